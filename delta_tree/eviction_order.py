@@ -1,5 +1,6 @@
 """
-The order of eviction: least frequently used with dynamic aging (Arlitt et al., 2000).
+The order of eviction: least recently used, weighted by reuse, with dynamic aging (after LFU-DA, Arlitt et
+al., 2000).
 
     worth = floor at the last use + 1 + tokens copied from the node for other texts / tokens of the node
 
@@ -54,7 +55,7 @@ class EvictionOrder:
                 self._floors[scope] = max(self._floors[scope], rank[0])
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
-        """Scale down a node's copied tokens to `kept`, the share of its tokens left; its rank stays."""
+        """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
         if node_id in self._given:
             self._given[node_id] *= kept
 

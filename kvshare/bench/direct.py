@@ -1,4 +1,4 @@
-"""A model called without the engine: prefill by a plan, greedy answers, runs and copies for its tests."""
+"""Helpers for benchmarks that call the model without the engine: prefill by a plan, greedy answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan
 
-SEGMENT = SegmentId(1)  # the only one of a donor
+SEGMENT = SegmentId(1)  # a donor's only segment
 
 
 def prefilled(
@@ -65,7 +65,7 @@ def scattered_runs(rng: np.random.Generator, num_tokens: int) -> list[Span]:
 
 
 def copied(start: int, length: int, *, target_start: int) -> Copy:
-    """A copy out of a donor that is a single segment, computed in place."""
+    """A copy from a donor of one segment, whose KV was computed at the donor's own positions."""
     return Copy(
         donor=NodeId(1),
         segment_id=SEGMENT,

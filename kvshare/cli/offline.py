@@ -30,8 +30,8 @@ from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
 
-_NO_TIMEOUT_S = 3600.0  # no other request waits
-_TOKENS_PER_S = 5_000_000  # indexed by one core
+_NO_TIMEOUT_S = 3600.0  # no request waits behind this search
+_TOKENS_PER_S = 5_000_000  # that one core indexes
 _BATCH = 256
 
 
@@ -39,10 +39,10 @@ def explain_offline(
     store_path: Path, settings: Settings, messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """
-    The plan a prompt would have got from the prompts of a stopped store, were their KV still there.
+    The plan that a prompt would get if the prompts of a stopped store still had their KV.
 
     It searches the largest namespace by equal prefixes and fingerprints. The store has no texts, so that no
-    donor is nominated by embedding. Rates are those of config.yaml. Nothing is written to the store.
+    donor is nominated by embedding. Prefill and load speeds are those of config.yaml. The store is unchanged.
 
     Raises:  MissingExtraError; StoreError if the store cannot be read, or there is no room for an index of it
              in the temporary folder; ModelError, RequestError if the prompt cannot be encoded

@@ -81,8 +81,7 @@ class Router:
         prompt = request.prompt
         reason = Reason.OFF if request.mode is SharingMode.OFF else Reason.SHORT_PROMPT
         if prompt is not None and request.mode is not SharingMode.OFF:
-            # A prompt too short to look up is planned too: with its answer it may be long enough to be
-            # stored.
+            # Short prompts are planned, too: prompt and answer together may be long enough to be stored.
             if self._sharing.wants(prompt, request.mode):
                 await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
@@ -251,7 +250,7 @@ def ticket_for(
 
 
 def wire_order(plan: Plan) -> WireOrder | None:
-    """The plan's repair order for the connector."""
+    """The plan's repair order for the connector, which fills slots up to `end`; vLLM computes the rest."""
     if plan.order is None:
         return None
     return WireOrder(

@@ -2,8 +2,8 @@
 The only writer of the tree: stores prompts as nodes, and evicts prompts to make room for new ones.
 
 `Keeper` has what both engines need. `sharing/memory_keeper.py` stores KV of this process;
-`fleet/replica_keeper.py` stores what vLLM replicas report. All methods may be called from any thread; those
-that block say so.
+`fleet/replica_keeper.py` stores what vLLM replicas report. All methods may be called from any thread; all but
+queries may block on SQLite.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Keeper(Generic[TierT]):
 
     def note_use(self, plan: Plan) -> None:
         """
-        Record that a request uses this plan: its donors are evicted later.
+        Record that a request uses this plan, so that its donors are evicted after others.
 
         Tokens that a donor gave to a different text count most; see `_given_to_others`.
         """

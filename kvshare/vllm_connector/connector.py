@@ -97,7 +97,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(self._step_metadata())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """vLLM calls this behind the forward pass, because all our loads are asynchronous."""
+        """vLLM calls this after the forward pass, because all our loads are asynchronous."""
         if self._worker is not None:
             self._worker.advance(self._step_metadata())
 

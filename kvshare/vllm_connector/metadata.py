@@ -1,7 +1,7 @@
 """
 What the scheduler side requests and the worker side reports back: plain values that cross processes.
 
-In a step, a worker starts copies and drops segments before vLLM's forward pass. Behind it, it computes
+In a step, a worker starts copies and drops segments before vLLM's forward pass. After it, the worker computes
 placeholders of loads whose copies have arrived, then it starts saves.
 """
 

@@ -1,7 +1,5 @@
 """
-The two routes of the documentation.
-
-Both are open, as probes are: they name routes, types and the model, nothing of what is asked or stored.
+Serves /openapi.json and /docs. They need no API key: they name routes, types and the model, and no prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-ur
 
 
 class Documentation:
-    """Both texts of one application, written again when the served model has another name."""
+    """Both documents, cached, and rebuilt when the name of the served model changes."""
 
     def __init__(self, app: web.Application, *, is_relay: bool) -> None:
         self._app = app
@@ -61,7 +59,7 @@ def add_routes(app: web.Application, *, is_relay: bool) -> None:
 
 
 def operations_of(app: web.Application, *, is_relay: bool) -> Sequence[Operation]:
-    """The rows of the routes that an application has; "*" stands for each method."""
+    """The documented operations whose routes are registered; "*" stands for each method."""
     registered = {
         (route.method, resource.canonical) for resource in app.router.resources() for route in resource
     }

@@ -1,8 +1,8 @@
 """
 Forwards one request: sends it to a replica, or to another if that does not answer, and passes its answer on.
 
-Status, headers and every byte of the body are vLLM's. Only an answer that breaks off gets an end from here,
-as a stream that merely ends looks like success.
+Status and body are vLLM's, byte for byte, and so are the headers, except hop-by-hop and CORS ones. If vLLM
+breaks off, an error event is appended: the client would take the end of the stream for success.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RelayedRequest:
         """
         Plan and send the request, and pass its answer on until it ends. A drain waits for it.
 
-        Leaving early closes the connection, and vLLM aborts.
+        If the client leaves, the connection to vLLM is closed, and vLLM aborts the request.
         """
         try:
             async with self.request.app[SERVER].lifecycle.running():
@@ -175,7 +175,7 @@ class RelayedRequest:
 
 
 def _failure_of(body: bytes) -> Failure:
-    """vLLM's own error. Its message may quote the prompt, so that only its words for the kind are logged."""
+    """The error that vLLM answered. Its message may quote the prompt: only type and parameter are logged."""
     try:
         document = json.loads(body)
     except ValueError:

@@ -6,7 +6,7 @@ Runs a decoder layer by layer over chosen rows: published repair rules need this
     layer 1     x x x x x x            all rows write K and V into their slots, then attend
     layer 2     x . x . x x            a rule may drop rows between two layers; deeper, their old KV remains
 
-Attention is exact: a row sees its own slot and those before it, except where `visible` hides one.
+Attention is exact and causal by slot, unless `visible` gives another mask; a row always sees its own slot.
 """
 
 from __future__ import annotations

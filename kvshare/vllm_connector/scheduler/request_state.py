@@ -41,8 +41,8 @@ admitted        running  running  -        -        -        vLLM allocated its 
 load_requested  loading  loading  -        -        -        the same; copies are to be loaded
 load_reported   -        -        running  done     -        the workers report what the slots hold
 ended           done     done     ending   -        -        nothing more is saved
-save_requested  -        saving   -        -        -        it has ended; its blocks stay until saved
-saved           -        -        -        -        done     retained, unless something was lost meanwhile
+save_requested  -        saving   -        -        -        the request has ended; vLLM keeps its blocks
+saved           -        -        -        -        done     its KV is retained, unless segments were dropped
 """
 
 

@@ -2,11 +2,12 @@
 The connector inside a worker: writes segments into vLLM's blocks, computes placeholders, saves prompts.
 
     begin       before vLLM's forward pass of a step: start copies into the blocks of waiting requests
-    advance     behind it: compute placeholders of loads whose copies have arrived, within the step's budget
-    save        behind it: start saves on the thread that copies; each is reported when it is complete
+    advance     after it: compute placeholders of loads whose copies have arrived, within the step's budget
+    save        after it: start saves on the thread that copies; each is reported when it is complete
 
-vLLM waits for none of it: a request is scheduled when its load is reported. If a load fails, vLLM computes
-the prompt. `attach_model` is called once, before the first step.
+A step waits for no copy, except for the save of a request that it preempts, and for at most 5 ms if it has no
+forward pass. A request is scheduled when its load is reported; if the load fails, vLLM computes the prompt.
+`attach_model` is called once, before the first step.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class ConnectorWorker:
                 job.wait()  # another request writes its blocks in this step
 
     def advance(self, step: StepMetadata) -> None:
-        """Behind the forward pass: report finished copies, and compute placeholders of loads."""
+        """After the forward pass: report finished copies, and compute placeholders of loads."""
         if not step.has_forward:
             self._wait_for_loads()
         self._take_arrived()
@@ -225,7 +226,7 @@ class ConnectorWorker:
             self._report_loaded(due, self._computed(due))
 
     def save(self, step: StepMetadata) -> None:
-        """Behind the forward pass, too, because the rows it has written are saved."""
+        """After the forward pass, because the rows that it has written are saved."""
         for request in step.saves:
             self._begin_save(request)
 
