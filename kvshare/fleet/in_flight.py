@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta_tree import Node, NodeId
+from delta_tree import Node, NodeId, TokenIds, common_prefix_length
 from kvshare.namespace import Owner
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
@@ -25,6 +25,7 @@ from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
 _UNPLANNED = NoPlan(Reason.OFF)
+_ANSWER_HEADER = 16  # last tokens of a prompt, which a template may write differently once they are answered
 
 
 @dataclass(slots=True, eq=False)
@@ -189,10 +190,20 @@ class InFlight:
             self.forget(request)
         return len(late)
 
-    async def wait_reconciled(self, owner: Owner, *, timeout_s: float) -> None:
-        """Wait, at most `timeout_s`, for the reports of an owner's recently ended answers."""
-        own = (request for request in self._by_id.values() if request.owner == owner)
-        awaited = [entry for entry in own if entry.is_reported or 0 <= self._age_s(entry) < timeout_s]
+    async def wait_reconciled(self, owner: Owner, token_ids: TokenIds, *, timeout_s: float) -> None:
+        """
+        Wait, at most `timeout_s`, for the report of the answer that this prompt continues, if it just ended.
+
+        Other answers are not waited for. On a busy vLLM their reports come steps later, and only the next
+        turn of a conversation can use what they add: every prompt is stored when it is prefilled.
+        """
+        awaited = [
+            entry
+            for entry in self._by_id.values()
+            if entry.owner == owner
+            and (entry.is_reported or 0 <= self._age_s(entry) < timeout_s)
+            and _is_next_turn(token_ids, entry.prompt)
+        ]
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for entry in awaited:
@@ -201,3 +212,11 @@ class InFlight:
     def _age_s(self, request: RoutedRequest) -> float:
         """Seconds since its answer ended; negative while it runs."""
         return -1.0 if request.ended_at is None else self._clock() - request.ended_at
+
+
+def _is_next_turn(token_ids: TokenIds, earlier: Prompt | None) -> bool:
+    """Whether a prompt begins with an earlier one and is longer."""
+    if earlier is None or len(token_ids) <= earlier.num_tokens:
+        return False
+    equal = common_prefix_length(earlier.token_ids, token_ids)
+    return equal >= max(1, earlier.num_tokens - _ANSWER_HEADER)

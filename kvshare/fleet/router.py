@@ -33,7 +33,7 @@ from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan
 
 log = logging.getLogger(__name__)
 
-_RECONCILE_S = 0.25  # the longest wait of a request for its owner's last answers to be stored
+_RECONCILE_S = 0.25  # the longest wait of a conversation's next turn for its last answer to be stored
 
 
 class Router:
@@ -83,7 +83,7 @@ class Router:
         if prompt is not None and request.mode is not SharingMode.OFF:
             # Short prompts are planned, too: prompt and answer together may be long enough to be stored.
             if self._sharing.wants(prompt, request.mode):
-                await self._in_flight.wait_reconciled(request.owner, timeout_s=_RECONCILE_S)
+                await self._in_flight.wait_reconciled(request.owner, prompt.token_ids, timeout_s=_RECONCILE_S)
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
             try:
                 replica, lookup = await self._found_or_waited_for(request)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 
 from delta_tree import token_ids
 from kvshare.fleet.in_flight import Execution, InFlight, RoutedRequest
@@ -25,9 +27,10 @@ class Clock:
         return self.now
 
 
-def sent(request_id: str = "r", *, replica: str = "a") -> RoutedRequest:
-    prompt = Prompt(token_ids(np.arange(10, dtype=np.int32)), PromptText("", ""))
-    return RoutedRequest(OWNER, prompt, execution=Execution(replica), ticket=Ticket(request_id, "n", "d", 10))
+def sent(request_id: str = "r", *, replica: str = "a", num_tokens: int = 10) -> RoutedRequest:
+    prompt = Prompt(token_ids(np.arange(num_tokens)), PromptText("", ""))
+    ticket = Ticket(request_id, "n", "d", num_tokens)
+    return RoutedRequest(OWNER, prompt, execution=Execution(replica), ticket=ticket)
 
 
 def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:
@@ -67,29 +70,59 @@ def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
     assert lost.reconciled.is_set()
 
 
-async def test_the_next_request_waits_for_news_of_the_last() -> None:
-    """For its owner's only, while it is fresh, and not for long."""
+NEXT_TURN = token_ids(np.arange(40))  # begins with the prompt of `sent`
+
+
+async def test_the_next_turn_waits_for_the_report_of_the_last() -> None:
+    """Only where it belongs to the owner, while the answer has just ended, and until the tree has it."""
     clock = Clock()
     in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
-    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, timeout_s=5), 1)  # it still runs
+    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, NEXT_TURN, timeout_s=5), 1)  # it still runs
     in_flight.end(entry)
-    await asyncio.wait_for(in_flight.wait_reconciled(Owner("globex", "tenant"), timeout_s=5), 1)
-    waiting = asyncio.create_task(in_flight.wait_reconciled(OWNER, timeout_s=5))
+    other = Owner("globex", "tenant")
+    await asyncio.wait_for(in_flight.wait_reconciled(other, NEXT_TURN, timeout_s=5), 1)
+    waiting = asyncio.create_task(in_flight.wait_reconciled(OWNER, NEXT_TURN, timeout_s=5))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     assert in_flight.take("r", "a") is entry
     await asyncio.sleep(0.01)
-    assert not waiting.done()  # told, but not to be found yet
+    assert not waiting.done()  # reported, but not in the tree yet
     in_flight.forget(entry)
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_nobody_waits_for_news_that_does_not_come() -> None:
-    """After a moment the next request goes on without."""
+@pytest.mark.parametrize(
+    "prompt",
+    [np.arange(50), np.arange(30), np.arange(1, 81), np.concatenate([np.arange(30), np.arange(90)])],
+    ids=["the same again", "shorter", "edited at its start", "edited before the answer"],
+)
+async def test_other_prompts_do_not_wait(prompt: npt.NDArray[np.int64]) -> None:
+    """Neither repetitions nor similar or unrelated prompts need the text of the answer that just ended."""
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60), sent(num_tokens=50)
+    in_flight.add(entry)
+    in_flight.end(entry)
+    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, token_ids(prompt), timeout_s=5), 1)
+
+
+async def test_a_next_turn_may_have_another_header_before_the_answer() -> None:
+    """Templates may write the last tokens of an answered prompt differently."""
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60), sent(num_tokens=50)
+    in_flight.add(entry)
+    in_flight.end(entry)
+    tokens = token_ids(np.concatenate([np.arange(46), np.arange(100, 120)]))
+    waiting = asyncio.create_task(in_flight.wait_reconciled(OWNER, tokens, timeout_s=5))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    in_flight.forget(entry)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_report_that_does_not_come_is_not_waited_for_long() -> None:
+    """After a moment the next turn is planned without it."""
     clock = Clock()
     in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
     in_flight.end(entry)
     clock.now = 6.0
-    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, timeout_s=5), 1)
+    await asyncio.wait_for(in_flight.wait_reconciled(OWNER, NEXT_TURN, timeout_s=5), 1)
