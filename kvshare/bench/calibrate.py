@@ -22,8 +22,7 @@ from scipy.stats import gmean
 
 from delta_tree import Span
 from kvshare.bench.fidelity.laboratory import Laboratory, work
-from kvshare.bench.fidelity.rows import Plan, read_plans
-from kvshare.bench.fidelity.shards import Shards, Stage
+from kvshare.bench.fidelity.rows import Plan, Shards, Stage, read_plans
 from kvshare.bench.fidelity.suites import SUITES
 from kvshare.bench.harness import chosen
 from kvshare.errors import ConfigError, LogError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from kvshare.bench.fidelity.suites.conversations import shortened
+from kvshare.bench.fidelity.suites.library import shortened
 from kvshare.errors import ConfigError
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources

@@ -18,8 +18,7 @@ from typing import Any
 from kvshare.bench.fidelity.laboratory import Laboratory
 from kvshare.bench.fidelity.papers import tables as papers
 from kvshare.bench.fidelity.papers.answers import Server
-from kvshare.bench.fidelity.papers.data import TEXTS
-from kvshare.bench.fidelity.papers.prompts import EXAMPLES, Writer
+from kvshare.bench.fidelity.papers.prompts import EXAMPLES, TEXTS, Writer
 from kvshare.bench.fidelity.papers.tables import Bench
 from kvshare.bench.harness import chosen, environment
 from kvshare.errors import ConfigError

@@ -5,9 +5,9 @@
     scenario.py        the same in tokens; halves of the source documents
     stored_prompts.py  stored prompts and their KV       layered.py  a model run layer by layer
     trial.py           one plan, ready for any rule      rules/      which tokens are computed again
-    greedy.py          answers                           measures.py, arms.py, chain.py  what is measured
-    shards.py, laboratory.py                             work that can be stopped and continued
-    statistics.py, comparison.py, tables.py, report.py   intervals, tests, tables, figures
+    measures.py, arms.py         what is measured of an answer and of a plan
+    laboratory.py, rows.py       work that can be stopped and continued
+    statistics.py, tables.py, plots.py, report.py        intervals, tests, tables, figures
     papers/            the tables of published papers: `kvshare bench papers`
 
 Every rule gets the same donors, plans and rotation; only the repair differs. No server takes part.
@@ -52,8 +52,8 @@ def run(
 
     from kvshare.bench.fidelity import laboratory as runner
     from kvshare.bench.fidelity.report import publish
+    from kvshare.bench.fidelity.rows import STAGES_FILE, Shards, Stage, read_stages
     from kvshare.bench.fidelity.rules import RULES
-    from kvshare.bench.fidelity.shards import STAGES_FILE, Shards, Stage, read_stages
     from kvshare.bench.fidelity.suites import SUITES
     from kvshare.bench.harness import chosen
     from kvshare.served_model import find_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import time
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from delta_tree import Span, TokenIds
-from kvshare.bench.fidelity.arms import make_trial, measured
-from kvshare.bench.fidelity.chain import measured_chain
+from kvshare.bench.fidelity.arms import make_trial, measured, measured_chain
 from kvshare.bench.fidelity.layered import LayeredModel
+from kvshare.bench.fidelity.rows import Shards, Stage, Task
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import SEED, Scenario, tokenized
-from kvshare.bench.fidelity.shards import Shards, Stage, Task
 from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from kvshare.bench.fidelity.suites import SUITES
 from kvshare.bench.fidelity.suites.library import Library
@@ -34,9 +32,6 @@ _ATTEMPTS = 12  # drafts of a number until one is usable
 _SHORTEST, _LONGEST = 250, 1500  # tokens of a prompt
 _LEAST_COPIED = 0.2  # of a prompt: of fewer copies, repairing a tenth of the prompt leaves too little
 
-_Drawn = tuple[bytes, int]
-"""The digest of a scenario's prompt, and the attempt that made it."""
-
 
 @dataclass(eq=False)
 class Laboratory:
@@ -50,7 +45,7 @@ class Laboratory:
     name: str = ""
     log: Path | None = None  # a file of requests, for the suite `log`
     _libraries: dict[int, Library] = field(default_factory=dict)
-    _drawn: dict[tuple[str, int], list[_Drawn | None]] = field(default_factory=dict)
+    _drawn: dict[tuple[str, int], list[Scenario | None]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -72,23 +67,20 @@ class Laboratory:
         """
         drawn = self._drawn.setdefault((suite, half), [])
         while len(drawn) <= number:
-            drawn.append(self._draw(suite, half, len(drawn), {each[0] for each in drawn if each}))
-        found = drawn[number]
-        return None if found is None else self._made(suite, half, number, found[1])
+            known = {each.prompt.token_ids.tobytes() for each in drawn if each is not None}
+            drawn.append(self._draw(suite, half, len(drawn), known))
+        return drawn[number]
 
-    def _draw(self, suite: str, half: int, number: int, known: set[bytes]) -> _Drawn | None:
-        for attempt in range(_ATTEMPTS):
-            if (scenario := self._made(suite, half, number, attempt)) is not None:
-                digest = hashlib.sha256(scenario.prompt.token_ids.tobytes()).digest()
-                if digest not in known and self._is_usable(scenario):
-                    return digest, attempt
-        return None
-
-    def _made(self, suite: str, half: int, number: int, attempt: int) -> Scenario | None:
+    def _draw(self, suite: str, half: int, number: int, known: set[bytes]) -> Scenario | None:
         library = self._libraries.setdefault(half, Library(self.data, half, self.log))
-        draw = random.Random(f"{SEED}:{suite}:{half}:{number}:{attempt}")
-        draft = SUITES[suite](library, number, draw)
-        return None if draft is None else tokenized(draft, self.encoder, suite=suite, number=number)
+        for attempt in range(_ATTEMPTS):
+            draw = random.Random(f"{SEED}:{suite}:{half}:{number}:{attempt}")
+            if (draft := SUITES[suite](library, number, draw)) is None:
+                continue
+            scenario = tokenized(draft, self.encoder, suite=suite, number=number)
+            if scenario.prompt.token_ids.tobytes() not in known and self._is_usable(scenario):
+                return scenario
+        return None
 
     def _is_usable(self, scenario: Scenario) -> bool:
         prompts = (*scenario.stored, *scenario.stages, scenario.prompt)
@@ -108,9 +100,7 @@ class Laboratory:
         return stored
 
     def decode(self, tokens: TokenIds) -> str:
-        """The text of an answer, without special tokens."""
-        text: str = self.encoder.backend.decode(tokens.tolist(), skip_special_tokens=True)
-        return text
+        return str(self.encoder.backend.decode(tokens.tolist(), skip_special_tokens=True))
 
     def measure(self, task: Task) -> dict[str, Any]:
         """The row of a task, or why there is none under `skipped`."""

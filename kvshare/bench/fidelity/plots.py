@@ -18,40 +18,34 @@ _COLUMNS: Final = 3
 _BUDGET: Final = 0.1  # of the regimes, or the nearest that was measured
 _COLOURS: Final = ("prefix", "chunks", "response", "kv3", "kv2", "kv4", "kv5", "kv1", "computed", "nothing")
 _DASHES: Final = ("-", "--", ":", "-.")
-_OURS: Final = {"color": COLOURS["kv0"], "linewidth": 3.5, "marker": "o", "zorder": 4}
-_BASE: Final = {"color": COLOURS["ink"], "linestyle": "--"}
+_OURS: Final[dict[str, Any]] = {"color": COLOURS["kv0"], "linewidth": 3.5, "marker": "o", "zorder": 4}
+_BASE: Final[dict[str, Any]] = {"color": COLOURS["ink"], "linestyle": "--"}
 
 Looks = Mapping[str, Mapping[str, Any]]
 
 
 def draw(document: Row) -> dict[str, Picture]:
     """The figures for which there is data, by the names of their files."""
-    looks = _looks(document)
-    figures = {
-        f"kl-by-{by}": _panels(rows, looks, document["titles"], by)
-        for by in ("b", "charged")
-        if (rows := _of_budget(document["results"], by))
-    }
+    looks, figures = _looks(document), {}
+    for by in ("b", "charged"):  # beside rules with this budget there are those without budgets
+        known = [row for row in document["results"] if row["kl"] and (row["by"] == by or row["budget"] == 0)]
+        if any(row["by"] == by for row in known):
+            figures[f"kl-by-{by}"] = _panels(known, looks, by)
     moved = [row for row in document["regimes"] if row["moved"] is not None and row["ratio"]["low"]]
     return figures | ({"regimes": _regimes(moved)} if moved else {})
 
 
-def _of_budget(rows: Sequence[Row], by: str) -> list[Row]:
-    """Rows with this kind of budget and rows of rules without budgets; none if there are only the latter."""
-    known = [row for row in rows if row["kl"] and (row["by"] == by or row["budget"] == 0)]
-    return known if any(row["by"] == by for row in known) else []
-
-
 def _looks(document: Row) -> Looks:
-    """Rule -> the look of its curve: no two have the same colour and dashes."""
+    """Rule -> the look and label of its curve: no two have the same colour and dashes."""
     rules = dict.fromkeys([*document["titles"], *(row["rule"] for row in document["results"])])
     styles = cycle({"linestyle": dash, "color": COLOURS[name]} for dash, name in product(_DASHES, _COLOURS))
     own = {document["ours"]: _OURS, BASELINE: _BASE}
     others = [rule for rule in rules if rule not in own and rule != FULL]
-    return {**own, **{rule: {"marker": ".", **style} for rule, style in zip(others, styles, strict=False)}}
+    own |= {rule: {"marker": ".", **style} for rule, style in zip(others, styles, strict=False)}
+    return {rule: {"label": document["titles"].get(rule, rule), **look} for rule, look in own.items()}
 
 
-def _panels(rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: str) -> Picture:
+def _panels(rows: Sequence[Row], looks: Looks, by: str) -> Picture:
     suites = list(dict.fromkeys(row["suite"] for row in rows))
     rules = [rule for rule in looks if any(row["rule"] == rule for row in rows)]
     num_rows = -(-len(suites) // _COLUMNS)
@@ -64,23 +58,19 @@ def _panels(rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: st
         for axes, suite in zip(panels, suites, strict=False):
             axes.set(title=suite, yscale="log", xmargin=0.06)
             own = [row for row in rows if row["suite"] == suite]
-            lines |= dict(_curves(axes, own, looks, titles, by))
+            lines |= dict(_curves(axes, own, looks, by))
             _readable(axes)
         for axes in panels[max(0, len(suites) - _COLUMNS) : len(suites)]:  # with no panel below
             axes.set_xlabel(f"{name}, % of layers x tokens")
         for axes in panels[len(suites) :]:
             axes.remove()
         picture.figure.supylabel("mean KL over 16 tokens, nats", size=13)
-        names = [titles.get(rule, rule) for rule in rules]
-        picture.figure.legend(
-            [lines[rule] for rule in rules], names, loc="outside lower left", ncols=_COLUMNS
-        )
+        handles = [lines[rule] for rule in rules]
+        picture.figure.legend(handles=handles, loc="outside lower left", ncols=_COLUMNS)
     return picture
 
 
-def _curves(
-    axes: Axes, rows: Sequence[Row], looks: Looks, titles: Mapping[str, str], by: str
-) -> Iterator[tuple[str, Any]]:
+def _curves(axes: Axes, rows: Sequence[Row], looks: Looks, by: str) -> Iterator[tuple[str, Any]]:
     """A curve for each rule, a point for a rule without budgets, a line across for the baseline."""
     for rule, look in looks.items():
         own = sorted((row for row in rows if row["rule"] == rule), key=lambda row: row["budget"])
@@ -94,7 +84,7 @@ def _curves(
             size = {"markersize": 9} if len(x) == 1 else {}
             (line,) = axes.plot(x, y, clip_on=False, **{**look, **size})
         values = ", ".join(f"{value:.3g} at {at:.3g} %" for at, value in zip(x, y, strict=True))
-        tip(line, f"{own[0]['suite']}, {titles.get(rule, rule)}: {values}")
+        tip(line, f"{own[0]['suite']}, {look['label']}: {values}")
         yield rule, line
 
 

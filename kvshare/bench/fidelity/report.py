@@ -15,20 +15,18 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvshare.bench.fidelity import tables
-from kvshare.bench.fidelity.comparison import Bound, check_bounds, comparisons
 from kvshare.bench.fidelity.plots import draw
-from kvshare.bench.fidelity.rows import Row, read_plans
+from kvshare.bench.fidelity.rows import Row, read_plans, rows_of
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.replay.report.formats import UNKNOWN, counted, digits, percent
 from kvshare.replay.whole_files import write_document, write_whole
 
-_BOUNDS_FILE: Final = "bounds.yaml"  # by half: what was to be reached, see `comparison.Bound`
+_BOUNDS_FILE: Final = "bounds.yaml"  # by half: what was to be reached, see `tables.Bound`
 _OURS, _QUERY_GUIDED, _WINDOWS = "kvshare", "query", "edit-windows"  # names of rules
 _VERDICTS: Final = {
     True: "reached",
     False: "missed",
     None: "not measured",
-    "not told apart": "no significant difference",
     "not at equal b": "a rule without budgets",
 }
 
@@ -37,17 +35,16 @@ def publish(folder: Path) -> dict[str, Any]:
     """Write the report of each half of which there are rows to FOLDER/report-HALF; returns where, by half."""
     path = folder / _BOUNDS_FILE
     bounds = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows = (row for file in folder.glob("*/*.jsonl") for row in rows_of(file))
     written = {}
-    for half in (0, 1):
-        rows = (file.read_text(encoding="utf-8") for file in folder.glob("*/*.jsonl"))
-        if any(f'"half":{half},' in each for each in rows):
-            out = folder / f"report-{half}"
-            write(report(folder, half=half, bounds=bounds.get(half, ())), out)
-            written[f"half {half}"] = str(out)
+    for half in sorted({row["half"] for row in rows if "half" in row}):
+        out = folder / f"report-{half}"
+        write(report(folder, half=half, bounds=bounds.get(half, ())), out)
+        written[f"half {half}"] = str(out)
     return written
 
 
-def report(folder: Path, *, half: int | None = None, bounds: Sequence[Bound] = ()) -> Row:
+def report(folder: Path, *, half: int | None = None, bounds: Sequence[tables.Bound] = ()) -> Row:
     """
     All results of the rows in this folder, as JSON has them; unknown figures are None.
 
@@ -62,8 +59,8 @@ def report(folder: Path, *, half: int | None = None, bounds: Sequence[Bound] = (
         "published": published,
         "titles": {name: rule.title for name, rule in RULES.items()},
         "suites": tables.suites(plans),
-        "bounds": check_bounds(plans, bounds),
-        "comparisons": comparisons(plans, _OURS, published),
+        "bounds": tables.check_bounds(plans, bounds),
+        "comparisons": tables.comparisons(plans, _OURS, published),
         "results": tables.results(plans),
         "noise": tables.noise(plans),
         "answers": tables.answers(plans),
@@ -85,12 +82,8 @@ def write(document: Row, out: Path) -> None:
 
 def markdown(document: Row, figures: Sequence[str] = ()) -> str:
     """The whole report. `figures`: names of PNG files beside it."""
-    environment = Environment(  # Markdown, not HTML
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = FileSystemLoader(Path(__file__).parent)  # Markdown, not HTML: nothing is escaped
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"table": partial(_table, titles=document["titles"]), "verdict": _verdict}
     return environment.get_template("report.md.jinja").render(document, figures=figures).strip() + "\n"
 

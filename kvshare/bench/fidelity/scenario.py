@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -31,6 +31,11 @@ Messages = tuple[Message, ...]
 def half_of(source: str) -> int:
     """The half of a document: rules are chosen on half 0; half 1 is opened once, for the result."""
     return hashlib.sha256(f"{SEED}:{source}".encode()).digest()[0] & 1
+
+
+def chat_of(texts: Mapping[str, str], parts: Mapping[str, str | int]) -> Messages:
+    """A system message and a user's: these texts, by role, with the parts filled in."""
+    return tuple({"role": role, "content": texts[role].format_map(parts)} for role in ("system", "user"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,11 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def contents(self) -> list[bytes]:
+        """The tokens of each part; equal parts have equal contents."""
+        return [self.token_ids[part.start : part.end].tobytes() for part in self.parts]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scenario:
@@ -88,36 +98,25 @@ def tokenized(draft: Draft, encoder: PromptEncoder, *, suite: str, number: int) 
         number=number,
         source=draft.source,
         labels=draft.labels,
-        stored=tuple(_prompt(messages, encoder) for messages in draft.stored),
-        prompt=_prompt(draft.prompt, encoder),
-        candidates=tuple(continuation(text, encoder) for text in draft.candidates),
+        stored=tuple(tokenized_prompt(messages, encoder) for messages in draft.stored),
+        prompt=tokenized_prompt(draft.prompt, encoder),
+        candidates=tuple(
+            token_ids(encoder.backend.encode(text, add_special_tokens=False).ids) for text in draft.candidates
+        ),
         expected=draft.expected,
-        reordered=None if draft.reordered is None else _prompt(draft.reordered, encoder),
-        stages=tuple(_prompt(messages, encoder) for messages in draft.stages),
+        reordered=None if draft.reordered is None else tokenized_prompt(draft.reordered, encoder),
+        stages=tuple(tokenized_prompt(messages, encoder) for messages in draft.stages),
     )
 
 
-def continuation(text: str, encoder: PromptEncoder) -> TokenIds:
-    """The tokens of an answer, as the model would write it after the chat template."""
-    return token_ids(np.asarray(encoder.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32))
-
-
-def _prompt(messages: Sequence[Message], encoder: PromptEncoder) -> Prompt:
+def tokenized_prompt(messages: Messages, encoder: PromptEncoder) -> Prompt:
+    """A prompt as this tokenizer and chat template write it; a short part is joined to what follows."""
     text = encoder.render_chat(Chat(tuple(messages)))
     encoding = encoder.backend.encode(text, add_special_tokens=False)
-    starts = [start for start, _ in encoding.offsets]
-    breaks = sorted(
-        {0, *(match.end() if match[0].isspace() else match.start() for match in _BREAK.finditer(text))}
-    )
-    firsts = sorted({int(np.searchsorted(starts, place)) for place in breaks})
-    ids = token_ids(np.asarray(encoding.ids, dtype=np.int32))
-    return Prompt(ids, _parts(firsts, len(ids)))
-
-
-def _parts(firsts: Sequence[int], num_tokens: int) -> tuple[Span, ...]:
-    """Spans that begin at these tokens; a short one is joined to what follows."""
-    starts = [0]
-    for first in firsts[1:]:
+    breaks = (match.end() if match[0].isspace() else match.start() for match in _BREAK.finditer(text))
+    starts, num_tokens = [0], len(encoding.ids)
+    for first in np.searchsorted([start for start, _ in encoding.offsets], sorted(breaks)).tolist():
         if first - starts[-1] >= _SHORTEST_PART and first < num_tokens:
             starts.append(first)
-    return tuple(Span(start, end) for start, end in pairwise([*starts, num_tokens]))
+    parts = tuple(Span(start, end) for start, end in pairwise([*starts, num_tokens]))
+    return Prompt(token_ids(encoding.ids), parts)

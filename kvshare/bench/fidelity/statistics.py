@@ -22,6 +22,7 @@ from scipy.stats import binomtest, t
 _RESAMPLES: Final = 2_000  # of an interval
 _TEST_RESAMPLES: Final = 10_000  # of a test: Holm's correction over 100 tests needs p far below .05 / 100
 _CONFIDENCE: Final = 0.95
+_NORMAL: Final = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
 FLOOR: Final = 1e-6  # nats: two equal computations differ by as much
 _SEED: Final = 0
 
@@ -92,11 +93,10 @@ def mean_log_ratio(suites: Sequence[Pairs]) -> tuple[Estimate, float]:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p adjusted for the number of tests by Holm's step-down, in the order given."""
-    adjusted, least = [1.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = least
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    multiplied = np.array(p_values)[order] * np.arange(len(p_values), 0, -1)
+    adjusted = np.minimum(1.0, np.maximum.accumulate(multiplied))
+    return [float(p) for p in adjusted[np.argsort(order)]]
 
 
 def wilson(number: int, total: int) -> Estimate:
@@ -143,15 +143,14 @@ def _log_ratio(sums: Floats) -> Floats:
 def _estimate(value: float, drawn: Floats, num_sources: int) -> Estimate:
     if num_sources < 2:
         return Estimate(value, None, None)
-    normal = NormalDist()
-    above = normal.cdf(_expansion(num_sources) * normal.inv_cdf((1 + _CONFIDENCE) / 2))
+    above = NormalDist().cdf(_expansion(num_sources) * _NORMAL)
     low, high = np.quantile(drawn, [1 - above, above])
     return Estimate(value, float(low), float(high))
 
 
 def _expansion(num_sources: int) -> float:
     """The factor by which a bootstrap's interval over this many sources is too narrow."""
-    student = t.ppf((1 + _CONFIDENCE) / 2, num_sources - 1) / NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
+    student = t.ppf((1 + _CONFIDENCE) / 2, num_sources - 1) / _NORMAL
     return float(student * (num_sources / (num_sources - 1)) ** 0.5)
 
 

@@ -6,28 +6,16 @@ A prompt becomes a node as in the server, and its KV is cut into the same segmen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_tree import (
-    SEGMENT_TOKENS,
-    Composition,
-    Copy,
-    DeltaTree,
-    Node,
-    NodeId,
-    SegmentId,
-    Span,
-    TokenIds,
-    common_prefix_length,
-    compose,
-    new_segment_id,
-)
-from kvshare.bench.fidelity.layered import LayeredModel, Pass
+import delta_tree
+from delta_tree import Composition, Copy, Node, NodeId, SegmentId, Span, TokenIds, common_prefix_length
+from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel
 from kvshare.bench.fidelity.scenario import Prompt
 from kvshare.kv.segment import SegmentKV
 from kvshare.kv.sequence import SequenceKV
@@ -86,7 +74,7 @@ def prefill(model: LayeredModel, prompt: Prompt, *, room: int = 0) -> Prefill:
             inside = slice(part.start, part.end)
             received[inside] += mean[inside, inside].sum(0)
 
-    everything = Pass(prompt.token_ids, np.arange(num_tokens), weights=record)
+    everything = ForwardPass(prompt.token_ids, np.arange(num_tokens), weights=record)
     first = model.run(kv, everything, logits_of=np.array([num_tokens - 1]))[0]
     attention = Attention(
         to_parts=(to_parts / num_layers).numpy(),
@@ -103,15 +91,30 @@ class StoredPrompts:
 
     def __init__(self, sharing: SharingSettings) -> None:
         self._sharing = sharing
-        self._tree = DeltaTree.open(None, identity=None)
+        self._tree = delta_tree.DeltaTree.open(None, identity=None)
         self._node_ids: list[NodeId] = []  # oldest first
         self.kv: dict[SegmentId, SegmentKV] = {}
         self.prefills: dict[NodeId, Prefill] = {}
+
+    @classmethod
+    def computed(
+        cls, model: LayeredModel, prompts: Iterable[Prompt], sharing: SharingSettings
+    ) -> StoredPrompts:
+        """These prompts, computed in full."""
+        stored = cls(sharing)
+        for prompt in prompts:
+            stored.store_full(prefill(model, prompt))
+        return stored
 
     @property
     def nodes(self) -> Sequence[Node]:
         """Newest first: the order in which a server nominates them."""
         return [self._tree.node(node_id) for node_id in reversed(self._node_ids)]
+
+    @property
+    def computed_nodes(self) -> list[tuple[Node, Prefill]]:
+        """Those that were computed in full, newest first."""
+        return [(node, self.prefills[node.node_id]) for node in self.nodes if node.node_id in self.prefills]
 
     def store(self, token_ids: TokenIds, kv: SequenceKV | None, plan: Plan | NoPlan) -> Node:
         """
@@ -120,8 +123,8 @@ class StoredPrompts:
         Without KV, later prompts can be planned with this one, but nothing can be copied.
         """
         stored = []
-        for span in computed_spans(plan, len(token_ids), SEGMENT_TOKENS):
-            segment_id = new_segment_id()
+        for span in computed_spans(plan, len(token_ids), delta_tree.SEGMENT_TOKENS):
+            segment_id = delta_tree.new_segment_id()
             if kv is not None:
                 self.kv[segment_id] = kv.cut(span)
             stored.append(StoredSpan(segment_id, span, num_bytes=1))
@@ -137,7 +140,7 @@ class StoredPrompts:
 
     def compose(self, token_ids: TokenIds) -> Composition:
         """All that a prompt could copy, whatever the admission checks would say."""
-        return compose(
+        return delta_tree.compose(
             token_ids,
             self.nodes,
             self._tree.segment,
@@ -153,13 +156,10 @@ class StoredPrompts:
 
     def plan(self, token_ids: TokenIds, settings: Settings, *, can_probe: bool = False) -> Plan | NoPlan:
         """The plan of a server with these settings, after its admission checks."""
+        limits = PlannerLimits.from_settings(settings, can_probe=can_probe)
+        rates = CostModel.from_settings(settings.cost, bytes_per_token=0).rates
         return make_plan(
-            token_ids,
-            self.nodes,
-            self._tree.segment,
-            approximate=True,
-            limits=PlannerLimits.from_settings(settings, can_probe=can_probe),
-            rates=CostModel.from_settings(settings.cost, bytes_per_token=0).rates,
+            token_ids, self.nodes, self._tree.segment, approximate=True, limits=limits, rates=rates
         )
 
 
@@ -167,17 +167,9 @@ def copies_from(node: Node, source: Span, target: Span) -> list[Copy]:
     """Copies of a part of a stored prompt to a part of the new one, one for each piece of its KV."""
     found = []
     for start, segment_id, offset, length in node.pieces.rows():
-        first, end = max(start, source.start), min(start + length, source.end)
-        if first < end:
-            found.append(
-                Copy(
-                    donor=node.node_id,
-                    segment_id=segment_id,
-                    offset=offset + first - start,
-                    length=end - first,
-                    target_start=target.start + first - source.start,
-                    source_position=first,
-                    donor_start=first,
-                )
-            )
+        first = max(start, source.start)
+        copied = min(start + length, source.end) - first
+        if copied > 0:
+            at = target.start + first - source.start
+            found.append(Copy(node.node_id, segment_id, offset + first - start, copied, at, first, first))
     return found

@@ -1,21 +1,35 @@
-"""The tables of the report as rows of plain data: every rule at every budget in every suite."""
+"""
+The tables of the report as rows of plain data: every rule at every budget in every suite.
+
+One rule is compared with the others at equal budget, with p corrected for the number of tests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
+from math import exp
 from typing import Any, Final
 
 import numpy as np
 
 from kvshare.bench.fidelity.rows import Plan, Row, Setting, by_suite, count_unable, pairs, setting_of, values
-from kvshare.bench.fidelity.statistics import Floats, mean, ratio, wilson
+from kvshare.bench.fidelity.statistics import Floats, difference_p, holm, mean, mean_log_ratio, ratio, wilson
 
 BASELINE: Final = "placeholders"
 FULL: Final = "full"
 _NOTABLE: Final = 0.05  # nats: beside every mean is the share of plans above it
 _FACTS: Final = ("tokens", "exact", "copied", "computed", "pieces", "moved")
 _MEANS: Final = ("top1", "kl_first", "b", "charged", "runs")
+_SIGNIFICANT: Final = 0.05  # of the adjusted p
+
+Bound = Mapping[str, Any]
+"""
+Keys: suite, rule, and `upper` for the upper end of the interval or `at` for a value that the interval must
+contain. Optional: budget (0), by ("b"), measure ("kl"), against: the rule to which the ratio is taken, and
+labels: only plans that have all of these.
+"""
 
 
 def suites(plans: Sequence[Plan]) -> list[Row]:
@@ -63,7 +77,8 @@ def answers(plans: Sequence[Plan]) -> list[Row]:
     """Rank and margin of the right answer, and scores of free-running ones, over plans that have either."""
     rows = []
     for suite, own, setting in _by_setting(plans):
-        if chosen := [plan for plan in own if _is_answered(plan.arms.get(setting, {}))]:
+        measures = [[plan.measure(setting, name) for name in ("margin", "rank", "free")] for plan in own]
+        if chosen := [plan for plan, found in zip(own, measures, strict=True) if found != [None] * 3]:
             numbers = {**_numbers(chosen), **_answer(chosen, setting)}
             rows.append({"suite": suite, **setting._asdict(), **numbers})
     return rows
@@ -118,18 +133,13 @@ def _answer(plans: Sequence[Plan], setting: Setting) -> Row:
     return row | {"margin_to_full": asdict(mean(both.ours - both.theirs, both.sources)) if both else None}
 
 
-def _is_answered(arm: Mapping[str, Any]) -> bool:
-    return any(arm.get(name) is not None for name in ("margin", "rank", "free"))
-
-
 def _by_label(plans: Sequence[Plan]) -> dict[str, dict[str | int, list[Plan]]]:
     """Label -> value -> plans, of labels with several values."""
     found: dict[str, dict[str | int, list[Plan]]] = {}
     for name in sorted({name for plan in plans for name in plan.row["labels"]}):
         has = [(plan.row["labels"][name], plan) for plan in plans if name in plan.row["labels"]]
-        groups: dict[str | int, list[Plan]] = {}
-        for value, plan in sorted(has, key=lambda each: (isinstance(each[0], str), each[0])):
-            groups.setdefault(value, []).append(plan)
+        has.sort(key=lambda each: (isinstance(each[0], str), each[0]))
+        groups = {value: [plan for _, plan in own] for value, own in groupby(has, key=lambda each: each[0])}
         if len(groups) > 1:
             found[name] = groups
     return found
@@ -145,3 +155,84 @@ def _mean_fact(plans: Sequence[Plan], name: str) -> float | None:
 
 def _mean(found: Sequence[float] | Floats) -> float | None:
     return float(np.mean(found)) if len(found) else None
+
+
+def comparisons(plans: Sequence[Plan], ours: str, published: Sequence[str]) -> list[Row]:
+    """One for each setting of our rule with a budget, for repairs or charged."""
+    own = {setting for plan in plans for setting in plan.arms if setting.rule == ours and setting.budget > 0}
+    return [_compared(plans, setting, published) for setting in sorted(own)]
+
+
+def check_bounds(plans: Sequence[Plan], bounds: Sequence[Bound]) -> list[Row]:
+    """Each bound with the measured value and by how much it is missed; `reached` None: not measured."""
+    rows = []
+    for bound in bounds:
+        own = [plan for plan in plans if plan.suite == bound["suite"]]
+        wanted = bound.get("labels", {}).items()
+        own = [plan for plan in own if wanted <= plan.row.get("labels", {}).items()]
+        rows.append({**bound, **_checked(own, bound)})
+    return rows
+
+
+def _compared(plans: Sequence[Plan], ours: Setting, published: Sequence[str]) -> Row:
+    others = [ours._replace(rule=rule) for rule in published if rule != ours.rule]
+    suites = {suite: own for suite, own in by_suite(plans).items() if any(ours in plan.arms for plan in own)}
+    single = [_in_suite(suite, own, ours, other) for suite, own in suites.items() for other in others]
+    over = [row for other in others if (row := _over_suites([*suites.values()], ours, other))]
+    for family in (single, over):
+        _correct(family)
+    return {"ours": ours.rule, "by": ours.by, "budget": ours.budget, "suites": single, "over_suites": over}
+
+
+def _in_suite(suite: str, plans: Sequence[Plan], ours: Setting, other: Setting) -> Row:
+    both, fixed = pairs(plans, ours, other), setting_of(plans, other.rule, other.by, other.budget)
+    is_tested = len(both) > 0
+    if fixed and not is_tested:  # a rule without budgets
+        both = pairs(plans, ours, fixed)
+    unable = {"cannot": count_unable(plans, other) or None, "ours_cannot": count_unable(plans, ours) or None}
+    row = {"suite": suite, "rule": other.rule, "plans": len(both), "sources": len({*both.sources}), **unable}
+    if is_tested:
+        return {**row, "ratio": asdict(ratio(both)), "p": difference_p(both)}
+    if both:
+        return {**row, "ratio": asdict(ratio(both)), "p": None, "verdict": "not at equal b"}
+    verdict = "cannot run" if unable["cannot"] else "ours cannot run" if unable["ours_cannot"] else "not run"
+    return {**row, "ratio": None, "p": None, "verdict": verdict}
+
+
+def _over_suites(suites: Sequence[Sequence[Plan]], ours: Setting, other: Setting) -> Row | None:
+    both = [run for plans in suites if (run := pairs(plans, ours, other))]
+    if not both:
+        return None
+    mean_log, p = mean_log_ratio(both)
+    logs = asdict(mean_log)
+    ratios = {name: None if log is None else exp(log) for name, log in logs.items()}
+    return {"rule": other.rule, "suites": len(both), "log_ratio": logs, "ratio": ratios, "p": p}
+
+
+def _correct(family: Sequence[Row]) -> None:
+    """Adds Holm's p and the verdict to rows that have a p."""
+    tested = [row for row in family if row["p"] is not None]
+    for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        is_significant = adjusted < _SIGNIFICANT and row["ratio"]["value"] != 1  # 1: both below the floor
+        verdict = "better" if row["ratio"]["value"] < 1 else "worse"
+        row |= {"p_holm": adjusted, "verdict": verdict if is_significant else "no significant difference"}
+
+
+def _checked(plans: Sequence[Plan], bound: Bound) -> Row:
+    by, budget, measure = bound.get("by", "b"), bound.get("budget", 0.0), bound.get("measure", "kl")
+    ours = setting_of(plans, bound["rule"], by, budget)
+    found, number = None, 0
+    if ours and "against" in bound:
+        other = setting_of(plans, bound["against"], by, budget)
+        if both := pairs(plans, ours, other, measure) if other else None:
+            found, number = ratio(both), len(both)
+    elif ours:
+        own, sources = values(plans, ours, measure)
+        found, number = (mean(own, sources), len(own)) if len(own) else (None, 0)
+    if found is None or found.low is None or found.high is None:
+        return {"plans": number, "found": found and asdict(found), "reached": None, "missed_by": None}
+    if "at" in bound:
+        missed = max(0.0, found.low - bound["at"], bound["at"] - found.high)
+    else:
+        missed = max(0.0, found.high - bound["upper"])
+    return {"plans": number, "found": asdict(found), "reached": missed == 0, "missed_by": missed or None}

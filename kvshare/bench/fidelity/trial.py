@@ -11,16 +11,16 @@ the prompt are computed in every arm; they are called the base.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_tree import Copy, Span, TokenIds, token_ids
-from kvshare.bench.fidelity.greedy import greedy_answer
-from kvshare.bench.fidelity.layered import Intervention, LayeredModel, Mask, Pass, causal
+from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel, LayerHook, Mask, causal, greedy_answer
 from kvshare.bench.fidelity.scenario import Scenario
 from kvshare.bench.fidelity.stored_prompts import Floats, Prefill, StoredPrompts, prefill
 from kvshare.kv.attention import PartialPass
@@ -44,7 +44,7 @@ class Selection:
 
     rows: Mask
     probe: float = 0.0
-    intervention: Intervention | None = None
+    hook: LayerHook | None = None
     copies: tuple[Copy, ...] | None = None
     kv: SequenceKV | None = None
     computed: Mask | None = None
@@ -60,7 +60,7 @@ class Outcome:
     charged: float
     runs: int  # how many runs the repairs add to the plan's own
     computed: Mask  # (T,) positions whose KV is fresh in all layers
-    candidate_scores: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))  # nats per token
+    candidate_scores: NDArray[np.float64]  # nats per token; empty if candidates are not ranked
 
 
 class Trial:
@@ -70,9 +70,8 @@ class Trial:
         self, scenario: Scenario, model: LayeredModel, settings: Settings, stored: StoredPrompts
     ) -> None:
         self.scenario, self.model, self.settings, self.stored = scenario, model, settings, stored
-        prompt = scenario.prompt
-        self.num_tokens, self.num_layers = len(prompt), model.num_layers
-        composition = stored.compose(prompt.token_ids)
+        self.num_tokens, self.num_layers = len(scenario.prompt), model.num_layers
+        composition = stored.compose(scenario.prompt.token_ids)
         self.exact_length = min(composition.exact_length, self.num_tokens - 1)
         self.copies = within(composition.copies, Span(0, self.num_tokens - 1))  # the last token is computed
         is_copied = covered([copy.target for copy in self.copies], self.num_tokens)
@@ -95,7 +94,6 @@ class Trial:
 
     @cached_property
     def answer(self) -> TokenIds:
-        """The greedy answer of the full prefill, at most `NUM_FORCED` tokens."""
         return self.free_answer(NUM_FORCED)
 
     def free_answer(self, limit: int) -> TokenIds:
@@ -110,11 +108,7 @@ class Trial:
     @cached_property
     def truth(self) -> torch.Tensor:
         """(F, V) log-probabilities along the answer: the engine's own pass over prompt and answer."""
-        return self.full_pass(self.scenario.prompt.token_ids)
-
-    def full_pass(self, prompt: TokenIds, *, chunk: int | None = None) -> torch.Tensor:
-        """(F, V) log-probabilities along the answer after any prompt, see `forced_pass`."""
-        return forced_pass(self.model, prompt, self.answer, chunk=chunk)
+        return forced_pass(self.model, self.scenario.prompt.token_ids, self.answer)
 
     @cached_property
     def placed(self) -> SequenceKV:
@@ -129,10 +123,6 @@ class Trial:
         kv.v.zero_()
         kv.write_copies(copies, self.stored.kv)
         return kv
-
-    def base_layer_tokens(self) -> int:
-        """What every arm computes, in layer-tokens."""
-        return int(self.base.sum()) * self.num_layers
 
     @cached_property
     def base_pass(self) -> tuple[Floats, SequenceKV]:
@@ -156,9 +146,14 @@ class Trial:
             attention[layer] = weights.mean(0).cpu()
 
         kv = self.placed.fork(self.num_tokens)
-        current = Pass(self.scenario.prompt.token_ids[slots], slots, weights=record)
-        self.model.run(kv, current, logits_of=np.array([len(slots) - 1]))
+        forward = ForwardPass(self.scenario.prompt.token_ids[slots], slots, weights=record)
+        self.model.run(kv, forward, logits_of=np.array([len(slots) - 1]))
         return attention, kv
+
+    @cached_property
+    def first_approximate(self) -> int:
+        """Position of the first copy that a rule may repair; `num_tokens` if there is none."""
+        return int(self.copied.argmax()) if self.copied.any() else self.num_tokens
 
     @cached_property
     def key_deviation(self) -> torch.Tensor:
@@ -167,7 +162,7 @@ class Trial:
 
     @cached_property
     def value_deviation(self) -> torch.Tensor:
-        """(L, T, H, D) the full prefill's values minus the copied ones; 0 where nothing is copied."""
+        """The same of values."""
         return self._deviation(self.full.kv.v, self.placed.v)
 
     def _deviation(self, true: torch.Tensor, placed: torch.Tensor) -> torch.Tensor:
@@ -175,44 +170,41 @@ class Trial:
         difference[:, torch.from_numpy(self.placeholders)] = 0.0
         return difference
 
-    def take_truth(self, other: Trial) -> None:
-        """Use the full prefill of another trial of the same prompt."""
-        self.full, self.answer, self.truth = other.full, other.answer, other.truth
-
     def run(self, selection: Selection, *, rank: bool = False, forced: bool = True) -> Outcome:
         """Compute one arm. `rank`: score the candidates too. Without `forced`, compute the prompt only."""
-        union = selection.rows.any(axis=0) if selection.rows.ndim == 2 else selection.rows
+        rows = np.atleast_2d(selection.rows)
         earlier = np.zeros(self.num_tokens, np.bool_) if selection.computed is None else selection.computed
-        repaired = union & ~self.base
+        repaired = rows.any(axis=0) & ~self.base
         slots = (self.base & ~earlier | repaired).nonzero()[0]
         answers = _Answers(self, rank=rank, forced=forced)
+        num_answers = len(answers.slots)
         at_layer = None
         if selection.rows.ndim == 2:
-            everywhere = np.ones((self.num_layers, len(answers.slots)), np.bool_)
-            at_layer = np.hstack([selection.rows[:, slots] | ~repaired[slots], everywhere])
-        current = Pass(
+            everywhere = np.ones((self.num_layers, num_answers), np.bool_)
+            at_layer = np.hstack([rows[:, slots] | ~repaired[slots], everywhere])
+        forward = ForwardPass(
             token_ids(np.concatenate([self.scenario.prompt.token_ids[slots], answers.tokens])),
             np.concatenate([slots, answers.slots]),
             positions=np.concatenate([slots, answers.positions]),
             visible=answers.visible(slots),
-            repaired=np.concatenate([repaired[slots], np.zeros(len(answers.slots), np.bool_)]),
+            repaired=np.concatenate([repaired[slots], np.zeros(num_answers, np.bool_)]),
             at_layer=at_layer,
-            intervention=selection.intervention,
+            hook=selection.hook,
         )
         if selection.copies is not None:
             kv = self.place(selection.copies)
         else:
             kv = (selection.kv or self.placed).fork(self.num_tokens)
-        after = np.arange(len(slots) - 1, len(slots) + len(answers.slots))
-        log_probabilities = self.model.run(kv, current, logits_of=after)
-        spent, size = sum(current.num_computed), self.num_layers * self.num_tokens
+        after = np.arange(len(slots) - 1, len(slots) + num_answers)
+        log_probabilities = self.model.run(kv, forward, logits_of=after)
+        spent, size = sum(forward.num_computed), self.num_layers * self.num_tokens
         return Outcome(
             kv=kv,
             log_probabilities=log_probabilities[: len(answers.forced) + 1],
             b=spent / size,
-            charged=(self.base_layer_tokens() + spent + selection.probe) / size,
+            charged=(int(self.base.sum()) * self.num_layers + spent + selection.probe) / size,
             runs=num_runs(self.base | repaired) - num_runs(self.base),
-            computed=np.isin(np.arange(self.num_tokens), current.completed) | earlier,
+            computed=np.isin(np.arange(self.num_tokens), forward.completed) | earlier,
             candidate_scores=answers.scores(log_probabilities),
         )
 
@@ -255,11 +247,8 @@ def forced_pass(
     """(F, V) log-probabilities along an answer after a prompt, by the embedded engine's own passes."""
     tokens = token_ids(np.concatenate([prompt, answer[:-1]]))
     kv = model.model.new_sequence(len(tokens))
-    start, first = 0, len(prompt) - 1
-    while chunk is not None and start + chunk < first:
-        span = Span(start, start + chunk)
-        model.model.logits(PartialPass(kv, (span,)), tokens[span.start : span.end], keep=1)
-        start += chunk
-    span = Span(start, len(tokens))
-    logits = model.model.logits(PartialPass(kv, (span,)), tokens[start:], keep=len(answer))
+    starts = range(0, len(prompt) - 1, chunk or len(tokens))
+    for start, end in pairwise([*starts, len(tokens)]):  # the last pass is the one that counts
+        current = PartialPass(kv, (Span(start, end),))
+        logits = model.model.logits(current, tokens[start:end], keep=len(answer))
     return torch.log_softmax(logits, dim=-1)

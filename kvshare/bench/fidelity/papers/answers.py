@@ -1,16 +1,22 @@
-"""The greedy, free-running answer of an arm to a prompt, and the cost of computing the prompt."""
+"""
+The greedy, free-running answers of arms to prompts, the cost of computing the prompts, and figures over them.
+
+A figure of a prompt is a number or, for BLEU, the counts from which the BLEU of a corpus is computed.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from delta_tree import TokenIds
-from kvshare.bench.fidelity.greedy import Start, greedy_answer, greedy_answers
-from kvshare.bench.fidelity.layered import LayeredModel
+from kvshare.bench.fidelity.arms import make_trial
+from kvshare.bench.fidelity.layered import LayeredModel, Start, greedy_answer, greedy_answers
+from kvshare.bench.fidelity.measures import Figures, corpus_bleu, rounded
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
 from kvshare.bench.fidelity.rules.deviation import CHECK_LAYER, falling
@@ -23,11 +29,12 @@ from kvshare.sharing.plan import Plan
 from kvshare.sharing.selection import covered
 
 _TOGETHER = 4  # arms that answer in the same passes; with more, attention costs more than is saved
+_RESAMPLES = 1000
+_PERCENTILES = (2.5, 97.5)
 _ANY_NUMBER = 64  # of donors, for the arms that are not the server's
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
+class Arm(NamedTuple):
     """A rule under the name that the paper gives it. `rule` None: the server's own plan."""
 
     name: str
@@ -38,8 +45,7 @@ class Arm:
 FULL = Arm("full", "full")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """`computed`, `b`: see `Outcome`. `is_approximate`: of the server's plan only."""
 
     text: str
@@ -59,15 +65,11 @@ class Server:
 
     def store(self, prompts: Sequence[Prompt]) -> StoredPrompts:
         """These prompts, computed in full."""
-        stored = StoredPrompts(self._unlimited.sharing)
-        for prompt in prompts:
-            stored.store_full(prefill(self.model, prompt))
-        return stored
+        return StoredPrompts.computed(self.model, prompts, self._unlimited.sharing)
 
     def trial(self, scenario: Scenario, stored: StoredPrompts) -> Trial | None:
         """None where nothing approximate can be copied."""
-        trial = Trial(scenario, self.model, self._unlimited, stored)
-        return trial if trial.copied.any() else None
+        return make_trial(scenario, self.model, self._unlimited, stored)
 
     def full_answer(self, prompt: Prompt, limit: int) -> str:
         """The answer to a prompt without sharing."""
@@ -118,7 +120,7 @@ class Server:
 def timed(trial: Trial, selection: Selection) -> tuple[Outcome, float]:
     """Copies and computes a prompt; also returns the seconds that this takes."""
     began = time.perf_counter()
-    if selection.copies is None:  # a trial keeps its copies for all rules, a server copies each time
+    if selection.copies is None:  # a trial places its copies once for all rules, a server for each prompt
         trial.place(trial.copies)
     outcome = trial.run(selection, forced=False)
     return outcome, time.perf_counter() - began
@@ -133,7 +135,62 @@ def _with_probe(trial: Trial, selection: Selection, budget: float) -> Selection:
     chosen = selection.rows.nonzero()[0]
     counts = falling(num_wanted(trial, budget), trial.num_layers, most=int(trial.copied.sum()))
     rows = np.zeros((trial.num_layers, trial.num_tokens), np.bool_)
+    for layer, count in enumerate(counts):
+        rows[layer, chosen[:count]] = True
     rows[: CHECK_LAYER + 1] = trial.copied
-    for layer in range(CHECK_LAYER + 1, trial.num_layers):
-        rows[layer, chosen[: counts[layer]]] = True
     return Selection(rows, copies=selection.copies)
+
+
+def interval(name: str, figures: Figures, less: Figures | None = None, *, seed: int) -> dict[str, float]:
+    """
+    The mean (for `bleu`: the corpus' score) of n prompts' figures, with its 95 % bootstrap interval.
+
+    `less`: figures of the same prompts, whose mean is subtracted.
+    """
+    n = len(figures)
+    draws = np.random.default_rng(seed).integers(0, n, (_RESAMPLES, n))
+    draws = np.vstack([np.arange(n), draws])
+    found = _summary(name, figures[draws])
+    if less is not None:
+        found = found - _summary(name, less[draws])
+    low, high = np.percentile(found[1:], _PERCENTILES)
+    return {"mean": rounded(float(found[0])), "low": rounded(float(low)), "high": rounded(float(high))}
+
+
+def _summary(name: str, figures: Figures) -> Figures:
+    """Shapes: (R, n, ...) -> (R,)"""
+    return corpus_bleu(figures) if name == "bleu" else np.asarray(figures.mean(axis=1))
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Figures of one data set: by arm, budget and measure, one for each prompt."""
+
+    data: str
+    task: str | None = None  # where a table has several
+    skipped: int = 0  # prompts of which nothing could be copied
+    _figures: dict[tuple[str, float], dict[str, list[Any]]] = field(default_factory=dict)
+
+    def add(self, arm: str, budget: float, figures: Mapping[str, float | Figures]) -> None:
+        own = self._figures.setdefault((arm, budget), {})
+        for name, value in figures.items():
+            own.setdefault(name, []).append(value)
+
+    def rows(self, *, compared: Sequence[str] = (), seed: int) -> list[dict[str, Any]]:
+        """
+        A row for each arm and budget.
+
+        `compared`: measures whose paired difference to the arm `full` is added as `..._minus_full`.
+        """
+        found, unshared = [], self._figures.get(("full", 0.0), {})
+        for (arm, budget), figures in self._figures.items():
+            row: dict[str, Any] = {"data": self.data, "task": self.task, "arm": arm, "budget": budget or None}
+            row = {name: value for name, value in row.items() if value is not None}
+            row |= {"n": max(map(len, figures.values())), "skipped": self.skipped}
+            for name, values in figures.items():
+                own, full = np.array(values), np.array(unshared.get(name, []))
+                row[name] = interval(name, own, seed=seed)
+                if name in compared and arm != "full" and len(full) == len(own):
+                    row[f"{name}_minus_full"] = interval(name, own, full, seed=seed)
+            found.append(row)
+        return found

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvshare.bench.fidelity.measures import jaccard, token_f1
-from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, Answer, Arm, Server
-from kvshare.bench.fidelity.papers.data import TEXTS, Asked, Pair
-from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, SUMMARY, Writer, with_passages
-from kvshare.bench.fidelity.papers.scores import Sheet
+from kvshare.bench.fidelity import measures
+from kvshare.bench.fidelity.papers import prompts
+from kvshare.bench.fidelity.papers.answers import FULL, Answer, Arm, Server, Sheet
+from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, REQUESTS, TEXTS, Asked, Pair, Writer
 from kvshare.bench.fidelity.scenario import Messages
+from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from vector_index import Embedder
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,15 @@ log = logging.getLogger(__name__)
 _DIRECTIONS = ("de-en", "en-de", "zh-en", "en-zh")
 _MOST_ALONE, _MOST_REUSED = 10, 5  # passages of a prompt: top-k of CacheBlend and of Cache-Craft
 _NUM_STORED = 2  # earlier prompts from which a new one may copy
-_SHORT, _ONE_WORD = 12, 4  # tokens of a short answer and of a verdict
+_LIMITS: Mapping[str | None, int] = {"short": 12, "statement": 4}  # tokens of an answer, by task
 _TOKENS_PER_WORD = 1.4
 _PIECES = 8  # in a prompt, at most _LONGEST_PIECE tokens each
 _LONGEST_PIECE = 512
 _ARMS = {table: tuple(Arm(**arm) for arm in arms) for table, arms in TEXTS["arms"].items()}
 
 Rows = list[dict[str, Any]]
+Score = Callable[[str, str], float | measures.Figures]
+"""Called with a reference and an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,23 @@ class Bench:
         return bool(items)
 
     def summaries(self) -> list[Pair]:
-        """SAMSum, if it is there."""
-        pairs = data.samsum(self.samsum) if self.samsum else []
+        pairs = prompts.samsum(self.samsum) if self.samsum else []
         return pairs if self.is_there("SAMSum", pairs) else []
 
+    def store(self, chats: Sequence[Messages]) -> StoredPrompts:
+        return self.server.store([self.writer.prompt(chat) for chat in chats])
+
     def answers(
-        self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: Sequence[Messages]
+        self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: StoredPrompts
     ) -> dict[Arm, Answer]:
         """The answers of a table's arms; none where nothing can be copied, which the sheet counts."""
-        scenario = self.writer.scenario(prompt, stored, suite=sheet.data, number=number)
-        trial = self.server.trial(scenario, self.server.store(scenario.stored))
+        scenario = self.writer.scenario(prompt, [], suite=sheet.data, number=number)
+        trial = self.server.trial(scenario, stored)
         if trial is None:
             sheet.skipped += 1
             return {}
-        found = self.server.answers(trial, _ARMS[table], limit=self.answer_tokens, turn=number)
+        limit = min(self.answer_tokens, _LIMITS.get(sheet.task, self.answer_tokens))
+        found = self.server.answers(trial, _ARMS[table], limit=limit, turn=number)
         log.info("%s: prompt %d answered", sheet.data, number)
         return found
 
@@ -85,17 +90,16 @@ def kvshare_1(bench: Bench) -> Rows:
     """KVShare, table 1: translation and summaries, compared with returning an earlier answer."""
     found = []
     for languages in _DIRECTIONS:
-        name, pairs = f"WMT19 {languages}", data.wmt19(bench.data, languages)
+        name, pairs = f"WMT19 {languages}", prompts.wmt19(bench.data, languages)
         if bench.is_there(name, pairs):
-            request, language = prompts.translation(languages), languages.rpartition("-")[2]
-            found += _stream(bench, name, pairs, request, "bleu", language)
+            score = partial(measures.bleu_counts, language=languages.rpartition("-")[2])
+            found += _stream(bench, name, pairs, REQUESTS[languages], "bleu", score)
     if pairs := bench.summaries():
-        found += _stream(bench, "SAMSum", pairs, SUMMARY, "rouge_l", "en")
+        found += _stream(bench, "SAMSum", pairs, REQUESTS["summary"], "rouge_l", measures.rouge_l)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Earlier:
+class _Earlier(NamedTuple):
     """A prompt of a stream, the embedding of its text, and the full prefill's answer."""
 
     prompt: Messages
@@ -103,14 +107,11 @@ class _Earlier:
     answer: str
 
 
-def _stream(
-    bench: Bench, name: str, pairs: Sequence[Pair], request: str, measure: str, language: str
-) -> Rows:
+def _stream(bench: Bench, name: str, pairs: Sequence[Pair], request: str, measure: str, score: Score) -> Rows:
     """
     Asks for pairs one after another, with the pairs before as examples.
 
-    The two earlier prompts with the most similar text are stored; the first two prompts have none to copy
-    from.
+    The two earlier prompts with the most similar text are stored; the first two have none to copy from.
     """
     sheet, wanted, embedder = Sheet(name), bench.rows + _NUM_STORED, Embedder()
     start = bench.draw(name).randint(EXAMPLES, max(EXAMPLES, len(pairs) - wanted))
@@ -119,17 +120,18 @@ def _stream(
         _, prompt = bench.writer.few_shot(pairs, number, request)
         vector = embedder.embed(["\n".join(message["content"] for message in prompt)])[0]
         near = sorted(earlier, key=lambda each: -float(each.vector @ vector))[:_NUM_STORED]
-        stored = [each.prompt for each in reversed(near)]  # the nearest is the newest
-        found = bench.answers("kvshare-1", sheet, number, prompt, stored) if len(near) == _NUM_STORED else {}
+        found: dict[Arm, Answer] = {}
+        if len(near) == _NUM_STORED:
+            stored = bench.store([each.prompt for each in reversed(near)])  # the nearest is the newest
+            found = bench.answers("kvshare-1", sheet, number, prompt, stored)
         if found:
             full = found[FULL].text
             found[Arm("response")] = Answer(near[0].answer, 0.0, 0.0, 0.0)
         else:
-            alone = bench.writer.scenario(prompt, [], suite=name, number=number).prompt
-            full = bench.server.full_answer(alone, bench.answer_tokens)
+            full = bench.server.full_answer(bench.writer.prompt(prompt), bench.answer_tokens)
         earlier.append(_Earlier(prompt, vector, full))
         for arm, answer in found.items():
-            figures = _figures(measure, pairs[number].result, answer.text, language)
+            figures = {measure: score(pairs[number].result, _first_line(answer.text))}
             sheet.add(arm.name, 0.0, figures | _costs(arm, answer))
     return sheet.rows(compared=(measure,), seed=bench.seed)
 
@@ -139,24 +141,25 @@ def cacheblend_12(bench: Bench) -> Rows:
     found = []
     words = int(min(_LONGEST_PIECE, bench.writer.longest / _PIECES) / _TOKENS_PER_WORD)
     for name, file in (("2WikiMQA", "wikimqa_s_clean"), ("MuSiQue", "musique_s")):
-        questions = data.cacheblend(bench.data, file, piece_words=words)
+        questions = prompts.cacheblend(bench.data, file, piece_words=words)
         if bench.is_there(f"{name} (CacheBlend)", questions):
             sheet = Sheet(name)
             for number in bench.drawn(file, range(len(questions))):
                 asked = questions[number]
                 chunks = bench.writer.passages(asked, _MOST_ALONE, bench.draw(name, number))
-                prompt = with_passages(chunks, QUESTIONS["short"].format(question=asked.text))
-                for arm, answer, costs in _timed(bench, sheet, number, prompt, prompts.alone(chunks)):
-                    f1 = scores.best(token_f1, asked.answers, _first_line(answer.text))
+                prompt = prompts.with_passages(chunks, QUESTIONS["short"].format(question=asked.text))
+                alone = [prompts.with_passages((), chunk) for chunk in chunks]
+                for arm, answer, costs in _timed(bench, sheet, number, prompt, alone):
+                    f1 = measures.best(measures.token_f1, asked.answers, _first_line(answer.text))
                     sheet.add(arm.name, arm.budget, {"f1": f1} | costs)
             found += sheet.rows(compared=("f1",), seed=bench.seed)
     if pairs := bench.summaries():
         sheet = Sheet("SAMSum")
         for number in bench.drawn("SAMSum 12", range(EXAMPLES, len(pairs))):
-            examples, prompt = bench.writer.few_shot(pairs, number, SUMMARY)
+            examples, prompt = bench.writer.few_shot(pairs, number, REQUESTS["summary"])
             for arm, answer, costs in _timed(bench, sheet, number, prompt, examples):
-                figures = _figures("rouge_l", pairs[number].result, answer.text, "en")
-                sheet.add(arm.name, arm.budget, figures | costs)
+                rouge_l = measures.rouge_l(pairs[number].result, _first_line(answer.text))
+                sheet.add(arm.name, arm.budget, {"rouge_l": rouge_l} | costs)
         found += sheet.rows(compared=("rouge_l",), seed=bench.seed)
     return found
 
@@ -165,7 +168,7 @@ def _timed(
     bench: Bench, sheet: Sheet, number: int, prompt: Messages, stored: Sequence[Messages]
 ) -> Iterator[tuple[Arm, Answer, dict[str, float]]]:
     """Every arm's answer, and its costs with the time to the first token."""
-    found = bench.answers("cacheblend-12", sheet, number, prompt, stored)
+    found = bench.answers("cacheblend-12", sheet, number, prompt, bench.store(stored))
     for arm, answer in found.items():
         seconds = {"ttft_s": answer.seconds, "ttft_of_full": answer.seconds / found[FULL].seconds}
         yield arm, answer, _costs(arm, answer) | seconds
@@ -174,9 +177,12 @@ def _timed(
 def cachecraft(bench: Bench) -> tuple[Rows, Rows]:
     """Cache-Craft, figures 20 and 21: similarity to the full prefill's answer, by budget."""
     long, short = [], []
-    sets = (("MuSiQue", data.musique), ("MuSiQue, single hop", data.single_hop), ("2WikiMQA", data.two_wiki))
-    for name, read in sets:
-        questions = read(bench.data)
+    for name, read, file in (
+        ("MuSiQue", prompts.marked, "musique"),
+        ("MuSiQue, single hop", prompts.single_hop, "musique"),
+        ("2WikiMQA", prompts.marked, "2wikimqa"),
+    ):
+        questions = read(bench.data, file)
         if not bench.is_there(name, questions):
             continue
         sheets = {task: Sheet(name, task) for task in ("long", "short", "statement")}
@@ -185,7 +191,6 @@ def cachecraft(bench: Bench) -> tuple[Rows, Rows]:
             different = [other for other in questions if other is not asked]
             others = bench.draw(f"{name} others", number).sample(different, _NUM_STORED)
             _add_reuse(bench, sheets, number, asked, others)
-            log.info("%s: prompt %d answered", name, number)
         long += sheets["long"].rows(seed=bench.seed)
         short += sheets["short"].rows(compared=("jaccard_reference",), seed=bench.seed)
         short += sheets["statement"].rows(compared=("accuracy",), seed=bench.seed)
@@ -196,48 +201,32 @@ def _add_reuse(
     bench: Bench, sheets: Mapping[str, Sheet], number: int, asked: Asked, others: Sequence[Asked]
 ) -> None:
     """A question whose passages were in two earlier prompts, asked in three ways."""
-    name, server = sheets["long"].data, bench.server
-    draw = bench.draw(name, number)
+    draw = bench.draw(sheets["long"].data, number)
     chunks = bench.writer.passages(asked, _MOST_REUSED, draw)
-    earlier = prompts.earlier(chunks, others, draw)
-    wrong = data.wrong_answer(asked, others)
+    stored = bench.store(prompts.earlier(chunks, others, draw))
+    wrong = prompts.wrong_answer(asked, others)
     is_true = wrong is None or draw.random() < 0.5
-    stored = None
-    for task, limit in (("long", bench.answer_tokens), ("short", _SHORT), ("statement", _ONE_WORD)):
+    for task, sheet in sheets.items():
         ending = QUESTIONS[task].format(question=asked.text, answer=asked.answers[0] if is_true else wrong)
-        prompt = with_passages(chunks, ending)
-        scenario = bench.writer.scenario(prompt, earlier, suite=name, number=number)
-        stored = stored or server.store(scenario.stored)
-        trial = server.trial(scenario, stored)
-        if trial is None:
-            sheets[task].skipped += 1
-            continue
-        limit = min(limit, bench.answer_tokens)
-        found = server.answers(trial, _ARMS["cachecraft"], limit=limit, turn=number)
+        prompt = prompts.with_passages(chunks, ending)
+        found = bench.answers("cachecraft", sheet, number, prompt, stored)
         for arm, answer in found.items():
             figures = _likeness(task, asked, answer.text, found[FULL].text, is_true=is_true)
-            sheets[task].add(arm.name, arm.budget, figures | _costs(arm, answer))
+            sheet.add(arm.name, arm.budget, figures | _costs(arm, answer))
 
 
 def _likeness(task: str, asked: Asked, text: str, full: str, *, is_true: bool) -> dict[str, float]:
     """The figures of an answer to one of the three tasks, against the full prefill's and the right one."""
     if task == "long":
-        return {"rouge_l": scores.rouge_l(full, text)}
+        return {"rouge_l": measures.rouge_l(full, text)}
     if task == "short":
         line = _first_line(text)
         return {
-            "jaccard": scores.best(jaccard, [_first_line(full)], line),
-            "jaccard_reference": scores.best(jaccard, asked.answers, line),
+            "jaccard": measures.best(measures.jaccard, [_first_line(full)], line),
+            "jaccard_reference": measures.best(measures.jaccard, asked.answers, line),
         }
     verdict = _verdict(text)
     return {"accuracy": float(verdict is is_true), "same_as_full": float(verdict is _verdict(full))}
-
-
-def _figures(measure: str, reference: str, text: str, language: str) -> dict[str, float | scores.Figures]:
-    line = _first_line(text)
-    if measure == "bleu":
-        return {"bleu": scores.bleu_counts(reference, line, language=language)}
-    return {"rouge_l": scores.rouge_l(reference, line)}
 
 
 def _costs(arm: Arm, answer: Answer) -> dict[str, float]:
@@ -252,5 +241,5 @@ def _first_line(text: str) -> str:
 
 def _verdict(text: str) -> bool | None:
     """True or false by the first word; None for any other word."""
-    words = scores.plain(text).split()
+    words = measures.plain(text).split()
     return {"true": True, "false": False}.get(words[0]) if words else None

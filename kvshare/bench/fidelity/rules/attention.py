@@ -1,18 +1,27 @@
-"""Rules that look at attention: of the tokens that are computed anyway, or in the stored prompts' prefill."""
+"""
+Rules that look at attention: of the tokens that are computed anyway, or in the stored prompts' prefill.
+
+The server's rule (`kvshare.sharing.selection`) is one of them: a probe pass computes the base and the probes;
+a second pass over the KV that it leaves computes the repairs, and some of the base again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
+import torch
 
 from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
-from kvshare.bench.fidelity.rules.base import Choices, chunks, heads, no_probe, num_wanted, pieces, takes_all
+from kvshare.bench.fidelity.rules import base
+from kvshare.bench.fidelity.rules.base import Choices, Ranking, chunks, heads, num_wanted, pieces, takes_all
 from kvshare.bench.fidelity.stored_prompts import copies_from
 from kvshare.bench.fidelity.trial import Selection, Trial
-from kvshare.sharing.plan import within
+from kvshare.kv.sequence import SequenceKV
+from kvshare.sharing import selection as server
+from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, within
 from kvshare.sharing.selection import Scores, blocks, covered, highest
 
 _WINDOW = 8  # tokens
@@ -21,7 +30,7 @@ _PARAGRAPH = 12  # tokens: a shorter last part is the end of the chat template
 
 def second_pass(trial: Trial) -> float:
     """The base is the probe, and is computed again with the repairs."""
-    return float(trial.base_layer_tokens())
+    return float(trial.base.sum() * trial.num_layers)
 
 
 def _question_again(trial: Trial) -> float:
@@ -38,35 +47,30 @@ def question(trial: Trial) -> Mask:
 
 def question_attention(trial: Trial) -> Scores:
     """(L, T) attention of the question's tokens to each token, mean over them."""
-    attention, _ = trial.base_pass
-    scores: Scores = attention[:, question(trial)[trial.base]].mean(axis=1)
-    return scores
+    return np.asarray(trial.base_pass[0][:, question(trial)[trial.base]].mean(axis=1))
 
 
 def _by_question(trial: Trial) -> Scores:
     """(T,) the question's attention, summed over layers."""
-    scores: Scores = question_attention(trial).sum(axis=0)
-    return scores
+    return np.asarray(question_attention(trial).sum(axis=0))
 
 
 def _by_base(trial: Trial) -> Scores:
     """(T,) attention of every token that is computed anyway, placeholders too."""
-    attention, _ = trial.base_pass
-    scores: Scores = attention.sum(axis=(0, 1))
-    return scores
+    return np.asarray(trial.base_pass[0].sum(axis=(0, 1)))
 
 
 def _most_asked_for(
-    trial: Trial, budget: float, *, scores: Callable[[Trial], Scores], window: int = 1
+    trial: Trial, budget: float, *, scores: Ranking, window: int = 1, once: bool = False
 ) -> Selection:
-    """The tokens, or windows of equal size, with the highest scores."""
+    """
+    The tokens, or windows of equal size, with the highest scores.
+
+    `once`: the base is computed once, as the probe, and only the question is computed again.
+    """
     rows = blocks(scores(trial), trial.copied, num_wanted(trial, budget), window)
-    return Selection(rows, probe=second_pass(trial))
-
-
-def _base_once(trial: Trial, budget: float, *, scores: Callable[[Trial], Scores]) -> Selection:
-    """The same, but the base is computed once, as the probe, and only the question is computed again."""
-    rows = highest(scores(trial), trial.copied, num_wanted(trial, budget))
+    if not once:
+        return Selection(rows, probe=second_pass(trial))
     computed = None if takes_all(trial, budget) else trial.base & ~question(trial)
     return Selection(rows, probe=_question_again(trial), kv=trial.base_pass[1], computed=computed)
 
@@ -100,33 +104,71 @@ def _set_cache(trial: Trial, budget: float) -> Selection:
 
     Everything else is computed, so there is no budget.
     """
-    prompt = trial.scenario.prompt
-    places = {prompt.token_ids[part.start : part.end].tobytes(): part for part in prompt.parts}
-    best: list[Copy] = []
-    behind = Span(trial.exact_length, trial.num_tokens)
-    for node in trial.stored.nodes:
-        if (done := trial.stored.prefills.get(node.node_id)) is None:
-            continue
-        copies: list[Copy] = []
-        for part in done.prompt.parts:
-            target = places.get(done.prompt.token_ids[part.start : part.end].tobytes())
-            if target is None:
+    prompt, behind = trial.scenario.prompt, Span(trial.exact_length, trial.num_tokens)
+    places = dict(zip(prompt.contents, prompt.parts, strict=True))
+    found: list[list[Copy]] = [[]]
+    for node, done in trial.stored.computed_nodes:
+        found.append([])
+        for part, content in zip(done.prompt.parts, done.prompt.contents, strict=True):
+            if content not in places:
                 break
-            copies += within(copies_from(node, part, target), behind)
-        if sum(copy.length for copy in copies) > sum(copy.length for copy in best):
-            best = copies
-    copies = [*within(trial.copies, Span(0, trial.exact_length)), *best]
+            found[-1] += within(copies_from(node, part, places[content]), behind)
+    longest = max(found, key=lambda copies: sum(copy.length for copy in copies))
+    copies = (*within(trial.copies, Span(0, trial.exact_length)), *longest)
     reused = covered([copy.target for copy in copies], trial.num_tokens)
-    return Selection(~reused, copies=tuple(copies))
+    return Selection(~reused, copies=copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probed:
+    """The results of a probe pass, the same for every budget."""
+
+    scores: Scores  # (T,) of the copied positions
+    attended: Scores  # (L, T)
+    kv: SequenceKV  # after the pass, with the copied rows of the probes restored
+
+
+@lru_cache(maxsize=1)  # all budgets of one plan share its probe pass; the result is never written to
+def probed(trial: Trial) -> Probed:
+    stretches = pieces(trial)
+    places = server.probes(stretches, trial.num_tokens)
+    rows = trial.base.copy()
+    rows[places] = True
+    attention, kv = trial.watch(rows)
+    listening = np.isin(rows.nonzero()[0], server.listeners(trial.base))
+    at = torch.from_numpy(places)
+    changed = (kv.v[:, at] - trial.placed.v[:, at]).flatten(2).norm(dim=2)
+    for fresh, old in ((kv.k, trial.placed.k), (kv.v, trial.placed.v)):
+        fresh[:, at] = old[:, at]
+    attended = attention[:, listening].mean(axis=1)
+    return Probed(server.scores(stretches, attended, places, changed.cpu().numpy()), attended, kv)
+
+
+def _cost(trial: Trial) -> float:
+    """The probes, and what of the base is computed a second time."""
+    num_probes = len(server.probes(pieces(trial), trial.num_tokens))
+    stale = int(trial.base[trial.first_approximate :].sum())
+    listening = min(MAX_LISTENERS, int(trial.base.sum()))
+    return float((num_probes + listening + min(MAX_RENEWED, max(0, stale - listening))) * trial.num_layers)
+
+
+def _kvshare(trial: Trial, budget: float) -> Selection:
+    found = probed(trial)
+    rows = server.chosen(found.scores, trial.copied, trial.base, num_wanted(trial, budget))
+    first = trial.first_approximate
+    again = server.renewed(found.attended, trial.base, rows, first_approximate=first)
+    computed = None if takes_all(trial, budget) else trial.base & ~again
+    return Selection(rows, probe=_cost(trial), kv=found.kv, computed=computed)
 
 
 CHOICES: Choices = {
     "query": (partial(_most_asked_for, scores=_by_question), second_pass),
     "query-all": (partial(_most_asked_for, scores=_by_base), second_pass),
-    "query-once": (partial(_base_once, scores=_by_question), _question_again),
-    "query-all-once": (partial(_base_once, scores=_by_base), _question_again),
+    "query-once": (partial(_most_asked_for, scores=_by_question, once=True), _question_again),
+    "query-all-once": (partial(_most_asked_for, scores=_by_base, once=True), _question_again),
     "query-windows": (partial(_most_asked_for, scores=_by_question, window=_WINDOW), second_pass),
     "windows-query": (_half_and_half, second_pass),
-    "most-attended": (_most_attended, no_probe),
-    "set-cache": (_set_cache, no_probe),
+    "most-attended": (_most_attended, base.no_probe),
+    "set-cache": (_set_cache, base.no_probe),
+    "kvshare": (_kvshare, _cost),
 }

@@ -12,10 +12,12 @@ from delta_tree import Span
 from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.sharing.plan import continues
-from kvshare.sharing.selection import stretches
+from kvshare.sharing.selection import Scores, stretches
 
 Choose = Callable[[Trial, float], Selection]
 Probe = Callable[[Trial], float]
+Ranking = Callable[[Trial], Scores]
+"""(T,) by which tokens are chosen: the higher, the earlier."""
 Choices = dict[str, tuple[Choose, Probe]]
 """By rule: how it chooses, and what choosing costs."""
 
@@ -65,13 +67,13 @@ def takes_all(trial: Trial, budget: float) -> bool:
 def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: bool = False) -> Mask:
     """(T,) equally many positions at the start (or end) of each stretch, `count` together."""
     rows = np.zeros(num_tokens, np.bool_)
-    left, depth = min(count, sum(len(stretch) for stretch in stretches)), 0
-    while left > 0:
-        for stretch in stretches:
-            if depth < len(stretch) and left > 0:
-                rows[stretch.end - 1 - depth if from_end else stretch.start + depth] = True
-                left -= 1
-        depth += 1
+    places = [
+        stretch.end - 1 - depth if from_end else stretch.start + depth
+        for depth in range(max(map(len, stretches), default=0))
+        for stretch in stretches
+        if depth < len(stretch)
+    ]
+    rows[places[:count]] = True
     return rows
 
 

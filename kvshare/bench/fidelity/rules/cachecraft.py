@@ -1,8 +1,7 @@
 """
 Cache-Craft (SIGMOD'25): how much a cached chunk depends on its old prefix, and which of its tokens do most.
 
-Attention is that of the stored prompts' prefill, mean over layers and heads. Equation numbers are the
-paper's.
+Attention is that of the stored prompts' prefill, mean over layers and heads. Equations are the paper's.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from delta_tree import Copy, Node, Span
+from delta_tree import Copy, Span
 from kvshare.bench.fidelity.layered import Mask
 from kvshare.bench.fidelity.rules.attention import question_attention, second_pass
 from kvshare.bench.fidelity.rules.base import Choices, no_probe, num_wanted, takes_all
@@ -28,8 +27,7 @@ _LEAST_MISMATCH = 1e-6  # of 1 - beta': at 100 % every token is computed, whatev
 _CONFIDENCE = 3  # layers that must agree on the focused chunks (w of algorithm 1; the paper gives no value)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """A chunk as it was computed in one stored prompt."""
 
     tokens: bytes
@@ -45,21 +43,15 @@ def variant(prompt: Prompt, to_parts: Scores, itself: Scores, part: int) -> Vari
 
     Shapes:  to_parts (T, P) attention of each token to each chunk, itself (T,) to itself
     """
-    spans = prompt.parts
-    rows = slice(spans[part].start, spans[part].end)
+    spans, contents = prompt.parts, prompt.contents
+    rows, length = slice(spans[part].start, spans[part].end), len(spans[part])
     inter = to_parts[rows, :part].sum(axis=0)
-    length = len(spans[part])
     intra = float(to_parts[rows, part].sum() - itself[rows].sum())
     outside = sum(value / (length * len(spans[j])) for j, value in enumerate(inter))
     inside = intra / length**2
     impact = 1.0 if inside <= 0 else 1 / (1 + math.exp(-min(outside / inside, 50.0)))
-    return Variant(
-        tokens=content(prompt, part),
-        prefix=tuple(content(prompt, before) for before in range(part)),
-        inter=inter,
-        impact=impact,
-        token_scores=to_parts[rows, :part].sum(axis=1),
-    )
+    token_scores = to_parts[rows, :part].sum(axis=1)
+    return Variant(contents[part], tuple(contents[:part]), inter, impact, token_scores)
 
 
 def prefix_overlap(stored: Variant, prefix: Sequence[bytes]) -> float:
@@ -78,11 +70,6 @@ def prefix_overlap(stored: Variant, prefix: Sequence[bytes]) -> float:
 def fix_overhead(stored: Variant, prefix: Sequence[bytes]) -> float:
     """CFO without alpha: CCI x (1 - beta') (eq. 12)."""
     return stored.impact * max(_LEAST_MISMATCH, 1 - prefix_overlap(stored, prefix))
-
-
-def content(prompt: Prompt, part: int) -> bytes:
-    """The tokens of a part; equal parts have equal contents."""
-    return prompt.token_ids[prompt.parts[part].start : prompt.parts[part].end].tobytes()
 
 
 def focused_chunks(attention: Scores, *, confidence: int) -> tuple[frozenset[int], int]:
@@ -108,8 +95,7 @@ def focused_chunks(attention: Scores, *, confidence: int) -> tuple[frozenset[int
     return everything, num_layers
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """A part of the new prompt of which KV is stored."""
 
     span: Span
@@ -125,16 +111,21 @@ def _found_chunks(trial: Trial) -> list[_Chunk]:
     In the paper, a part that no stored prompt has as a whole is a miss. Here it keeps the plan's copies, and
     is scored by the part that most of it comes from.
     """
-    prompt, stored, found = trial.scenario.prompt, _variants(trial), []
+    prompt, found = trial.scenario.prompt, []
+    contents = prompt.contents
+    stored = [
+        (_recorded(done, part), node, span)
+        for node, done in reversed(trial.stored.computed_nodes)
+        for part, span in enumerate(done.prompt.parts)
+    ]
     for number, span in enumerate(prompt.parts):
         if not trial.copied[span.start : span.end].any():
             continue
-        prefix = [content(prompt, before) for before in range(number)]
-        same = [each for each in stored if each[0].tokens == content(prompt, number)]
+        same = [each for each in stored if each[0].tokens == contents[number]]
         if not same:
-            found.append(_partly_copied(trial, span, prefix))
+            found.append(_partly_copied(trial, span, contents[:number]))
             continue
-        overheads = [fix_overhead(each, prefix) for each, *_ in same]
+        overheads = [fix_overhead(each, contents[:number]) for each, *_ in same]
         best, node, source = same[int(np.argmin(overheads))]
         scores = np.zeros(trial.num_tokens)
         scores[span.start : span.end] = best.token_scores
@@ -142,16 +133,6 @@ def _found_chunks(trial: Trial) -> list[_Chunk]:
         copies = [part for run in runs for part in within(copies_from(node, source, span), run)]
         found.append(_Chunk(span, min(overheads), scores, tuple(copies)))
     return found
-
-
-def _variants(trial: Trial) -> list[tuple[Variant, Node, Span]]:
-    """Every part of every stored prompt, oldest prompt first, and where it is."""
-    return [
-        (_recorded(done, part), node, span)
-        for node in reversed(trial.stored.nodes)
-        if (done := trial.stored.prefills.get(node.node_id)) is not None
-        for part, span in enumerate(done.prompt.parts)
-    ]
 
 
 def _recorded(done: Prefill, part: int) -> Variant:
@@ -173,21 +154,26 @@ def _partly_copied(trial: Trial, span: Span, prefix: Sequence[bytes]) -> _Chunk:
     return _Chunk(span, overhead, scores, ())
 
 
-def _counts(trial: Trial, chunks: Sequence[_Chunk], weights: Sequence[float], total: float) -> list[int]:
-    """N of each chunk (section 3.2.1), with alpha such that the weighted sum is the budget."""
-    sizes = [int(trial.copied[chunk.span.start : chunk.span.end].sum()) for chunk in chunks]
+def _rows(trial: Trial, chunks: Sequence[_Chunk], weights: Sequence[float], budget: float) -> list[Mask]:
+    """
+    Of each chunk, the tokens that attended most to what was before it (eq. 14): N of them (section 3.2.1),
+    with alpha such that the weighted sum is the budget.
+    """
+    allowed = [covered([chunk.span], trial.num_tokens) & trial.copied for chunk in chunks]
+    sizes, total = [int(mask.sum()) for mask in allowed], num_wanted(trial, budget)
 
-    def at(alpha: float) -> list[int]:
-        return [
-            min(size, math.ceil(alpha * c.overhead * size)) for c, size in zip(chunks, sizes, strict=True)
-        ]
+    def counts(alpha: float) -> list[int]:
+        both = zip(chunks, sizes, strict=True)
+        return [min(size, math.ceil(alpha * chunk.overhead * size)) for chunk, size in both]
 
     low, high = 0.0, 1 / _LEAST_MISMATCH * 4
     for _ in range(80):
         middle = math.sqrt(max(low, 1e-9) * high) if high > 1e-8 else (low + high) / 2
-        spent = sum(count * weight for count, weight in zip(at(middle), weights, strict=True))
+        spent = sum(count * weight for count, weight in zip(counts(middle), weights, strict=True))
         low, high = (middle, high) if spent <= total else (low, middle)
-    return _topped_up(at(low), sizes, weights, total)
+    found = _topped_up(counts(low), sizes, weights, total)
+    chosen = zip(chunks, allowed, found, strict=True)
+    return [highest(chunk.scores, mask, count) for chunk, mask, count in chosen]
 
 
 def _topped_up(counts: list[int], sizes: Sequence[int], weights: Sequence[float], total: float) -> list[int]:
@@ -200,23 +186,14 @@ def _topped_up(counts: list[int], sizes: Sequence[int], weights: Sequence[float]
     return counts
 
 
-def _rows(trial: Trial, chunks: Sequence[_Chunk], counts: Sequence[int]) -> list[Mask]:
-    """Of each chunk, the tokens that attended most to what was before it (eq. 14)."""
-    inside = [covered([chunk.span], trial.num_tokens) & trial.copied for chunk in chunks]
-    both = zip(chunks, inside, counts, strict=True)
-    return [highest(chunk.scores, allowed, count) for chunk, allowed, count in both]
-
-
 def _copies(trial: Trial, chunks: Sequence[_Chunk]) -> tuple[Copy, ...]:
     """The plan's copies, then those of whole chunks from their best variants, which overwrite them."""
     return (*trial.copies, *(copy for chunk in chunks for copy in chunk.copies))
 
 
 def _cachecraft(trial: Trial, budget: float) -> Selection:
-    chunks = _found_chunks(trial)
-    counts = _counts(trial, chunks, [1.0] * len(chunks), num_wanted(trial, budget))
-    nothing = np.zeros(trial.num_tokens, np.bool_)
-    rows = np.logical_or.reduce([nothing, *_rows(trial, chunks, counts)])
+    chunks, rows = _found_chunks(trial), np.zeros(trial.num_tokens, np.bool_)
+    rows = np.logical_or.reduce([rows, *_rows(trial, chunks, [1.0] * len(chunks), budget)])
     return Selection(rows, copies=_copies(trial, chunks))
 
 
@@ -227,18 +204,16 @@ def _focused(trial: Trial, budget: float) -> Selection:
     L* and the focused chunks come from a pass over the base, so that the budget is met; the paper finds them
     during the prefill itself.
     """
-    chunks = _found_chunks(trial)
+    chunks, attention = _found_chunks(trial), question_attention(trial)
     spans = [chunk.span for chunk in chunks]
-    attention = question_attention(trial)
     by_chunk = np.array([[layer[span.start : span.end].sum() for span in spans] for layer in attention])
     focused, last = focused_chunks(by_chunk, confidence=_CONFIDENCE)
     if takes_all(trial, budget):
         last = trial.num_layers
-    layers = [trial.num_layers if number in focused else last for number in range(len(chunks))]
-    shares = [each / trial.num_layers for each in layers]
-    chosen = _rows(trial, chunks, _counts(trial, chunks, shares, num_wanted(trial, budget)))
+    depths = [trial.num_layers if number in focused else last for number in range(len(chunks))]
     rows = np.zeros((trial.num_layers, trial.num_tokens), np.bool_)
-    for depth, own in zip(layers, chosen, strict=True):
+    chosen = _rows(trial, chunks, [depth / trial.num_layers for depth in depths], budget)
+    for depth, own in zip(depths, chosen, strict=True):
         rows[:depth] |= own
     return Selection(rows, probe=second_pass(trial), copies=_copies(trial, chunks))
 

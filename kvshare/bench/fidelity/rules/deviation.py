@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvshare.bench.fidelity.layered import Intervention, Step
-from kvshare.bench.fidelity.rules.base import Choices, no_probe, num_wanted, pieces, takes_all
+from kvshare.bench.fidelity.layered import LayerHook, LayerUpdate
+from kvshare.bench.fidelity.rules.base import Choices, Ranking, no_probe, num_wanted, pieces, takes_all
 from kvshare.bench.fidelity.trial import Selection, Trial
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.selection import Scores, highest
@@ -51,66 +51,58 @@ def _keys_and_values(trial: Trial) -> Scores:
     return _sums(trial.key_deviation) + _sums(trial.value_deviation)
 
 
+def _squared_values(trial: Trial) -> Scores:
+    return _sums(trial.value_deviation, power=2)
+
+
 def _values_by_attention(trial: Trial) -> Scores:
     """The attention that a token receives at the check layer x the L1 deviation of its value."""
     return np.asarray(trial.full.attention.received_at[CHECK_LAYER] * _sums(trial.value_deviation))
 
 
 def _key_norms(trial: Trial) -> Scores:
-    return np.asarray(trial.key_deviation[CHECK_LAYER].flatten(1).norm(dim=1))
+    return _norms(trial.key_deviation[CHECK_LAYER]).flatten().numpy()
 
 
 def _most_deviating(
-    trial: Trial,
-    budget: float,
-    *,
-    scores: Callable[[Trial], Scores],
-    correction: Callable[[Trial], Intervention] | None = None,
+    trial: Trial, budget: float, *, scores: Ranking, correction: Callable[[Trial], LayerHook] | None = None
 ) -> Selection:
     """The tokens with the highest scores, in all layers; the correction changes KV in the deeper layers."""
     count = num_wanted(trial, budget)
     has_others = not takes_all(trial, budget)  # at 100 % nothing is left to correct or to mix with
-    return Selection(
-        highest(scores(trial), trial.copied, count),
-        probe=_charged(trial, count),
-        intervention=correction(trial) if correction and has_others else None,
-        kv=_probed(trial),
-    )
+    hook = correction(trial) if correction and has_others else None
+    rows = highest(scores(trial), trial.copied, count)
+    return Selection(rows, probe=_charged(trial, count), hook=hook, kv=_probed(trial))
 
 
-class _Filter(Intervention):
-    """Keeps in each layer those of its rows that deviate most there, fewer from layer to layer."""
+class _Filter(LayerHook):
+    """Continues in each layer with those of its rows that deviate most there, fewer from layer to layer."""
 
     def __init__(self, trial: Trial, counts: list[int]) -> None:
         self._placed, self._counts = trial.placed, counts
 
-    def keep(self, step: Step) -> torch.Tensor | None:
-        if step.layer < CHECK_LAYER or step.layer + 1 >= len(self._counts):
+    def continuing(self, update: LayerUpdate) -> torch.Tensor | None:
+        if update.layer < CHECK_LAYER or update.layer + 1 >= len(self._counts):
             return None
-        rows, slots = step.repaired, step.slots[step.repaired]
-        changes = ((step.k, self._placed.k), (step.v, self._placed.v))
-        scores = sum((fresh[rows] - old[step.layer, slots]).abs().sum(dim=(1, 2)) for fresh, old in changes)
+        rows, slots = update.repaired, update.slots[update.repaired]
+        changes = ((update.k, self._placed.k), (update.v, self._placed.v))
+        scores = sum((fresh[rows] - old[update.layer, slots]).abs().sum(dim=(1, 2)) for fresh, old in changes)
         order = torch.as_tensor(scores).argsort(descending=True, stable=True)
-        staying = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
-        staying[order[: self._counts[step.layer + 1]]] = True
-        return staying
+        found = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+        found[order[: self._counts[update.layer + 1]]] = True
+        return found
 
 
 def _cacheblend(trial: Trial, budget: float) -> Selection:
     """
-    HKVD tokens with gradual filtering (CacheBlend, section 4.3): shares fall from above r, and r is their
-    mean.
+    HKVD tokens with gradual filtering (CacheBlend, section 4.3): shares fall, and r is their mean.
 
-    Layers 0 and 1 compute everything (the probe); of the budget, they are charged for the tokens chosen
-    there.
+    Layers 0 and 1 compute everything (the probe). The budget pays in them for the tokens chosen there only.
     """
     counts = falling(num_wanted(trial, budget), trial.num_layers, most=int(trial.copied.sum()))
-    return Selection(
-        highest(_keys_and_values(trial), trial.copied, counts[0]),
-        probe=_charged(trial, counts[0]),
-        intervention=_Filter(trial, counts),
-        kv=_probed(trial),
-    )
+    rows = highest(_keys_and_values(trial), trial.copied, counts[0])
+    hook = _Filter(trial, counts)
+    return Selection(rows, probe=_charged(trial, counts[0]), hook=hook, kv=_probed(trial))
 
 
 def falling(mean: int, num_layers: int, *, most: int) -> list[int]:
@@ -136,25 +128,23 @@ def _summing_to(total: int, counts: list[int]) -> list[int]:
     return counts
 
 
-class _Blend(Intervention):
+class _Blend(LayerHook):
     """Behind the check layer, mixes a repaired key with the copied one: the more it changed, the fresher."""
 
-    def write(self, step: Step) -> None:
-        rows = step.repaired
-        if step.layer <= CHECK_LAYER or not bool(rows.any()):
+    def after_write(self, update: LayerUpdate) -> None:
+        rows = update.repaired
+        if update.layer <= CHECK_LAYER or not bool(rows.any()):
             return
-        fresh, old = step.k[rows], step.old_k[rows]
-        change = (fresh - old).flatten(1).norm(dim=1)
-        share = (change / old.flatten(1).norm(dim=1).clamp(min=1e-9)).clamp(max=1.0)[:, None, None]
-        step.kv.k[step.layer, step.slots[rows]] = share * fresh + (1 - share) * old
+        fresh, old = update.k[rows], update.old_k[rows]
+        share = (_norms(fresh - old) / _norms(old).clamp(min=1e-9)).clamp(max=1.0)
+        update.kv.k[update.layer, update.slots[rows]] = share * fresh + (1 - share) * old
 
 
-class _Shift(Intervention):
+class _Shift(LayerHook):
     """
     Adds the repaired rows' mean change to the other rows of their piece, at most each row's own size.
 
-    Keys are compared as if all were at position 0: the mean of keys that are rotated differently means
-    nothing.
+    Keys are compared as if all were at position 0: keys that are rotated differently have no mean.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -163,36 +153,33 @@ class _Shift(Intervention):
         self._frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
         self._pieces = pieces(trial)
 
-    def write(self, step: Step) -> None:
-        if step.layer <= CHECK_LAYER:  # everything is fresh there
-            return
-        for piece in self._pieces:
-            rows = step.repaired & (step.slots >= piece.start) & (step.slots < piece.end)
-            inside = torch.arange(piece.start, piece.end, device=step.slots.device)
-            others = inside[~torch.isin(inside, step.slots[rows])]
-            if bool(rows.any()) and len(others):
-                self._shift(step, rows, others)
-
-    def _shift(self, step: Step, rows: torch.Tensor, others: torch.Tensor) -> None:
-        change = self._turned(step.k[rows] - step.old_k[rows], -step.slots[rows]).mean(0, keepdim=True)
-        keys = self._turned(change.expand(len(others), -1, -1), others)
-        values = (step.v[rows] - step.old_v[rows]).mean(0, keepdim=True)
-        for layers, shift in ((step.kv.k, keys), (step.kv.v, values)):
-            layers[step.layer, others] += shift * _capped(shift, layers[step.layer, others])
+    def after_write(self, update: LayerUpdate) -> None:
+        slots = update.slots
+        for piece in self._pieces if update.layer > CHECK_LAYER else ():  # up to there everything is fresh
+            rows = update.repaired & (slots >= piece.start) & (slots < piece.end)
+            inside = torch.arange(piece.start, piece.end, device=slots.device)
+            others = inside[~torch.isin(inside, slots[rows])]
+            if not bool(rows.any()) or not len(others):
+                continue
+            change = self._turned(update.k[rows] - update.old_k[rows], -slots[rows]).mean(0, keepdim=True)
+            keys = self._turned(change.expand(len(others), -1, -1), others)
+            values = (update.v[rows] - update.old_v[rows]).mean(0, keepdim=True)
+            for layers, shift in ((update.kv.k, keys), (update.kv.v, values)):
+                size = _norms(layers[update.layer, others]) / _norms(shift).clamp(min=1e-9)
+                layers[update.layer, others] += shift * size.clamp(max=1.0)
 
     def _turned(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """Keys (N, H, D), each rotated by its number of positions (N,)."""
         angles = by.double()[:, None, None] * self._frequencies.to(by.device)
         cos, sin = angles.cos().float(), angles.sin().float()
         first, second = keys.chunk(2, dim=-1)
-        turned: torch.Tensor = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _capped(shift: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(N, 1, 1) factors of at most 1, with which no shift is larger than the row it is added to."""
-    size: torch.Tensor = rows.flatten(1).norm(dim=1) / shift.flatten(1).norm(dim=1).clamp(min=1e-9)
-    return size.clamp(max=1.0)[:, None, None]
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    """(N, H, D) -> (N, 1, 1)"""
+    norms: torch.Tensor = rows.flatten(1).norm(dim=1)
+    return norms[:, None, None]
 
 
 def _oracle(trial: Trial, budget: float) -> Selection:
@@ -204,10 +191,7 @@ def _oracle(trial: Trial, budget: float) -> Selection:
 
 CHOICES: Choices = {
     "cacheblend": (_cacheblend, _probe),
-    "cacheblend-released": (
-        partial(_most_deviating, scores=lambda trial: _sums(trial.value_deviation, power=2)),
-        _probe,
-    ),
+    "cacheblend-released": (partial(_most_deviating, scores=_squared_values), _probe),
     "deviation": (partial(_most_deviating, scores=_keys_and_values), _probe),
     "dhd": (partial(_most_deviating, scores=_values_by_attention), _probe),
     "blend": (partial(_most_deviating, scores=_key_norms, correction=lambda trial: _Blend()), _probe),

@@ -25,13 +25,11 @@ def _edited_parts(trial: Trial, budget: float) -> Selection:
 
 def server_windows(trial: Trial, max_small_shift: int | None = None) -> Selection:
     """What the server repairs by place. `max_small_shift`: instead of its limit, a tenth of the prompt."""
+    repair, size = trial.settings.repair, trial.num_tokens
     spans = repairs_by_place(
-        trial.approximate_copies,
-        num_tokens=trial.num_tokens,
-        settings=trial.settings.repair,
-        max_small_shift=max_small_shift,
+        trial.approximate_copies, num_tokens=size, settings=repair, max_small_shift=max_small_shift
     )
-    return Selection(covered(spans, trial.num_tokens) & trial.copied)
+    return Selection(covered(spans, size) & trial.copied)
 
 
 def _random(trial: Trial, budget: float) -> Selection:

@@ -1,8 +1,8 @@
 """
 The suites: what is edited, moved or recomposed in each.
 
-A suite is a function that makes the number-th draft from the documents of one half. The same number and the
-same state of `draw` give the same draft.
+A suite is a function that makes the number-th draft, from one source document of a half. The same number and
+the same state of `draw` give the same draft.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.conversations import Conversation, sentences, shortened
-from kvshare.bench.fidelity.suites.drawing import in_turn
-from kvshare.bench.fidelity.suites.library import Library, Source
-from kvshare.bench.fidelity.suites.own_forms import NEUTRAL
-from kvshare.bench.fidelity.texts import texts_beside
+from kvshare.bench.fidelity.scenario import Draft, chat_of
+from kvshare.bench.fidelity.suites import library as source_texts
+from kvshare.bench.fidelity.suites.library import TEXTS, Conversation, Library, Source, in_turn, shortened
+from kvshare.bench.fidelity.suites.slots import NEUTRAL
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.chats import kept, reworded
 
-_TEXTS = texts_beside(__file__, "conversations.yaml")
 _SYSTEM: Message = {"role": "system", "content": sources.WORDS["window_system"]}
-_THINKING_SYSTEM: Message = {"role": "system", "content": _TEXTS["thinking_system"]}
+_THINKING_SYSTEM: Message = {"role": "system", "content": TEXTS["thinking_system"]}
 _SHORTEST, _LONGEST = 1300, 3800  # characters of a conversation
 _REASONING = {"short": (180, 330), "long": (480, 760)}  # characters, at least and at most
 _SHORTEST_ANSWER = 200  # characters: what moves when its reasoning goes
@@ -31,13 +28,11 @@ _NUM_NEUTRAL = 2  # paragraphs behind a chain's tail, of some 50 tokens each
 
 def thinking(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    The last answer was stored with its reasoning, as it was generated; the next prompt has it without
-    reasoning.
+    The last answer was stored with its reasoning, as it was generated; the next prompt has none.
 
     Label `reasoning`: `short`, about 40 to 80 tokens, or `long`, about 120 to 200.
     """
-    chosen = _chosen(library, number, lambda chat: bool(_reasoned(chat)))
-    if chosen is None:
+    if (chosen := _chosen(library, number, _reasoned)) is None:
         return None
     chat = chosen.item[: draw.choice(_reasoned(chosen.item))]
     length = in_turn(("short", "long"), number)
@@ -53,8 +48,7 @@ def thinking(library: Library, number: int, draw: random.Random) -> Draft | None
 
 def resubmit(library: Library, number: int, draw: random.Random) -> Draft | None:
     """A few words of an earlier question change; what came after it stays."""
-    chosen = _chosen(library, number, lambda chat: bool(_ends(chat)))
-    if chosen is None:
+    if (chosen := _chosen(library, number, _ends)) is None:
         return None
     before = chosen.item[: draw.choice(_ends(chosen.item))]
     place = draw.randrange(0, len(before) - 2, 2)
@@ -67,25 +61,23 @@ def resubmit(library: Library, number: int, draw: random.Random) -> Draft | None
 
 def window(library: Library, number: int, draw: random.Random) -> Draft | None:
     """The oldest turns after a fixed system message are dropped, so that all others move forward."""
-    chosen = _chosen(library, number, lambda chat: any(_moved(chat, size) for size in _WINDOWS))
-    if chosen is None:
+    if (chosen := _chosen(library, number, _moved)) is None:
         return None
-    before, after = draw.choice([pair for size in _WINDOWS for pair in _moved(chosen.item, size)])
+    before, after = draw.choice(list(_moved(chosen.item)))
     return Draft(source=chosen.name, stored=((_SYSTEM, *before),), prompt=(_SYSTEM, *after))
 
 
-def _moved(chat: Conversation, size: int) -> list[tuple[Conversation, Conversation]]:
-    """Pairs of windows of this size, one or two turns apart, of which the later one dropped something."""
-    if _num_chars(chat) <= size:
-        return []
-    windows = [kept(chat[:end], size) for end in range(1, len(chat) + 1, 2)]
-    return [
-        (before, after)
-        for place, before in enumerate(windows)
-        for after in windows[place + 1 : place + 3]
-        if min(map(_num_chars, (before, after))) >= _LEAST_FILLED * size
-        and _shared(before, after) >= _LEAST_SHARED * _num_chars(after)
-    ]
+def _moved(chat: Conversation) -> Iterator[tuple[Conversation, Conversation]]:
+    """Pairs of windows of one size, one or two turns apart, of which the later one dropped something."""
+    for size in _WINDOWS:
+        if _num_chars(chat) <= size:
+            return
+        windows = [kept(chat[:end], size) for end in range(1, len(chat) + 1, 2)]
+        for place, before in enumerate(windows):
+            for after in windows[place + 1 : place + 3]:
+                is_filled = min(map(_num_chars, (before, after))) >= _LEAST_FILLED * size
+                if is_filled and _shared(before, after) >= _LEAST_SHARED * _num_chars(after):
+                    yield before, after
 
 
 def _shared(before: Conversation, after: Conversation) -> int:
@@ -96,9 +88,10 @@ def _shared(before: Conversation, after: Conversation) -> int:
 
 
 def _chosen(
-    library: Library, number: int, fits: Callable[[Conversation], bool]
+    library: Library, number: int, ways: Callable[[Conversation], Iterable[object]]
 ) -> Source[Conversation] | None:
-    found = [source for source in library.conversations if fits(source.item)]
+    """One of the conversations that can be used in some way, each in its turn."""
+    found = [source for source in library.conversations if any(ways(source.item))]
     return in_turn(found, number) if found else None
 
 
@@ -119,8 +112,8 @@ def _num_chars(messages: Sequence[Message]) -> int:
 def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> str:
     """Reasoning that may come before this answer: sentences of a pool around the answer's own."""
     least, most = _REASONING[length]
-    pool = _TEXTS["reasoning"]
-    points = [shortened(each, 160) for each in sentences(answer)] or [shortened(answer, 160)]
+    pool = TEXTS["reasoning"]
+    points = [shortened(each, 160) for each in source_texts.sentences(answer)] or [shortened(answer, 160)]
     opening, closing = draw.choice(pool["opening"]), draw.choice(pool["closing"])
     text = [opening.format(asked=" ".join(shortened(question, 80).split()))]
     for number, between in enumerate(draw.sample(pool["between"], len(pool["between"]))):
@@ -134,8 +127,7 @@ def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> 
 
 def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    A prompt of which one place is rewritten in every turn; the question is about a fact that never
-    changes.
+    A prompt of which one place is rewritten in every turn; the question is about a fact that stays.
 
     Places: `front`, two to four lines at the top, with a date, a clock and the like; `governing`, the
     sentence of the system prompt that says how to answer; `middle`, an entry of the log before the fact;
@@ -149,7 +141,7 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
     depth, place = in_turn(_DEPTHS, number), in_turn(_PLACES, number // len(_DEPTHS))
     first = in_turn(texts, number)
     second = draw.choice([source for source in texts if source is not first])
-    fact = draw.choice(_TEXTS["chain"]["facts"])
+    fact = draw.choice(TEXTS["chain"]["facts"])
     values = [str(code) for code in draw.sample(range(1000, 10_000), 4)]
     parts = {
         "first": shortened(first.item.text, most),
@@ -159,31 +151,26 @@ def chain(library: Library, number: int, draw: random.Random) -> Draft | None:
         "question": fact["asks"],
         **{name: _written(name, draw) for name in _PLACES},
     }
-    prompts, written = [_chained(parts)], [parts[place]]
-    for _ in range(depth):
-        while (text := _written(place, draw)) in written:
-            pass
-        written.append(text)
-        prompts.append(_chained({**parts, place: written[-1]}))
+    written = [parts[place]]
+    while len(written) <= depth:
+        if (text := _written(place, draw)) not in written:
+            written.append(text)
+    turns = ({**parts, place: text} for text in written)
+    stored, *stages, prompt = (chat_of(TEXTS["chain"], each) for each in turns)
     return Draft(
         source=first.name,
-        stored=(prompts[0],),
-        prompt=prompts[-1],
+        stored=(stored,),
+        prompt=prompt,
         labels={"depth": depth, "place": place},
         candidates=tuple(values),
         expected=values[0],
-        stages=tuple(prompts[1:-1]),
+        stages=tuple(stages),
     )
-
-
-def _chained(parts: Mapping[str, str]) -> Messages:
-    texts = _TEXTS["chain"]
-    return tuple({"role": role, "content": texts[role].format(**parts)} for role in ("system", "user"))
 
 
 def _written(place: str, draw: random.Random) -> str:
     """One line of this place's pool with new values; at the front, two to four lines."""
-    lines = draw.sample(_TEXTS["chain"][place], draw.randint(2, 4) if place == "front" else 1)
+    lines = draw.sample(TEXTS["chain"][place], draw.randint(2, 4) if place == "front" else 1)
     return "\n".join(line.format(**_details(draw)) for line in lines)
 
 

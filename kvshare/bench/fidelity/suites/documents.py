@@ -5,25 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.conversations import shortened
-from kvshare.bench.fidelity.suites.drawing import in_turn, shuffled
-from kvshare.bench.fidelity.suites.library import Library, name_of
-from kvshare.bench.fidelity.suites.questions import Asked, MarkedQuestion, is_yes_or_no
-from kvshare.bench.fidelity.texts import texts_beside
-from kvshare.replay.workloads.documents import (
-    AGENT_SYSTEM,
-    RAG_SYSTEM,
-    rag_prompt,
-    refigured,
-    tool_call,
-    tool_result,
-)
+from kvshare.bench.fidelity.suites import library as source_texts
+from kvshare.bench.fidelity.suites.library import Asked, Library, MarkedQuestion, Source, T, in_turn, shuffled
+from kvshare.replay.workloads import documents as workload
 from kvshare.replay.workloads.sources import Passage
 
-_TEXTS = texts_beside(__file__, "conversations.yaml")
 _MOST_SUPPORTING = 1700  # characters of the passages that an answer needs; questions with more are left out
 _MOST_RETRIEVED = 2700  # characters of all passages
 _LONGEST_OTHER = 700  # characters
@@ -33,51 +21,45 @@ _OPENED = 3  # results before the appended one
 _AROUND = 8  # words before and after a figure that is asked for
 _YEAR, _NUMBER = re.compile(r"\d{4}"), re.compile(r"[\d.,]+( \w+)?")
 
-
-class _Case(NamedTuple):
-    """A question, and the passages that came with it without supporting it."""
-
-    source: str
-    asked: Asked
-    others: tuple[Passage, ...]
-
-    @property
-    def hops(self) -> int:
-        return len(self.asked.supporting)
+Case = Source[MarkedQuestion]
+"""A question that is asked as a whole, and the passages of this half that came with it."""
 
 
 def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
-    Passages in another order and among others than in two or three stored prompts, which asked something
-    else.
+    Passages in another order and among others than in two or three stored prompts with other questions.
 
     The stored prompts together have all passages but one, and always the supporting ones. Questions of one
     and of two hops take turns.
     """
     case = _case(library, number)
-    neighbours = [] if case is None else _neighbours(library, case, draw)
+    neighbours = [] if case is None else _neighbours(library, case.item.whole, draw)
     if case is None or len(neighbours) < 2:
         return None
-    others = _some(case.others, _OWN, draw)
+    needed, others = case.item.whole.supporting, _some(case.item.others, _OWN, draw)
     others += [each for other in neighbours for each in _some(_all(other, library), _NEIGHBOURS, draw)]
-    passages = _retrieved(case.asked.supporting, others, draw)
+    passages = _retrieved(needed, others, draw)
     if len(passages) < _FEWEST:
         return None
     asked_before = neighbours[: draw.randint(2, 3)]
-    groups = _dealt(passages, case.asked.supporting, len(asked_before), draw)
-    stored = [_asked_before(other, group, draw) for other, group in zip(asked_before, groups, strict=True)]
+    left_out = draw.choice([passage for passage in passages if passage not in needed])
+    dealt = [passage for passage in shuffled(passages, draw) if passage != left_out]
+    stored = []
+    for start, other in enumerate(asked_before):
+        own = [*dealt[start :: len(asked_before)], *other.whole.supporting]
+        around = _some(other.others, _NEIGHBOURS, draw)
+        stored.append(_prompt(other.whole, _retrieved(own, around, draw)))
     return _draft(case, passages, stored, library, draw)
 
 
 def reorder(library: Library, number: int, draw: random.Random) -> Draft | None:
     """The same passages and the same question as in the one stored prompt, in another order."""
-    case = _case(library, number)
-    if case is None:
+    if (case := _case(library, number)) is None:
         return None
-    passages = _retrieved(case.asked.supporting, case.others, draw)
+    passages = _retrieved(case.item.whole.supporting, case.item.others, draw)
     if len(passages) < _FEWEST:
         return None
-    return _draft(case, passages, [_prompt(case.asked, shuffled(passages, draw))], library, draw)
+    return _draft(case, passages, [_prompt(case.item.whole, shuffled(passages, draw))], library, draw)
 
 
 def agent(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -88,30 +70,31 @@ def agent(library: Library, number: int, draw: random.Random) -> Draft | None:
     `task`, or in every third draft the changed `figure`. Label `refetched`: the changed result (`one`) or
     `all` results have a new time.
     """
-    cases = [case for case in _cases(library, 2) if len(_changing(case)) >= _OPENED - 1]
+    cases = [case for case in _cases(library, 2) if len(_changing(case.item)) >= _OPENED - 1]
     if not cases:
         return None
     case = in_turn(cases, number)
-    first, last = shuffled(case.asked.supporting, draw)
-    changing = draw.sample(_changing(case), _OPENED - 1)
+    task = case.item.whole
+    first, last = shuffled(task.supporting, draw)
+    changing = draw.sample(_changing(case.item), _OPENED - 1)
     opened = shuffled([first, *changing], draw)
     refetched, asks = in_turn(("one", "all"), number), in_turn(("task", "task", "figure"), number)
-    results = [tool_result(document, draw) for document in opened]
-    changed, again, ending = _refigured(changing[0], draw), list(results), tool_result(last, draw)
+    results = [workload.tool_result(document, draw) for document in opened]
+    changed, again, ending = _refigured(changing[0], draw), list(results), workload.tool_result(last, draw)
     for place, document in enumerate(opened):
         if document == changing[0]:
-            again[place] = tool_result(changed, draw)
+            again[place] = workload.tool_result(changed, draw)
         elif refetched == "all":
-            again[place] = tool_result(document, draw)
+            again[place] = workload.tool_result(document, draw)
     if asks == "figure":
         ask, answers = _about_the_figure(changed, changing[0], draw)
         ending = f"{ending}\n\n{ask}"
     else:
-        answers = _answers(case.asked.answer, library, draw)
+        answers = _answers(task, library, draw)
     return Draft(
-        source=case.source,
-        stored=(_transcript(case, opened, results),),
-        prompt=_transcript(case, [*opened, last], [*again, ending]),
+        source=case.name,
+        stored=(_transcript(task, opened, results),),
+        prompt=_transcript(task, [*opened, last], [*again, ending]),
         labels={"refetched": refetched, "asks": asks},
         candidates=tuple(f"Done: {answer}." for answer in answers),
     )
@@ -127,88 +110,85 @@ def _about_the_figure(new: Passage, old: Passage, draw: random.Random) -> tuple[
     words[place] = words[place].replace(now, "___", 1)
     around = " ".join(words[max(0, place - _AROUND) : place + _AROUND + 1])
     never = [str(int(now) + more) for more in draw.sample(range(10, 40), 2)]
-    return _TEXTS["agent_figure"].format(title=new.title, words=around), (now, before, *never)
+    return source_texts.TEXTS["agent_figure"].format(title=new.title, words=around), (now, before, *never)
 
 
-def _changing(case: _Case) -> list[Passage]:
+def _changing(question: MarkedQuestion) -> list[Passage]:
     """Passages that support nothing and have a figure: shortened, one for each title."""
-    supporting = {each.title for each in case.asked.supporting}
-    short = [Passage(each.title, shortened(each.text, _LONGEST_OTHER)) for each in case.others]
+    supporting = {each.title for each in question.whole.supporting}
+    short = [
+        Passage(each.title, source_texts.shortened(each.text, _LONGEST_OTHER)) for each in question.others
+    ]
     by_title = {each.title: each for each in short if _refigured(each, random.Random(0)) != each}
     return [each for title, each in by_title.items() if title not in supporting]
 
 
 def _refigured(document: Passage, draw: random.Random) -> Passage:
-    return Passage(document.title, refigured(document.text, draw, most=1))
+    return Passage(document.title, workload.refigured(document.text, draw, most=1))
 
 
 def _draft(
-    case: _Case,
-    passages: Sequence[Passage],
-    stored: Sequence[Messages],
-    library: Library,
-    draw: random.Random,
+    case: Case, passages: Sequence[Passage], stored: Sequence[Messages], library: Library, draw: random.Random
 ) -> Draft:
+    asked = case.item.whole
     return Draft(
-        source=case.source,
+        source=case.name,
         stored=tuple(stored),
-        prompt=_prompt(case.asked, passages),
-        labels={"hops": case.hops},
-        candidates=_answers(case.asked.answer, library, draw),
-        reordered=_prompt(case.asked, shuffled(passages, draw)),
+        prompt=_prompt(asked, passages),
+        labels={"hops": len(asked.supporting)},
+        candidates=_answers(asked, library, draw),
+        reordered=_prompt(asked, shuffled(passages, draw)),
     )
 
 
 def _prompt(asked: Asked, passages: Sequence[Passage]) -> Messages:
-    return RAG_SYSTEM, {"role": "user", "content": rag_prompt(asked.text, passages)}
+    question = {"role": "user", "content": workload.rag_prompt(asked.text, passages)}
+    return workload.RAG_SYSTEM, question
 
 
-def _transcript(case: _Case, opened: Sequence[Passage], results: Sequence[str]) -> Messages:
-    said = [AGENT_SYSTEM, {"role": "user", "content": f"Task: Find out: {case.asked.text}"}]
+def _transcript(task: Asked, opened: Sequence[Passage], results: Sequence[str]) -> Messages:
+    said = [workload.AGENT_SYSTEM, {"role": "user", "content": f"Task: Find out: {task.text}"}]
     for document, result in zip(opened, results, strict=True):
-        said.append({"role": "assistant", "content": tool_call(document)})
+        said.append({"role": "assistant", "content": workload.tool_call(document)})
         said.append({"role": "user", "content": result})
     return tuple(said)
 
 
-def _case(library: Library, number: int) -> _Case | None:
+def _case(library: Library, number: int) -> Case | None:
     """One hop, two hops, one hop, ...; cases of one hop from the list's end, so that few sources repeat."""
     hops = 1 + number % 2
     found = _cases(library, hops)[:: -1 if hops == 1 else 1]
     return in_turn(found, number // 2) if found else None
 
 
-def _cases(library: Library, hops: int) -> list[_Case]:
+def _cases(library: Library, hops: int) -> list[Case]:
     """
     What this half may ask that needs this many passages.
 
     A part of a question is asked among all passages of the whole one; it is a source of its own.
     """
-    found: dict[str, _Case] = {}
-    for source in library.marked:
-        question = source.item
+    found: dict[str, Case] = {}
+    for question in (source.item for source in library.marked):
         for asked in question.steps if hops == 1 else (question.whole,):
             if len(asked.supporting) == hops and _may_ask(library, asked):
-                name = name_of("question", asked.text)
                 others = tuple(each for each in _all(question, library) if each not in asked.supporting)
-                found.setdefault(name, _Case(name, asked, others))
+                found.setdefault(asked.name, Source(asked.name, MarkedQuestion(asked, (), others)))
     return list(found.values())
 
 
 def _may_ask(library: Library, asked: Asked) -> bool:
     """Whether the supporting passages are short enough, and all of it belongs to this half."""
-    length = sum(len(each.text) for each in asked.supporting)
-    return length <= _MOST_SUPPORTING and library.may_ask(asked)
+    return sum(len(each.text) for each in asked.supporting) <= _MOST_SUPPORTING and library.may_ask(asked)
 
 
-def _neighbours(library: Library, case: _Case, draw: random.Random) -> list[MarkedQuestion]:
+def _neighbours(library: Library, asked: Asked, draw: random.Random) -> list[MarkedQuestion]:
     """Up to three other questions of the half; not the one of which this one is a part."""
     found = [
         MarkedQuestion(other.whole, (), tuple(filter(library.owns, other.others)))
         for other in (source.item for source in library.marked)
-        if case.asked not in (other.whole, *other.steps) and _may_ask(library, other.whole)
+        if asked not in other.all_asked and _may_ask(library, other.whole)
     ]
-    return draw.sample(found, min(3, len(found)))
+    return _some(found, 3, draw)
 
 
 def _all(question: MarkedQuestion, library: Library) -> tuple[Passage, ...]:
@@ -228,36 +208,20 @@ def _retrieved(needed: Sequence[Passage], others: Sequence[Passage], draw: rando
     return chosen
 
 
-def _dealt(
-    passages: Sequence[Passage], needed: Sequence[Passage], number: int, draw: random.Random
-) -> list[list[Passage]]:
-    """The passages in this many groups, in turn, without one that is not needed."""
-    left_out = draw.choice([passage for passage in passages if passage not in needed])
-    dealt = [passage for passage in shuffled(passages, draw) if passage != left_out]
-    return [dealt[start::number] for start in range(number)]
+def _some(items: Sequence[T], number: int, draw: random.Random) -> list[T]:
+    return draw.sample(items, min(number, len(items)))
 
 
-def _asked_before(other: MarkedQuestion, group: Sequence[Passage], draw: random.Random) -> Messages:
-    needed = [*group, *other.whole.supporting]
-    return _prompt(other.whole, _retrieved(needed, _some(other.others, _NEIGHBOURS, draw), draw))
-
-
-def _some(passages: Sequence[Passage], number: int, draw: random.Random) -> list[Passage]:
-    return draw.sample(passages, min(number, len(passages)))
-
-
-def _answers(answer: str, library: Library, draw: random.Random) -> tuple[str, ...]:
+def _answers(asked: Asked, library: Library, draw: random.Random) -> tuple[str, ...]:
     """The answer and three of other questions, if possible of its kind; for yes and no, the opposite."""
-    if is_yes_or_no(answer):
-        return answer, {"yes": "no", "no": "yes"}[answer.lower()]
-    marked = [source.item for source in library.marked]
-    known = {asked.answer.lower(): asked.answer for each in marked for asked in (each.whole, *each.steps)}
-    others = [
-        other for other in known.values() if other.lower() != answer.lower() and not is_yes_or_no(other)
-    ]
+    right = asked.answer
+    if asked.is_yes_or_no:
+        return right, {"yes": "no", "no": "yes"}[right.lower()]
+    known = {each.answer.lower(): each for source in library.marked for each in source.item.all_asked}
+    others = [each.answer for key, each in known.items() if key != right.lower() and not each.is_yes_or_no]
     draw.shuffle(others)
-    others.sort(key=lambda other: _kind(other) != _kind(answer))
-    return answer, *others[:3]
+    others.sort(key=lambda other: _kind(other) != _kind(right))
+    return right, *others[:3]
 
 
 def _kind(answer: str) -> str:

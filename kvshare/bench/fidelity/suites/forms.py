@@ -1,9 +1,4 @@
-"""
-Suites made from forms: `template`, `derived`, `negation` and `needle`.
-
-A suite makes the draft of a number, from one source document of the library's half. The same number is the
-same draft each time.
-"""
+"""Suites made from forms: `template`, `derived`, `negation` and `needle`."""
 
 from __future__ import annotations
 
@@ -13,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.drawing import four_answers, in_turn, shuffled, source_for
-from kvshare.bench.fidelity.suites.found_forms import filled, found_forms, slot_value, typed_slots
-from kvshare.bench.fidelity.suites.library import Library, Source
-from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, WORDS, Form, Values
+from kvshare.bench.fidelity.suites import slots
+from kvshare.bench.fidelity.suites.library import Library, Source, in_turn, shuffled, source_for
+from kvshare.bench.fidelity.suites.slots import FORMS, NEUTRAL, WORDS, Form, Values
 from kvshare.replay.workloads import sources
 
 DISTANCES = (0, 50, 250)  # tokens, about
 CHANGES = ("decision", "number", "name", "date")
-TASKS = ("needle", "record")
 ASKS = ("edited", "other")
 
 _NUM_GAPS = {0: 0, 50: 1, 250: 5}  # neutral paragraphs of some 48 tokens each, by distance
@@ -41,16 +34,13 @@ def template(library: Library, number: int, draw: random.Random) -> Draft | None
     Label `asks`: `edited` for one of these values, which is computed anyway, or `other` for a value that did
     not change or for a summary, which has no candidates.
     """
-    found = found_forms(library) if number % 2 else []
-    if found:
-        return _found_template(source_for(found, number // 2), number // 2, draw)
-    source = source_for(library.own(FORMS), number // 2)
+    asks, turn = in_turn(ASKS, number // 2), number // 2
+    if number % 2 and (found := slots.published_forms(library)):
+        return _published_template(source_for(found, turn), asks, draw)
+    source = source_for(library.own(FORMS), turn)
     form = source.item
-    old = form.values(draw)
-    changed = draw.sample(sorted(form.slots), draw.randint(1, _MAX_CHANGED))
-    new = form.refilled(old, changed, draw)
-    page = _page(form, draw, num_neutral=draw.randint(2, 5))
-    asks = in_turn(ASKS, number // 2)
+    old, new, changed = _edited(form, draw)
+    page = _page(form, draw)
     name, before = changed[0], old
     if asks == "other":
         name = draw.choice(sorted(set(form.slots) - set(changed)))
@@ -58,11 +48,42 @@ def template(library: Library, number: int, draw: random.Random) -> Draft | None
     ask, candidates = form.slots[name].ask, form.answers(name, new, before, draw)
     if asks == "other" and draw.random() < _SUMMARY:
         page, ask, candidates = replace(page, system=WORDS["summary_system"]), WORDS["summary"], ()
-    stored = [old]
+    values = [new, old]
     if draw.random() < _SECOND_STORED:
-        stored.append(form.values(draw, [*new.values(), *old.values()]))
+        values.append(form.values(draw, [*new.values(), *old.values()]))
     labels: dict[str, str | int] = {"num_slots": len(changed), "asks": asks}
-    return page.draft(source.name, stored, new, ask, draw, labels=labels, candidates=candidates)
+    return page.draft(source.name, values, ask, candidates, draw, labels)
+
+
+def _edited(form: slots.Slotted, draw: random.Random) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Values of a form, the same with others in one to five slots, and the names of these."""
+    old = form.values(draw)
+    changed = draw.sample(sorted(form.slots), draw.randint(1, min(_MAX_CHANGED, len(form.slots))))
+    return old, form.refilled(old, changed, draw), changed
+
+
+def _published_template(source: Source[slots.PublishedForm], asks: str, draw: random.Random) -> Draft | None:
+    """None where the new text still contains every old value."""
+    form = source.item
+    old, new, changed = _edited(form, draw)
+    choice = draw.choice(sources.WORDS["choices"])
+    text, before = (form.filled(values, choice) for values in (new, old))
+    gone = [name for name in changed if old[name] not in text]
+    if not gone:
+        return None
+    ask: str = WORDS["summary"]
+    candidates: tuple[str, ...] = ()
+    if asks == "edited":
+        ask = WORDS["library_question"].format(slot=_label(gone[0]).strip().lower())
+        candidates = form.answers(gone[0], new, old, draw)
+    stored, prompt = (({"role": "user", "content": f"{each}\n\n{ask}"},) for each in (before, text))
+    return Draft(
+        source=source.name,
+        stored=(stored,),
+        prompt=prompt,
+        labels={"num_slots": len(changed), "asks": asks},
+        candidates=candidates,
+    )
 
 
 def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -74,20 +95,18 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     """
     distance, number = in_turn(DISTANCES, number), number // len(DISTANCES)
     draw = random.Random(f"derived:{library.half}:{number}")
-    source = source_for(library.own(FORMS), number)
-    form, limit = source.item, source.item.figure.limit
-    kind = in_turn(("same", "limit"), number)
+    source, kind = source_for(library.own(FORMS), number), in_turn(("same", "limit"), number)
+    form, figure, limit = source.item, source.item.figure, source.item.figure.limit
     old = form.values(draw)
-    new = form.refilled(old, [form.figure.slot], draw)
-    while kind == "limit" and len({limit.answer(values[form.figure.slot]) for values in (new, old)}) == 1:
-        new = form.refilled(old, [form.figure.slot], draw)
-    page = _page_with_gap(form, limit.text if kind == "limit" else form.figure.same, distance, draw)
-    ask = limit.ask if kind == "limit" else form.figure.same_ask
-    candidates = form.answers(form.figure.slot, new, old, draw)
+    new = form.refilled(old, [figure.slot], draw)
+    while kind == "limit" and limit.answer(new[figure.slot]) == limit.answer(old[figure.slot]):
+        new = form.refilled(old, [figure.slot], draw)
+    follows, ask = (limit.text, limit.ask) if kind == "limit" else (figure.same, figure.same_ask)
+    page = _page_with_gap(form, follows, distance, draw)
+    candidates = form.answers(figure.slot, new, old, draw)
     if kind == "limit":
-        candidates = (*(limit.answer(values[form.figure.slot]) for values in (new, old)), *limit.others)
-    labels: dict[str, str | int] = {"distance": distance, "kind": kind}
-    return page.draft(source.name, [old], new, ask, draw, labels=labels, candidates=candidates)
+        candidates = (*(limit.answer(values[figure.slot]) for values in (new, old)), *limit.others)
+    return page.draft(source.name, [new, old], ask, candidates, draw, {"distance": distance, "kind": kind})
 
 
 def negation(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -95,21 +114,21 @@ def negation(library: Library, number: int, draw: random.Random) -> Draft | None
     kind = in_turn(CHANGES, number)
     source = source_for(library.own(FORMS), number)
     form = source.item
-    name = draw.choice(form.of_kind(kind))
+    name = draw.choice([name for name, slot in form.slots.items() if slot.kind == kind])
     old = form.values(draw)
     new = form.refilled(old, [name], draw)
     if kind == "decision":
         was, is_now = draw.sample(form.slots[name].options[:2], 2)
         old, new = {**old, name: was}, {**old, name: is_now}
-    page, ask = _page(form, draw, num_neutral=draw.randint(2, 5)), form.slots[name].ask
+    page, ask = _page(form, draw), form.slots[name].ask
     candidates = form.answers(name, new, old, draw)
-    return page.draft(source.name, [old], new, ask, draw, labels={"kind": kind}, candidates=candidates)
+    return page.draft(source.name, [new, old], ask, candidates, draw, {"kind": kind})
 
 
 def needle(library: Library, number: int, draw: random.Random) -> Draft | None:
     """A number of seven digits in a text about something else (after RULER), or a value of a record."""
-    make = {"needle": _needle, "record": _record}[in_turn(TASKS, number)]
-    return make(library, number // len(TASKS), draw)
+    make = in_turn((_needle, _record), number)
+    return make(library, number // 2, draw)
 
 
 def _needle(library: Library, number: int, draw: random.Random) -> Draft:
@@ -120,17 +139,10 @@ def _needle(library: Library, number: int, draw: random.Random) -> Draft:
     place = draw.randrange(len(haystack))
     sentences = _SENTENCE.split(haystack[place])
     sentences.insert(draw.randint(1, len(sentences)), WORDS["needle_line"].format(word=word, value="{value}"))
-    page = _Page("", [*haystack[:place], " ".join(sentences), *haystack[place + 1 :]], WORDS["needle_system"])
-    return page.draft(
-        source,
-        [{"value": old}],
-        {"value": new},
-        WORDS["needle_ask"].format(word=word),
-        draw,
-        labels={"kind": "needle"},
-        candidates=(new, old, *others),
-        expected=new,
-    )
+    haystack[place] = " ".join(sentences)
+    page, ask = _Page("", haystack, WORDS["needle_system"]), WORDS["needle_ask"].format(word=word)
+    values = [{"value": new}, {"value": old}]
+    return page.draft(source, values, ask, (new, old, *others), draw, {"kind": "needle"}, is_exact=True)
 
 
 def _haystack(library: Library, number: int, draw: random.Random) -> tuple[str, list[str]]:
@@ -157,16 +169,9 @@ def _record(library: Library, number: int, draw: random.Random) -> Draft:
     lines = [WORDS["record_line"].format(label=_label(name), value=f"{{{name}}}") for name in names]
     paragraphs = shuffled([f"{form.title}. {', '.join(lines)}.", *draw.sample(NEUTRAL, _NUM_NEUTRAL)], draw)
     page = _Page("", paragraphs, WORDS["record_system"])
-    return page.draft(
-        source.name,
-        [old],
-        new,
-        WORDS["record_ask"].format(label=_label(asked_for)),
-        draw,
-        labels={"kind": "record"},
-        candidates=form.answers(asked_for, new, old, draw),
-        expected=new[asked_for],
-    )
+    ask = WORDS["record_ask"].format(label=_label(asked_for))
+    candidates = form.answers(asked_for, new, old, draw)
+    return page.draft(source.name, [new, old], ask, candidates, draw, {"kind": "record"}, is_exact=True)
 
 
 def _label(name: str) -> str:
@@ -185,37 +190,40 @@ class _Page:
         """A prompt with these values and this question at the end."""
         parts = [paragraph.format_map(values) for paragraph in self.paragraphs]
         parts = [*([self.title] if self.title else []), *parts, WORDS["question"].format(ask=ask)]
-        text = "\n\n".join(parts)
-        return {"role": "system", "content": self.system}, {"role": "user", "content": text}
+        return {"role": "system", "content": self.system}, {"role": "user", "content": "\n\n".join(parts)}
 
     def draft(
         self,
         source: str,
-        stored: Sequence[Values],
-        new: Values,
+        values: Sequence[Values],
         ask: str,
-        draw: random.Random,
-        *,
-        labels: Mapping[str, str | int],
         candidates: tuple[str, ...],
-        expected: str | None = None,
+        draw: random.Random,
+        labels: Mapping[str, str | int],
+        *,
+        is_exact: bool = False,
     ) -> Draft:
-        """A draft whose prompts differ in their values alone; another order of paragraphs is drawn too."""
+        """
+        A draft whose prompts, the new one first, differ in their values alone; another order is drawn too.
+
+        `is_exact`: an answer must contain the first candidate.
+        """
         reordered = replace(self, paragraphs=shuffled(self.paragraphs, draw))
+        prompt, *stored = (self.messages(each, ask) for each in values)
         return Draft(
             source=source,
-            stored=tuple(self.messages(values, ask) for values in stored),
-            prompt=self.messages(new, ask),
+            stored=tuple(stored),
+            prompt=prompt,
             labels=labels,
             candidates=candidates,
-            expected=expected,
-            reordered=reordered.messages(new, ask),
+            expected=candidates[0] if is_exact else None,
+            reordered=reordered.messages(values[0], ask),
         )
 
 
-def _page(form: Form, draw: random.Random, *, num_neutral: int) -> _Page:
-    """A form's paragraphs among neutral ones, in an order drawn once."""
-    paragraphs = [*form.paragraphs, *draw.sample(NEUTRAL, num_neutral)]
+def _page(form: Form, draw: random.Random) -> _Page:
+    """A form's paragraphs among two to five neutral ones, in an order drawn once."""
+    paragraphs = [*form.paragraphs, *draw.sample(NEUTRAL, draw.randint(2, 5))]
     return _Page(form.title, shuffled(paragraphs, draw), WORDS["system"])
 
 
@@ -232,39 +240,3 @@ def _page_with_gap(form: Form, follows: str, distance: int, draw: random.Random)
     figure = "\n\n".join([form.figure.text, *neutral[num_before:], continued])
     paragraphs = [*sections[:place], *neutral[:num_before], figure, *sections[place:]]
     return _Page(form.title, paragraphs, WORDS["system"])
-
-
-def _found_template(source: Source[str], number: int, draw: random.Random) -> Draft | None:
-    """None where the new text still contains every old value."""
-    names = typed_slots(source.item)
-    old: dict[str, str] = {}
-    for name in names:
-        old[name] = slot_value(name, draw, old.values())
-    changed = draw.sample(names, draw.randint(1, min(_MAX_CHANGED, len(names))))
-    new = dict(old)
-    for name in changed:
-        new[name] = slot_value(name, draw, [*old.values(), *new.values()])
-    choice = draw.choice(sources.WORDS["choices"])
-    text, before = (filled(source.item, values, choice) for values in (new, old))
-    gone = [name for name in changed if old[name] not in text]
-    if not gone:
-        return None
-    asks, ask = in_turn(ASKS, number), WORDS["summary"]
-    candidates: tuple[str, ...] = ()
-    if asks == "edited":
-        ask = WORDS["library_question"].format(slot=_label(gone[0]).strip().lower())
-        name, taken = gone[0], [*old.values(), *new.values()]
-        candidates = four_answers(
-            new[name], old[name], lambda found: slot_value(name, draw, [*taken, *found])
-        )
-    return Draft(
-        source=source.name,
-        stored=(_one_message(before, ask),),
-        prompt=_one_message(text, ask),
-        labels={"num_slots": len(changed), "asks": asks},
-        candidates=candidates,
-    )
-
-
-def _one_message(text: str, ask: str) -> Messages:
-    return ({"role": "user", "content": f"{text}\n\n{ask}"},)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -24,18 +25,14 @@ _LEAST_SHARED = 0.2  # of a request's shingles, by a donor
 
 def log(library: Library, number: int, draw: random.Random) -> Draft | None:
     """One of the log's requests at random; another attempt at the same number draws another one."""
-    drafts = _drafts(library)
-    return drafts[draw.randrange(len(drafts))] if drafts else None
+    drafts = _drafts(library.log, library.half) if library.log else ()
+    return draw.choice(drafts) if drafts else None
 
 
-def _drafts(library: Library) -> Sequence[Draft]:
+@lru_cache(maxsize=2)
+def _drafts(path: Path, half: int) -> Sequence[Draft]:
     """The drafts of this half; a request is in the half of the earlier request that shares most with it."""
-    if library.log is None:
-        return ()
-    if library.drafts_of_log is None:
-        found = similar_requests(library.log)
-        library.drafts_of_log = [draft for draft in found if half_of(draft.source) == library.half]
-    return library.drafts_of_log
+    return [draft for draft in similar_requests(path) if half_of(draft.source) == half]
 
 
 def similar_requests(path: Path) -> Iterator[Draft]:

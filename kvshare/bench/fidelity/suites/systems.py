@@ -1,9 +1,4 @@
-"""
-Suites with instructions, tools or answers to compare: `header`, `toolcall` and `judge`.
-
-A suite makes the draft of a number, from one source document of the library's half. The same number is the
-same draft each time.
-"""
+"""Suites with instructions, tools or answers to compare: `header`, `toolcall` and `judge`."""
 
 from __future__ import annotations
 
@@ -11,20 +6,15 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvshare.bench.fidelity.scenario import Draft, Messages
-from kvshare.bench.fidelity.suites.conversations import in_turns
-from kvshare.bench.fidelity.suites.drawing import four_answers, fresh, in_turn, shuffled, source_for
-from kvshare.bench.fidelity.suites.library import Library
-from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, TOOLS, Form, Tool, Values
-from kvshare.bench.fidelity.texts import texts_beside
-from kvshare.replay.requests import Message
+from kvshare.bench.fidelity.scenario import Draft, Messages, chat_of
+from kvshare.bench.fidelity.suites.library import Library, in_turn, in_turns, shuffled, source_for
+from kvshare.bench.fidelity.suites.slots import FORMS, NEUTRAL, TOOLS, Tool, Values, four_answers, fresh
+from kvshare.bench.fidelity.suites.slots import SYSTEMS as WORDS
 from kvshare.replay.workloads import sources
 
-WORDS = texts_beside(__file__, "systems.yaml")
 CHANGES = ("nonce", "clock", "effort", "tools", "user")
 NUM_ANSWERS = (3, 4, 5)  # to judge
 
@@ -33,13 +23,14 @@ _NUM_NEUTRAL = 4
 _NUM_OTHER_TOOLS = 3
 _NUM_NOTES = 3  # of some 50 tokens each, behind the calls of the other tools
 _NUM_FACTS = 3
+_DESCRIBED: Mapping[str, str] = sources.WORDS["tools"]
 _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
 
-@dataclass(frozen=True, slots=True)
-class _Body:
+class _Body(NamedTuple):
     """A system prompt below the header, a question about it, and its answers, the right one first."""
 
+    source: str
     text: str
     reordered: str | None
     ask: str
@@ -52,7 +43,7 @@ def header(library: Library, number: int, draw: random.Random) -> Draft | None:
     never about the nonce) or about the text below (`body`), whose answer does not change.
     """
     kind = in_turn(CHANGES, number)
-    source, body = _body(library, number, draw)
+    body = _body(library, number, draw)
     asks = "body" if kind == "nonce" else draw.choice(("header", "body"))
     old = _header_values(draw)
     new = {**old, kind: _changed(kind, old, draw)}
@@ -60,7 +51,7 @@ def header(library: Library, number: int, draw: random.Random) -> Draft | None:
     if asks == "header":
         ask, candidates = WORDS["header_asks"][kind], _header_answers(kind, new, old, draw)
     return Draft(
-        source=source,
+        source=body.source,
         stored=(_with_header(old, body.text, ask),),
         prompt=_with_header(new, body.text, ask),
         labels={"kind": kind, "asks": asks},
@@ -69,13 +60,13 @@ def header(library: Library, number: int, draw: random.Random) -> Draft | None:
     )
 
 
-def _body(library: Library, number: int, draw: random.Random) -> tuple[str, _Body]:
+def _body(library: Library, number: int, draw: random.Random) -> _Body:
     """Every second one is a published system prompt; the others are made of our own forms."""
     shortest, longest = _SYSTEM_PROMPT
     found = [text for text in library.texts if shortest <= len(text.item.encode()) <= longest]
     if found and number % 2:
         source = source_for(found, number // 2)
-        return source.name, _Body(source.item, None, draw.choice(WORDS["header_questions"]), ())
+        return _Body(source.name, source.item, None, draw.choice(WORDS["header_questions"]), ())
     own = source_for(library.own(FORMS), number // 2)
     form, values = own.item, own.item.values(draw)
     name = draw.choice(sorted(form.slots))
@@ -85,7 +76,7 @@ def _body(library: Library, number: int, draw: random.Random) -> tuple[str, _Bod
         for order in (paragraphs, shuffled(paragraphs, draw))
     )
     answers = form.answers(name, values, form.refilled(values, [name], draw), draw)
-    return own.name, _Body(text, reordered, form.slots[name].ask, answers)
+    return _Body(own.name, text, reordered, form.slots[name].ask, answers)
 
 
 def _header_values(draw: random.Random) -> dict[str, Any]:
@@ -94,37 +85,35 @@ def _header_values(draw: random.Random) -> dict[str, Any]:
         "clock": f"{sources.date(draw)}, {sources.clock(draw)}",
         "effort": draw.choice(WORDS["efforts"]),
         "user": sources.person(draw),
-        "tools": tuple(draw.sample(sorted(sources.WORDS["tools"]), draw.randint(3, 5))),
+        "tools": tuple(draw.sample(sorted(_DESCRIBED), draw.randint(3, 5))),
     }
 
 
 def _changed(kind: str, values: Mapping[str, Any], draw: random.Random) -> Any:
     """Another value; of tools, one more, one fewer or another one in front."""
-    if kind == "tools":
-        tools: tuple[str, ...] = values["tools"]
-        front = draw.choice(sorted(set(sources.WORDS["tools"]) - set(tools)))
-        return draw.choice(((front, *tools), tools[1:], (front, *tools[1:])))
-    return fresh(lambda: _header_values(draw)[kind], [values[kind]], whole=kind != "user")
+    if kind != "tools":
+        return _another(kind, [values[kind]], draw)
+    tools: tuple[str, ...] = values["tools"]
+    front = draw.choice(sorted({*_DESCRIBED} - {*tools}))
+    return draw.choice(((front, *tools), tools[1:], (front, *tools[1:])))
+
+
+def _another(kind: str, taken: Sequence[str], draw: random.Random) -> str:
+    return fresh(lambda: _header_values(draw)[kind], taken, whole=kind != "user")
 
 
 def _header_answers(
     kind: str, new: Mapping[str, Any], old: Mapping[str, Any], draw: random.Random
 ) -> tuple[str, ...]:
     if kind == "tools":
-        first = [new["tools"][0], old["tools"][0]]
-        return (*first, *draw.sample(sorted({*sources.WORDS["tools"]} - {*new["tools"], *old["tools"]}), 2))
-
-    def another(found: Sequence[str]) -> str:
-        return fresh(lambda: _header_values(draw)[kind], found, whole=kind != "user")
-
-    return four_answers(new[kind], old[kind], another)
+        others = sorted({*_DESCRIBED} - {*new["tools"], *old["tools"]})
+        return (new["tools"][0], old["tools"][0], *draw.sample(others, 2))
+    return four_answers(new[kind], old[kind], lambda found: _another(kind, found, draw))
 
 
 def _with_header(values: Mapping[str, Any], body: str, ask: str) -> Messages:
-    described = sources.WORDS["tools"]
-    tools = [json.dumps({"name": name, "description": described[name]}) for name in values["tools"]]
-    top = WORDS["header"].format_map({**values, "tools": "\n".join(tools)})
-    return {"role": "system", "content": f"{top}\n\n{body}"}, {"role": "user", "content": ask}
+    tools = [json.dumps({"name": name, "description": _DESCRIBED[name]}) for name in values["tools"]]
+    return chat_of(WORDS["header"], {**values, "tools": "\n".join(tools), "body": body, "ask": ask})
 
 
 def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -139,25 +128,21 @@ def toolcall(library: Library, number: int, draw: random.Random) -> Draft | None
     others = draw.sample([other.item for other in own if other is not source], _NUM_OTHER_TOOLS)
     done = [(other, other.values(draw)) for other in others]
     tools = shuffled([tool, *others], draw)
-    edited, wrong = draw.sample(sorted(tool.arguments), 2)
+    edited, wrong = draw.sample(sorted(tool.slots), 2)
     taken = [value for _, values in done for value in values.values()]
     old = tool.values(draw, taken)
-    new = tool.changed(old, edited, draw, taken=taken)
+    new = tool.refilled(old, [edited], draw, taken)
     notes = draw.sample(NEUTRAL, _NUM_NOTES)
-    transcript = [_transcript(done, notes, tool.request.format_map(values)) for values in (old, new)]
+    before, after = (_transcript(done, notes, tool.request.format_map(values)) for values in (old, new))
+    calls = [tool.call(values) for values in (new, old, tool.refilled(new, [wrong], draw))]
     return Draft(
         source=source.name,
-        stored=(_with_tools(tools, transcript[0]),),
-        prompt=_with_tools(tools, transcript[1]),
-        labels={"argument": tool.arguments[edited].kind},
-        candidates=(
-            tool.call(new),
-            tool.call(old),
-            tool.call(tool.changed(new, wrong, draw)),
-            others[0].call(done[0][1]),
-        ),
-        expected=tool.call(new),
-        reordered=_with_tools(shuffled(tools, draw), transcript[1]),
+        stored=(_with_tools(tools, before),),
+        prompt=_with_tools(tools, after),
+        labels={"argument": tool.slots[edited].kind},
+        candidates=(*calls, others[0].call(done[0][1])),
+        expected=calls[0],
+        reordered=_with_tools(shuffled(tools, draw), after),
     )
 
 
@@ -168,14 +153,12 @@ def _transcript(done: Sequence[tuple[Tool, Values]], notes: Sequence[str], reque
     following = [*requests[1:], WORDS["toolcall_notes"].format(notes="\n\n".join(notes))]
     for (tool, values), then in zip(done, following, strict=True):
         said += [tool.call(values), WORDS["toolcall_next"].format(result=tool.result, request=then)]
-    said += [WORDS["toolcall_confirm"], WORDS["toolcall_go"]]
-    return in_turns(said)
+    return in_turns([*said, WORDS["toolcall_confirm"], WORDS["toolcall_go"]])
 
 
 def _with_tools(tools: Sequence[Tool], transcript: Messages) -> Messages:
     text = WORDS["toolcall_system"].format(tools="\n".join(tool.definition for tool in tools))
-    system: Message = {"role": "system", "content": text}
-    return (system, *transcript)
+    return ({"role": "system", "content": text}, *transcript)
 
 
 def judge(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -187,12 +170,23 @@ def judge(library: Library, number: int, draw: random.Random) -> Draft | None:
     num_answers = in_turn(NUM_ANSWERS, number)
     source = source_for(library.own(FORMS), number)
     form = source.item
-    facts = draw.sample(_facts(form), _NUM_FACTS)
+    sentences = _SENTENCE.split(" ".join([*form.sections, form.figure.text]))
+    facts = draw.sample([sentence for sentence in sentences if "{" in sentence], _NUM_FACTS)
+    asked_for = [name for name in form.slots if any(f"{{{name}}}" in fact for fact in facts)]
     values = form.values(draw)
     letters = shuffled(ascii_uppercase[:num_answers], draw)
-    answers = _answers(form, facts, values, letters, draw)
+    answers: list[str] = []
+    for letter, opening in zip(letters, draw.sample(WORDS["judge_openings"], num_answers), strict=True):
+        wrong = draw.sample(asked_for, draw.randint(1, _NUM_FACTS)) if answers else []
+        said = " ".join(facts).format_map(form.refilled(values, wrong, draw))
+        answers.append(WORDS["judge_answer"].format(letter=letter, opening=opening, facts=said))
     orders, neutral = _orders(answers, draw), draw.choice(NEUTRAL)
-    stored, prompt, reordered = (_judged(form, facts, values, order, neutral) for order in orders)
+    paragraphs = [*(part for part in form.paragraphs if any(fact in part for fact in facts)), neutral]
+    text = "\n\n".join([form.title, *paragraphs]).format_map(values)
+    parts = {"text": text, "topics": ", ".join(name.replace("_", " ") for name in asked_for)}
+    stored, prompt, reordered = (
+        chat_of(WORDS["judge"], {**parts, "answers": "\n\n".join(order)}) for order in orders
+    )
     return Draft(
         source=source.name,
         stored=(stored,),
@@ -203,48 +197,11 @@ def judge(library: Library, number: int, draw: random.Random) -> Draft | None:
     )
 
 
-def _facts(form: Form) -> list[str]:
-    """The sentences with slots."""
-    text = " ".join([*form.sections, form.figure.text])
-    return [sentence for sentence in _SENTENCE.split(text) if "{" in sentence]
-
-
-def _slots_of(form: Form, facts: Sequence[str]) -> list[str]:
-    return [name for name in form.slots if any(f"{{{name}}}" in fact for fact in facts)]
-
-
-def _answers(
-    form: Form, facts: Sequence[str], values: Values, letters: Sequence[str], draw: random.Random
-) -> list[str]:
-    """One for each letter, the first one right, the others wrong in one to three values."""
-    slots = _slots_of(form, facts)
-    made: list[str] = []
-    openings = draw.sample(WORDS["judge_openings"], len(letters))
-    for letter, opening in zip(letters, openings, strict=True):
-        wrong = draw.sample(slots, draw.randint(1, _NUM_FACTS)) if made else []
-        said = " ".join(facts).format_map(form.refilled(values, wrong, draw))
-        made.append(WORDS["judge_answer"].format(letter=letter, opening=opening, facts=said))
-    return made
-
-
 def _orders(answers: Sequence[str], draw: random.Random) -> list[list[str]]:
     """Three different ones; the first two begin with different answers."""
-    first = shuffled(answers, draw)
-    found = [first]
+    found = [shuffled(answers, draw)]
     while len(found) < 3:
         order = shuffled(answers, draw)
-        if order not in found and order[0] != first[0]:
+        if order not in found and order[0] != found[0][0]:
             found.append(order)
     return found
-
-
-def _judged(form: Form, facts: Sequence[str], values: Values, order: Sequence[str], neutral: str) -> Messages:
-    """The paragraphs with the facts and a neutral one, the question and the answers."""
-    paragraphs = [*(part for part in form.paragraphs if any(fact in part for fact in facts)), neutral]
-    asked_for = _slots_of(form, facts)
-    prompt = WORDS["judge_prompt"].format(
-        text="\n\n".join([form.title, *paragraphs]).format_map(values),
-        topics=", ".join(name.replace("_", " ") for name in asked_for),
-        answers="\n\n".join(order),
-    )
-    return {"role": "system", "content": WORDS["judge_system"]}, {"role": "user", "content": prompt}

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from delta_tree import Span, TokenIds, token_ids
 from kvshare.bench.fidelity.arms import make_trial
 from kvshare.bench.fidelity.layered import LayeredModel
+from kvshare.bench.fidelity.rows import Stage
 from kvshare.bench.fidelity.scenario import Prompt, Scenario
-from kvshare.bench.fidelity.shards import Stage
 from kvshare.bench.fidelity.trial import Trial
 from kvshare.bench.random_models import TINY, VOCAB_SIZE
 from kvshare.engines.embedded.model import EmbeddedModel
@@ -35,7 +35,7 @@ TAIL = SETTINGS.repair.tail
 CLOSE = 2e-5  # float32 along two ways
 
 Rows = torch.Tensor
-Keep = Callable[[int, Rows, torch.Tensor, torch.Tensor], Rows]
+NextRows = Callable[[int, Rows, torch.Tensor, torch.Tensor], Rows]
 
 
 @cache
@@ -188,12 +188,12 @@ def dense(
     k: torch.Tensor,
     v: torch.Tensor,
     rows: Rows,
-    keep: Keep = lambda layer, rows, k, v: rows,
+    next_rows: NextRows = lambda layer, rows, k, v: rows,
 ) -> Dense:
     """
     A Llama in double precision over some rows of a prompt whose other rows are given.
 
-    `keep` gets a layer, its rows and their fresh K and V (N, H, D), and says which rows the next layer has.
+    `next_rows`: a layer, its rows and their fresh K and V (N, H, D) -> the rows that the next layer has.
     """
     network = model.model.network
     config = network.config
@@ -220,7 +220,7 @@ def dense(
         gate = torch.nn.functional.silu(h @ own["mlp.gate_proj.weight"].T)
         x = x + (gate * (h @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
         if number + 1 < config.num_hidden_layers:
-            left = keep(number, rows, fresh_k, fresh_v)
+            left = next_rows(number, rows, fresh_k, fresh_v)
             x, rows = x[torch.isin(rows, left)], left
     x = _normed(x, weights["model.norm.weight"], config.rms_norm_eps)
     return Dense(k, v, torch.log_softmax(x @ weights["lm_head.weight"].T, dim=-1), attention)

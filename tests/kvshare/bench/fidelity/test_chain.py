@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, merge
-from kvshare.bench.fidelity.arms import measured
-from kvshare.bench.fidelity.chain import POLICIES, _stored, _uppermost, measured_chain
+from kvshare.bench.fidelity.arms import POLICIES, _stored, _uppermost, measured, measured_chain
 from kvshare.bench.fidelity.measures import divergence
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.scenario import Prompt, Scenario

@@ -10,9 +10,8 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages, tokenized
 from kvshare.bench.fidelity.suites import forms, systems
-from kvshare.bench.fidelity.suites.found_forms import filled, typed_slots
 from kvshare.bench.fidelity.suites.library import Library
-from kvshare.bench.fidelity.suites.own_forms import FORMS
+from kvshare.bench.fidelity.suites.slots import FORMS, published_form
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 
@@ -140,9 +139,10 @@ def test_half_of_the_templates_ask_for_something_that_was_not_edited() -> None:
 def test_slots_of_found_prompts_get_values_that_fit() -> None:
     """Only where the name says of what kind; others keep what both prompts have."""
     text = "${City:Ulm} {{order_date}} ${timestamp:now} {{mood}} [NAME] ${age group} ${patient_age}"
-    assert typed_slots(text) == ["City", "order_date", "patient_age"]
+    form = published_form(text)
+    assert [*form.slots] == ["City", "order_date", "patient_age"]
     values = {"City": "Bern", "order_date": "1 May 2024", "patient_age": "40"}
-    assert filled(text, values, "yes") == "Bern 1 May 2024 now mood [NAME] age group 40"
+    assert form.filled(values, "yes") == "Bern 1 May 2024 now mood [NAME] age group 40"
 
 
 def test_templates_come_from_found_prompts_too() -> None:

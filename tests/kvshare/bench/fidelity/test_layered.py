@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from delta_tree import Span
-from kvshare.bench.fidelity.layered import Intervention, LayeredModel, Pass, Step, causal
+from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel, LayerHook, LayerUpdate, causal
 from kvshare.bench.random_models import PLAIN, VOCAB_SIZE, tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
@@ -37,8 +37,10 @@ def test_a_full_pass_equals_the_products(name: str, watched: bool) -> None:
     model = LayeredModel(EmbeddedModel(tiny_model(name), name=name))
     found, expected = model.model.new_sequence(len(TOKENS)), model.model.new_sequence(len(TOKENS))
     seen: list[torch.Tensor] = []
-    current = Pass(TOKENS, ALL, weights=(lambda layer, weights: seen.append(weights)) if watched else None)
-    logits = model.run(found, current, logits_of=ALL)
+    forward = ForwardPass(
+        TOKENS, ALL, weights=(lambda layer, weights: seen.append(weights)) if watched else None
+    )
+    logits = model.run(found, forward, logits_of=ALL)
     own = model.model.logits(PartialPass(expected, (Span(0, len(TOKENS)),)), TOKENS, keep=len(TOKENS))
     assert_same_kv(found, expected.k, expected.v)
     torch.testing.assert_close(logits, torch.log_softmax(own, dim=-1), atol=1e-5, rtol=0)
@@ -49,7 +51,7 @@ def test_a_partial_pass_equals_the_products() -> None:
     """Over the same stale KV and the same placeholders."""
     model = llama()
     found, expected = stale(model), stale(model)
-    logits = model.run(found, Pass(TOKENS[SLOTS], SLOTS), logits_of=np.arange(len(SLOTS)))
+    logits = model.run(found, ForwardPass(TOKENS[SLOTS], SLOTS), logits_of=np.arange(len(SLOTS)))
     own = model.model.logits(PartialPass(expected, RUNS), TOKENS[SLOTS], keep=len(SLOTS))
     assert_same_kv(found, expected.k, expected.v)
     torch.testing.assert_close(logits, torch.log_softmax(own, dim=-1), atol=1e-5, rtol=0)
@@ -60,8 +62,8 @@ def test_attention_is_what_the_written_out_decoder_sees() -> None:
     model, kv = llama(), stale(llama())
     expected = dense(model, TOKENS, kv.k, kv.v, torch.from_numpy(SLOTS))
     seen: dict[int, torch.Tensor] = {}
-    current = Pass(TOKENS[SLOTS], SLOTS, weights=seen.__setitem__)
-    model.run(kv, current, logits_of=np.array([0]))
+    forward = ForwardPass(TOKENS[SLOTS], SLOTS, weights=seen.__setitem__)
+    model.run(kv, forward, logits_of=np.array([0]))
     for layer, weights in enumerate(expected.attention):
         torch.testing.assert_close(seen[layer], weights.float(), atol=CLOSE, rtol=0)
 
@@ -75,9 +77,11 @@ def test_rows_that_are_dropped_keep_their_old_kv(num_layers: int) -> None:
     at_layer[1:, 0:-1:2] = False
     at_layer[2:, 1:-1:4] = False
     staying = [torch.from_numpy(SLOTS[layer]) for layer in at_layer]
-    expected = dense(model, TOKENS, kv.k, kv.v, staying[0], keep=lambda layer, rows, k, v: staying[layer + 1])
+    expected = dense(
+        model, TOKENS, kv.k, kv.v, staying[0], next_rows=lambda layer, rows, k, v: staying[layer + 1]
+    )
     left = at_layer[-1].nonzero()[0]
-    logits = model.run(kv, Pass(TOKENS[SLOTS], SLOTS, at_layer=at_layer), logits_of=left)
+    logits = model.run(kv, ForwardPass(TOKENS[SLOTS], SLOTS, at_layer=at_layer), logits_of=left)
     assert_same_kv(kv, expected.k, expected.v, CLOSE)
     torch.testing.assert_close(logits.double(), expected.log_probabilities, atol=CLOSE, rtol=0)
     gone = SLOTS[~at_layer[1]]
@@ -85,57 +89,57 @@ def test_rows_that_are_dropped_keep_their_old_kv(num_layers: int) -> None:
     assert not torch.equal(kv.k[0, gone], before.k[0, gone])
 
 
-class Leaving(Intervention):
+class Leaving(LayerHook):
     """Every second repaired row goes after each of the first two layers; what it was shown is kept."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.updates: list[LayerUpdate] = []
 
-    def write(self, step: Step) -> None:
-        self.steps.append(step)
+    def after_write(self, update: LayerUpdate) -> None:
+        self.updates.append(update)
 
-    def keep(self, step: Step) -> torch.Tensor | None:
-        return None if step.layer > 1 else torch.arange(int(step.repaired.sum())) % 2 == 0
+    def continuing(self, update: LayerUpdate) -> torch.Tensor | None:
+        return None if update.layer > 1 else torch.arange(int(update.repaired.sum())) % 2 == 0
 
 
-def test_an_intervention_lets_repaired_rows_go() -> None:
+def test_a_hook_stops_repaired_rows() -> None:
     """Only repaired rows go, they are counted layer by layer, and their old KV is shown beside the fresh."""
     model = llama()
     kv, same, before = stale(model), stale(model), stale(model)
     repaired = np.isin(SLOTS, range(60, 74))
     leaving = Leaving()
-    current = Pass(TOKENS[SLOTS], SLOTS, repaired=repaired, intervention=leaving)
-    logits = model.run(kv, current, logits_of=np.array([len(SLOTS) - 1]))
-    assert current.num_computed == [14, 7, 4, 4]
+    forward = ForwardPass(TOKENS[SLOTS], SLOTS, repaired=repaired, hook=leaving)
+    logits = model.run(kv, forward, logits_of=np.array([len(SLOTS) - 1]))
+    assert forward.num_computed == [14, 7, 4, 4]
     at_layer = np.ones((4, len(SLOTS)), np.bool_)
     inside = repaired.nonzero()[0]
     for layer in range(1, 4):
         at_layer[layer, np.setdiff1d(inside, inside[:: 2 ** min(layer, 2)])] = False
     expected = model.run(
-        same, Pass(TOKENS[SLOTS], SLOTS, at_layer=at_layer), logits_of=np.array([len(SLOTS) - 1])
+        same, ForwardPass(TOKENS[SLOTS], SLOTS, at_layer=at_layer), logits_of=np.array([len(SLOTS) - 1])
     )
     assert_same_kv(kv, same.k, same.v, 0.0)
     torch.testing.assert_close(logits, expected, atol=0, rtol=0)
-    for step in leaving.steps:
-        assert torch.equal(step.old_k, before.k[step.layer, step.slots])
-        assert torch.equal(step.old_v, before.v[step.layer, step.slots])
-        assert torch.equal(step.k, kv.k[step.layer, step.slots])
+    for update in leaving.updates:
+        assert torch.equal(update.old_k, before.k[update.layer, update.slots])
+        assert torch.equal(update.old_v, before.v[update.layer, update.slots])
+        assert torch.equal(update.k, kv.k[update.layer, update.slots])
 
 
-class Zeroed(Intervention):
+class Zeroed(LayerHook):
     """Puts zeros for the fresh rows of layer 1."""
 
-    def write(self, step: Step) -> None:
-        if step.layer == 1:
-            step.kv.k[1, step.slots], step.kv.v[1, step.slots] = 0.0, 0.0
+    def after_write(self, update: LayerUpdate) -> None:
+        if update.layer == 1:
+            update.kv.k[1, update.slots], update.kv.v[1, update.slots] = 0.0, 0.0
 
 
-def test_what_an_intervention_writes_is_attended_to() -> None:
+def test_what_a_hook_writes_is_attended_to() -> None:
     """Layer 2 has other values if layer 1's rows were overwritten before anybody saw them."""
     model = llama()
     plain, changed = stale(model), stale(model)
-    model.run(plain, Pass(TOKENS[SLOTS], SLOTS), logits_of=np.array([0]))
-    model.run(changed, Pass(TOKENS[SLOTS], SLOTS, intervention=Zeroed()), logits_of=np.array([0]))
+    model.run(plain, ForwardPass(TOKENS[SLOTS], SLOTS), logits_of=np.array([0]))
+    model.run(changed, ForwardPass(TOKENS[SLOTS], SLOTS, hook=Zeroed()), logits_of=np.array([0]))
     assert not changed.k[1, SLOTS].any()
     assert torch.equal(plain.v[0], changed.v[0])
     assert float((plain.v[2, SLOTS] - changed.v[2, SLOTS]).abs().max()) > 0.01
@@ -148,14 +152,16 @@ def test_what_is_not_visible_is_not_seen() -> None:
     visible = causal(SLOTS, len(TOKENS))
     visible[:, 5:12] = False
     visible[np.arange(len(SLOTS)), SLOTS] = False
-    hidden = model.run(kv, Pass(TOKENS[SLOTS], SLOTS, visible=visible), logits_of=np.arange(len(SLOTS)))
+    hidden = model.run(
+        kv, ForwardPass(TOKENS[SLOTS], SLOTS, visible=visible), logits_of=np.arange(len(SLOTS))
+    )
     # the same with the slots cut out, the positions as they were
     cut = model.model.new_sequence(len(TOKENS) - 7)
     old, kept = stale(model), np.setdiff1d(ALL, np.arange(5, 12))
     cut.k.copy_(old.k[:, kept])
     cut.v.copy_(old.v[:, kept])
-    current = Pass(TOKENS[SLOTS], SLOTS - 7, positions=SLOTS)
-    expected = model.run(cut, current, logits_of=np.arange(len(SLOTS)))
+    forward = ForwardPass(TOKENS[SLOTS], SLOTS - 7, positions=SLOTS)
+    expected = model.run(cut, forward, logits_of=np.arange(len(SLOTS)))
     torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from delta_tree import Span, token_ids
-from kvshare.bench.fidelity.greedy import greedy_answer
+from kvshare.bench.fidelity.layered import greedy_answer
 from kvshare.bench.fidelity.measures import (
     agreement,
     divergence,

@@ -16,13 +16,13 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 
 from kvshare.bench import papers
-from kvshare.bench.fidelity.greedy import greedy_answer, greedy_answers
+from kvshare.bench.fidelity import measures
 from kvshare.bench.fidelity.laboratory import Laboratory
+from kvshare.bench.fidelity.layered import greedy_answer, greedy_answers
 from kvshare.bench.fidelity.measures import jaccard, token_f1
-from kvshare.bench.fidelity.papers import data, prompts, scores
-from kvshare.bench.fidelity.papers.answers import FULL, Arm, Server, timed
-from kvshare.bench.fidelity.papers.data import Asked
-from kvshare.bench.fidelity.papers.prompts import Writer, translation
+from kvshare.bench.fidelity.papers import prompts
+from kvshare.bench.fidelity.papers.answers import FULL, Arm, Server, Sheet, timed
+from kvshare.bench.fidelity.papers.prompts import REQUESTS, Asked, Writer
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.stored_prompts import prefill
 from kvshare.cli.bench import BENCHMARKS
@@ -92,24 +92,24 @@ def test_bleu_of_summed_counts_is_that_of_the_corpus() -> None:
     for language, tokenize in (("en", "13a"), ("zh", "zh")):
         found = ["the old bridge is long and wide", "威尔士议会议员今天开会"]
         wanted = ["the old bridge was long and very wide", "威尔士议会的议员今天开会"]
-        counts = [scores.bleu_counts(w, f, language=language) for w, f in zip(wanted, found, strict=True)]
+        counts = [measures.bleu_counts(w, f, language=language) for w, f in zip(wanted, found, strict=True)]
         corpus = BLEU(tokenize=tokenize).corpus_score(found, [wanted]).score
-        assert scores.corpus_bleu(np.stack(counts)[None])[0] == pytest.approx(corpus / 100)
-    assert scores.bleu_counts("今天开会", "今天开会", language="zh")[-1] == 4  # characters
+        assert measures.corpus_bleu(np.stack(counts)[None])[0] == pytest.approx(corpus / 100)
+    assert measures.bleu_counts("今天开会", "今天开会", language="zh")[-1] == 4  # characters
 
 
 def test_scores_of_answers() -> None:
     """Longest common sequence, words without articles and punctuation, the best of several references."""
-    assert scores.rouge_l("the cat sat down", "the cat lay down") == pytest.approx(0.75)
-    assert scores.rouge_l("", "") == 1.0
-    assert scores.best(token_f1, ["the Exeter College", "Exeter"], "Exeter.") == 1.0
-    assert scores.best(token_f1, ["Exeter College"], "Exeter") == pytest.approx(2 / 3)
-    assert scores.best(jaccard, ["red car"], "a red bus") == pytest.approx(1 / 3)
+    assert measures.rouge_l("the cat sat down", "the cat lay down") == pytest.approx(0.75)
+    assert measures.rouge_l("", "") == 1.0
+    assert measures.best(token_f1, ["the Exeter College", "Exeter"], "Exeter.") == 1.0
+    assert measures.best(token_f1, ["Exeter College"], "Exeter") == pytest.approx(2 / 3)
+    assert measures.best(jaccard, ["red car"], "a red bus") == pytest.approx(1 / 3)
 
 
 def test_a_sheet_has_means_with_intervals_and_paired_differences() -> None:
     """A constant loss against `full` has no width, however much prompts differ."""
-    sheet = scores.Sheet("X")
+    sheet = Sheet("X")
     for value in (0.2, 0.5, 0.9, 0.4):
         sheet.add("full", 0.0, {"f1": value})
         sheet.add("random", 0.1, {"f1": value - 0.1})
@@ -123,14 +123,14 @@ def test_a_sheet_has_means_with_intervals_and_paired_differences() -> None:
 
 def test_supporting_passages_stand_first_and_the_answer_marks_them(folder: Path) -> None:
     """CacheBlend's file marks none; MuSiQue's single hop has the passage of its first step."""
-    asked = data.cacheblend(folder, "wikimqa_s_clean", piece_words=40)[2]
+    asked = prompts.cacheblend(folder, "wikimqa_s_clean", piece_words=40)[2]
     assert "1802" in asked.passages[0]
     assert (len(asked.passages), asked.answers) == (5, ("1802",))
-    assert data.musique(folder)[0].passages[1].startswith("Saltby: ")
-    single = data.single_hop(folder)[1]
+    assert prompts.marked(folder, "musique")[0].passages[1].startswith("Saltby: ")
+    single = prompts.single_hop(folder, "musique")[1]
     assert single.passages[0].startswith("Saltby: ")
     assert "Tarrow" in single.text
-    assert data.two_wiki(folder) == []
+    assert prompts.marked(folder, "2wikimqa") == []
 
 
 def test_a_step_of_several_questions_is_asked_once(tmp_path: Path) -> None:
@@ -142,7 +142,8 @@ def test_a_step_of_several_questions_is_asked_once(tmp_path: Path) -> None:
     }
     other = {**row, "question_decomposition": [{**step, "question": "Ulm >> country"}]}
     write(tmp_path / "rag_full_context/musique_200.jsonl.gz", [row, other, row])
-    assert len({asked.text for asked in data.single_hop(tmp_path)}) == len(data.single_hop(tmp_path)) == 2
+    questions = prompts.single_hop(tmp_path, "musique")
+    assert len({asked.text for asked in questions}) == len(questions) == 2
 
 
 def test_a_false_statement_is_false() -> None:
@@ -152,15 +153,18 @@ def test_a_false_statement_is_false() -> None:
         return Asked("?", (), answers)
 
     others = [asked("the ulm."), asked("no"), asked("Bern")]
-    assert data.wrong_answer(asked("The town", "Ulm"), others) == "Bern"
-    assert data.wrong_answer(asked("Bern"), others) == "the ulm."
-    assert data.wrong_answer(asked("Bern", "Ulm"), others) is None
-    assert (data.wrong_answer(asked("Yes"), others), data.wrong_answer(asked("no"), [])) == ("no", "yes")
+    assert prompts.wrong_answer(asked("The town", "Ulm"), others) == "Bern"
+    assert prompts.wrong_answer(asked("Bern"), others) == "the ulm."
+    assert prompts.wrong_answer(asked("Bern", "Ulm"), others) is None
+    assert (prompts.wrong_answer(asked("Yes"), others), prompts.wrong_answer(asked("no"), [])) == (
+        "no",
+        "yes",
+    )
 
 
 def test_long_chunks_are_cut_into_even_pieces(folder: Path) -> None:
     """None is longer than asked for, and no word is lost."""
-    asked = data.cacheblend(folder, "wikimqa_s_clean", piece_words=10)[0]
+    asked = prompts.cacheblend(folder, "wikimqa_s_clean", piece_words=10)[0]
     assert max(len(piece.split()) for piece in asked.passages) <= 10
     assert sorted(" ".join(asked.passages).split()) == sorted(
         " ".join(passage(place) for place in range(5)).split()
@@ -171,10 +175,10 @@ def test_samsum_is_read_as_published(tmp_path: Path) -> None:
     """Line ends of its dialogues are no paragraphs; another file is refused."""
     path = tmp_path / "train.json"
     path.write_text('[{"id": "1", "dialogue": "A: Hi\\r\\n\\r\\nB: Yo", "summary": "A greets B."}]')
-    assert data.samsum(path) == [data.Pair("A: Hi\nB: Yo", "A greets B.")]
+    assert prompts.samsum(path) == [prompts.Pair("A: Hi\nB: Yo", "A greets B.")]
     path.write_text('[{"id": "1", "text": "A: Hi"}]')
     with pytest.raises(ConfigError, match="--samsum"):
-        data.samsum(path)
+        prompts.samsum(path)
 
 
 def test_prompts_are_cut_to_their_length(server: Server) -> None:
@@ -187,8 +191,8 @@ def test_prompts_are_cut_to_their_length(server: Server) -> None:
     kept = writer.passages(asked, 9, random.Random(1))
     assert {passage(0), passage(1)} <= set(kept)
     assert len(kept) < 9
-    pairs = [data.Pair(f"Satz {number}", passage(number)) for number in range(8)]
-    examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, translation("de-en"))
+    pairs = [prompts.Pair(f"Satz {number}", passage(number)) for number in range(8)]
+    examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, REQUESTS["de-en"])
     assert len(server.encoder.encode_chat(Chat(tuple(chat))).token_ids) <= 260
     assert 1 <= len(examples) < 5
     assert examples[-1][1]["content"] == passage(6)
@@ -243,7 +247,9 @@ def test_the_clock_changes_nothing_that_an_arm_computes(server: Server) -> None:
     writer = Writer(server.encoder, 1000)
     chunks = [passage(number) for number in range(6)]
     prompt = prompts.with_passages(chunks, "When?")
-    scenario = writer.scenario(prompt, prompts.alone(chunks), suite="x", number=0)
+    scenario = writer.scenario(
+        prompt, [prompts.with_passages((), chunk) for chunk in chunks], suite="x", number=0
+    )
     trial = server.trial(scenario, server.store(scenario.stored))
     assert trial is not None
     selection = RULES["cacheblend"].choose(trial, 0.15)

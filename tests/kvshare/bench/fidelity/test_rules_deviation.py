@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvshare.bench.fidelity.layered import Step
+from kvshare.bench.fidelity.layered import LayerUpdate
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
 from kvshare.bench.fidelity.rules.deviation import falling
@@ -120,7 +120,9 @@ def test_cacheblend_filters_layer_by_layer(scene: str) -> None:
     counts = falling(num_wanted(made, BUDGET), made.num_layers, most=int(made.copied.sum()))
     sets: list[set[int]] = []
 
-    def keep(layer: int, rows: torch.Tensor, fresh_k: torch.Tensor, fresh_v: torch.Tensor) -> torch.Tensor:
+    def next_rows(
+        layer: int, rows: torch.Tensor, fresh_k: torch.Tensor, fresh_v: torch.Tensor
+    ) -> torch.Tensor:
         repaired = torch.from_numpy(made.copied)[rows]
         sets.append(set(rows[repaired].tolist()))
         if layer == 0:
@@ -137,7 +139,7 @@ def test_cacheblend_filters_layer_by_layer(scene: str) -> None:
     golden_k, golden_v = k.clone(), v.clone()
     golden_k[:2, made.copied] = made.full.kv.k[:2, : made.num_tokens][:, made.copied].to(k.dtype)
     golden_v[:2, made.copied] = made.full.kv.v[:2, : made.num_tokens][:, made.copied].to(v.dtype)
-    expected = dense(made.model, made.scenario.prompt.token_ids, golden_k, golden_v, start, keep)
+    expected = dense(made.model, made.scenario.prompt.token_ids, golden_k, golden_v, start, next_rows)
     found = run(made, "cacheblend")
     assert [len(each) for each in sets] == counts[:-1]
     assert sets[0] > sets[2]
@@ -162,14 +164,14 @@ def assert_same(found: Outcome, expected: Dense, made: Trial) -> None:
     torch.testing.assert_close(found.log_probabilities.double(), last, atol=5e-5, rtol=0)
 
 
-def hand_made_step(made: Trial, chosen: list[int], k: torch.Tensor, v: torch.Tensor) -> Step:
+def hand_made_update(made: Trial, chosen: list[int], k: torch.Tensor, v: torch.Tensor) -> LayerUpdate:
     """Layer 2 of a pass over the base and some repaired rows, whose fresh K and V are given, (T, H, D)."""
     kv = made.placed.fork(made.num_tokens)
     slots = torch.tensor(sorted({*places(made.base), *chosen}))
     old_k, old_v = kv.k[2, slots].clone(), kv.v[2, slots].clone()
     kv.k[2, slots], kv.v[2, slots] = k[slots], v[slots]
     repaired = torch.isin(slots, torch.tensor(chosen))
-    return Step(2, kv, slots, repaired, k[slots], v[slots], old_k, old_v)
+    return LayerUpdate(2, kv, slots, repaired, k[slots], v[slots], old_k, old_v)
 
 
 def selection(made: Trial, name: str) -> Selection:
@@ -185,11 +187,11 @@ def test_a_blend_is_as_fresh_as_it_differs() -> None:
     k[rows[0]] *= 1.25  # a quarter of it: a quarter fresh
     k[rows[1]] *= -1.0  # twice of it: all fresh
     v[rows[2]] *= 0.5
-    step = hand_made_step(made, rows, k, v)
-    intervention = selection(made, "blend").intervention
-    assert intervention is not None
-    intervention.write(step)
-    found_k, found_v = step.kv.k[2], step.kv.v[2]
+    update = hand_made_update(made, rows, k, v)
+    hook = selection(made, "blend").hook
+    assert hook is not None
+    hook.after_write(update)
+    found_k, found_v = update.kv.k[2], update.kv.v[2]
     torch.testing.assert_close(found_k[rows[0]], old_k[rows[0]] * (1 + 0.25 * 0.25), atol=1e-5, rtol=0)
     torch.testing.assert_close(found_k[rows[1]], -old_k[rows[1]], atol=1e-5, rtol=0)
     torch.testing.assert_close(found_v[rows[2]], old_v[rows[2]] * 0.5, atol=1e-5, rtol=0)
@@ -217,19 +219,19 @@ def test_a_shift_that_all_keys_share_is_mended_exactly() -> None:
     true_k = placed_k + turned(delta_k.expand(size, -1, -1), everywhere, made)
     true_v = placed_v + delta_v
     chosen = places(made.copied)[::9]
-    step = hand_made_step(made, chosen, true_k, true_v)
-    intervention = selection(made, "mean-shift").intervention
-    assert intervention is not None
-    intervention.write(step)
+    update = hand_made_update(made, chosen, true_k, true_v)
+    hook = selection(made, "mean-shift").hook
+    assert hook is not None
+    hook.after_write(update)
     others = sorted(set(places(made.copied)) - set(chosen))
     # the cap: no shift is larger than the row that it is added to
     small = [p for p in others if placed_k[p].norm() > delta_k.norm() and placed_v[p].norm() > delta_v.norm()]
     assert len(small) > len(others) / 2
-    torch.testing.assert_close(step.kv.k[2, small], true_k[small], atol=1e-5, rtol=0)
-    torch.testing.assert_close(step.kv.v[2, small], true_v[small], atol=1e-5, rtol=0)
+    torch.testing.assert_close(update.kv.k[2, small], true_k[small], atol=1e-5, rtol=0)
+    torch.testing.assert_close(update.kv.v[2, small], true_v[small], atol=1e-5, rtol=0)
     exact = slice(0, made.exact_length)
-    assert torch.equal(step.kv.k[2, exact], made.placed.k[2, exact])
-    assert torch.equal(step.kv.k[2, chosen], true_k[chosen])
+    assert torch.equal(update.kv.k[2, exact], made.placed.k[2, exact])
+    assert torch.equal(update.kv.k[2, chosen], true_k[chosen])
 
 
 def test_a_shift_is_capped_at_the_rows_own_size() -> None:
@@ -239,12 +241,12 @@ def test_a_shift_is_capped_at_the_rows_own_size() -> None:
     placed_v = made.placed.v[2, :size]
     delta = torch.full((1, 2, 16), 100.0)
     chosen = places(made.copied)[::9]
-    step = hand_made_step(made, chosen, made.placed.k[2, :size].clone(), placed_v + delta)
-    intervention = selection(made, "mean-shift").intervention
-    assert intervention is not None
-    intervention.write(step)
+    update = hand_made_update(made, chosen, made.placed.k[2, :size].clone(), placed_v + delta)
+    hook = selection(made, "mean-shift").hook
+    assert hook is not None
+    hook.after_write(update)
     others = sorted(set(places(made.copied)) - set(chosen))
-    change = (step.kv.v[2, others] - placed_v[others]).flatten(1).norm(dim=1)
+    change = (update.kv.v[2, others] - placed_v[others]).flatten(1).norm(dim=1)
     torch.testing.assert_close(change, placed_v[others].flatten(1).norm(dim=1), atol=1e-3, rtol=1e-4)
 
 

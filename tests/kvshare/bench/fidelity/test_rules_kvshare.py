@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvshare.bench.fidelity.rules import RULES
+from kvshare.bench.fidelity.rules.attention import probed
 from kvshare.bench.fidelity.rules.base import num_wanted, pieces
-from kvshare.bench.fidelity.rules.kvshare import probed
 from kvshare.sharing.selection import listeners, probes
 from tests.kvshare.bench.fidelity.scenes import scenes, trial
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from delta_tree import Span
-from kvshare.bench.fidelity.rules import RULES, attention, cachecraft, deviation, kvshare, structural
+from kvshare.bench.fidelity.rules import RULES, attention, cachecraft, deviation, structural
 from kvshare.bench.fidelity.rules.base import chunks, cut, heads, pieces
 from kvshare.bench.fidelity.rules.structural import server_windows
 from kvshare.bench.fidelity.trial import Trial
@@ -213,7 +213,7 @@ def test_rules_say_what_they_are(name: str) -> None:
 
 def test_rules_yaml_names_every_way_to_choose() -> None:
     """A function without a row would never run."""
-    modules = (structural, deviation, attention, cachecraft, kvshare)
+    modules = (structural, deviation, attention, cachecraft)
     assert set(RULES) == {name for module in modules for name in module.CHOICES}
 
 

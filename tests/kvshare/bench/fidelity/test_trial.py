@@ -208,7 +208,7 @@ def test_the_answer_is_the_engines_own() -> None:
     assert len(made.answer) == NUM_FORCED
     assert made.truth.argmax(dim=-1).tolist() == made.answer.tolist()
     for chunk in (16, 77):
-        chunked = made.full_pass(made.scenario.prompt.token_ids, chunk=chunk)
+        chunked = forced_pass(model, made.scenario.prompt.token_ids, made.answer, chunk=chunk)
         torch.testing.assert_close(chunked, made.truth, atol=CLOSE, rtol=0)
 
 

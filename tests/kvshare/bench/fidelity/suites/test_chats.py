@@ -10,8 +10,7 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.chats import chain, resubmit, thinking, window
-from kvshare.bench.fidelity.suites.conversations import conversation_of, shortened
-from kvshare.bench.fidelity.suites.library import Library
+from kvshare.bench.fidelity.suites.library import Library, conversation_of, shortened
 
 HALVES = (Library(None, 0), Library(None, 1))
 

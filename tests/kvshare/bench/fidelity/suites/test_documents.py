@@ -14,8 +14,7 @@ import pytest
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites.documents import agent, rag, reorder
-from kvshare.bench.fidelity.suites.library import Library, name_of
-from kvshare.bench.fidelity.suites.questions import Asked, marked_questions
+from kvshare.bench.fidelity.suites.library import Asked, Library, marked_questions, name_of
 from kvshare.replay.workloads.sources import Passage
 
 HALVES = (Library(None, 0), Library(None, 1))

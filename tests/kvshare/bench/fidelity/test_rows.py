@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.bench.fidelity.shards import Shards, Stage, Task, read_stages, rows_of
+from kvshare.bench.fidelity.rows import Shards, Stage, Task, read_stages, rows_of
 from kvshare.errors import ConfigError
 
 ONE = Stage(name="one", half=0, plans={"rag": 4, "window": 2}, rules=("full",))

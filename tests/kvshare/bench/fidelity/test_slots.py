@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvshare.bench.fidelity.scenario import half_of
-from kvshare.bench.fidelity.suites.drawing import fresh
 from kvshare.bench.fidelity.suites.library import Source
-from kvshare.bench.fidelity.suites.own_forms import FORMS, NEUTRAL, TOOLS, Form, Slot, Tool
+from kvshare.bench.fidelity.suites.slots import FORMS, NEUTRAL, TOOLS, Form, Slot, Tool, fresh
 
 EACH_FORM = pytest.mark.parametrize("form", [pytest.param(source.item, id=source.name) for source in FORMS])
 
@@ -66,7 +65,7 @@ def test_refilling_changes_these_slots_only() -> None:
 def test_names_share_no_word_with_a_name_that_is_taken() -> None:
     """A new name with the old first name would leave half of the old one right."""
     draw = random.Random(1)
-    values = {Slot("name", "").value(draw, ["Aisha Adler"]) for _ in range(500)}
+    values = {Slot(kind="name").value(draw, ["Aisha Adler"]) for _ in range(500)}
     assert not {word for value in values for word in value.split()} & {"Aisha", "Adler"}
 
 
