@@ -6,10 +6,10 @@ Probes are for orchestrators and load balancers and ask for no key. Answers of `
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from kvshare.errors import ErrorCode, RequestError
 from proxy.context import SERVER
@@ -20,18 +20,17 @@ from proxy.request_body import read_object
 _MOST_LISTED = 1000
 
 
-def add_probes(app: web.Application) -> None:
+def add_routes(app: web.Application, *, serves_admins: bool) -> None:
+    """Probes, and for admins all but `/admin/explain`, which each kind of engine adds itself."""
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
-
-
-def add_routes(app: web.Application) -> None:
-    """All but `/admin/explain`, which each kind of engine adds itself."""
+    if not serves_admins:
+        return
     app.router.add_get("/metrics", metrics)
     for path in ("stats", "tree", "node/{id}", "diff"):
-        app.router.add_get(f"/admin/{path}", _question(path.partition("/")[0]))
+        app.router.add_get(f"/admin/{path}", _inspection(path.partition("/")[0]))
     for what in ("evict", "pin", "unpin"):
-        app.router.add_post(f"/admin/{what}", _order(what))
+        app.router.add_post(f"/admin/{what}", _inspection(what))
     app.router.add_get("/admin/requests", requests)
     app.router.add_get("/admin/requests/{id}", request_by_id)
 
@@ -57,30 +56,22 @@ async def ready(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
-    body = request.app[SERVER].metrics.exposition()
+    body = generate_latest(request.app[SERVER].metrics.registry)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _question(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler that puts the path's and the query's arguments to `Engine.inspect(what)`."""
+def _inspection(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """
+    A handler that calls `Engine.inspect(what)`, which checks the arguments: those of the path and the query,
+    or, of what changes the store, the body.
+    """
 
     async def handler(request: web.Request) -> web.Response:
-        return await _inspect(request, what, {**request.query, **request.match_info})
+        is_change = request.method == "POST"
+        arguments = await read_object(request) if is_change else {**request.query, **request.match_info}
+        return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))
 
     return handler
-
-
-def _order(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """The same for what changes the store: the body says what to do, the engine checks it."""
-
-    async def handler(request: web.Request) -> web.Response:
-        return await _inspect(request, what, await read_object(request))
-
-    return handler
-
-
-async def _inspect(request: web.Request, what: str, arguments: Mapping[str, Any]) -> web.Response:
-    return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))
 
 
 async def requests(request: web.Request) -> web.Response:

@@ -1,4 +1,7 @@
-"""Wires the server: routes, middlewares, the engine's lifetime, listeners and signals."""
+"""
+Wires the server: routes, middlewares, the engine's lifetime, listeners and signals. aiohttp's runner has our
+own answer to what never becomes a request.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,29 @@ from aiohttp import web
 
 from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, GeneratingEngine
+from kvshare.errors import ErrorCode
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.rules.rewrite import Rule
 from kvshare.settings import Settings
-from proxy import admin, cors
-from proxy.auth import Keyring
+from proxy import admin
+from proxy.auth import ANY_ORIGIN, Keyring
 from proxy.context import SERVER, ServerContext
+from proxy.errors import ErrorReply
 from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
-from proxy.middleware import add_headers, observe
+from proxy.middleware import SERVER_NAME, add_headers, observe
 from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
-from proxy.request_history import RequestHistory
-from proxy.runner import FrontRunner
+from proxy.request_log import RequestHistory
 
 log = logging.getLogger(__name__)
+_request_log = logging.getLogger("proxy.middleware")  # where requests are logged
+
+# aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
+_aiohttp_log = logging.getLogger("proxy.aiohttp")
+_aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 _BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
@@ -81,6 +90,7 @@ async def serve(
     Raises:  what the engine's start raises; OSError for a taken port
     """
     app = build_app(settings, engine)
+    lifecycle = app[SERVER].lifecycle
     runners = [FrontRunner(app, shutdown_timeout=_CLOSE_S)]
     ports = [settings.server.port]
     if settings.server.admin_port is not None:
@@ -94,23 +104,18 @@ async def serve(
                 await web.TCPSite(runner, settings.server.host, port, backlog=_BACKLOG).start()
             url = _base_url(runners[0])
             on_listening(url)
-            await _first_of(app[SERVER].lifecycle.wait_started(), first.wait())
+            await _first_of(lifecycle.wait_started(), first.wait())
             calm_collector()
-            if on_ready is not None and app[SERVER].lifecycle.is_engine_up:
+            if on_ready is not None and lifecycle.is_engine_up:
                 on_ready(url)
-            await _until_stopped(app[SERVER], first, second)
+            await first.wait()
+            drain_s = settings.server.drain_s
+            log.info("draining: %d requests run, at most %g s", lifecycle.num_running, drain_s)
+            await _first_of(lifecycle.drain(drain_s), second.wait())  # the cleanup ends what still runs
+            log.info("drained")
         finally:
             for runner in reversed(runners):
                 await runner.cleanup()
-
-
-async def _until_stopped(server: ServerContext, first: asyncio.Event, second: asyncio.Event) -> None:
-    """Returns after the drain, or at the second signal; the shutdown then aborts what still runs."""
-    lifecycle = server.lifecycle
-    await first.wait()
-    log.info("draining: %d requests run, at most %g s", lifecycle.num_running, server.settings.server.drain_s)
-    await _first_of(lifecycle.drain(server.settings.server.drain_s), second.wait())
-    log.info("drained")
 
 
 async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
@@ -154,9 +159,7 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     app = web.Application(middlewares=[observe], client_max_size=server.settings.server.max_body_bytes)
     app[SERVER] = server
     app.on_response_prepare.append(add_headers)
-    admin.add_probes(app)
-    if serves_admins:
-        admin.add_routes(app)
+    admin.add_routes(app, serves_admins=serves_admins)
     engine = server.engine
     openapi.add_routes(app, is_relay=isinstance(engine, VllmEngine))
     if isinstance(engine, GeneratingEngine):
@@ -188,8 +191,61 @@ def _warn_if_exposed(settings: Settings) -> None:
             "no API keys, and listening on %s: all clients share one namespace. Configure auth.keys",
             settings.server.host,
         )
-    if not settings.auth.keys and cors.ANY in settings.server.cors_origins:
+    if not settings.auth.keys and ANY_ORIGIN in settings.server.cors_origins:
         log.warning(
             "no API keys and server.cors_origins is '*': every web page may use this server from a browser "
             "that reaches it; list the origins that should"
         )
+
+
+class FrontRunner(web.AppRunner):
+    """
+    Runs an application on sockets.
+
+    handler_cancellation: a client that goes away must not keep its slot.
+    """
+
+    def __init__(self, app: web.Application, *, shutdown_timeout: float) -> None:
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None)
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return _Server(
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            access_log=None,
+            logger=_aiohttp_log,
+        )
+
+
+class _Server(web.Server):
+    """Makes a protocol for each connection."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._kwargs)
+
+
+class _Protocol(web.RequestHandler):
+    """One connection."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
+        super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
+        text = "The server failed to answer; see its log."
+        _request_log.info(
+            "request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status
+        )
+        if status < 500:
+            text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
+        code = ErrorCode.BAD_REQUEST if status < 500 else ErrorCode.INTERNAL_ERROR
+        response = ErrorReply(status, code, text).to_response()
+        response.headers["Server"] = SERVER_NAME
+        response.force_close()
+        return response

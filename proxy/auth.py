@@ -1,7 +1,11 @@
 """
-API key -> caller: which KV a request may share, and whether it may use the operator's routes.
+API key -> caller: which KV a request may share, and whether it may use the operator's routes. And which web
+pages of other origins may use this server: those of `server.cors_origins`.
 
 Only hashes of keys are known here. Identity comes from the key and from nothing in the body.
+
+A browser asks first, by a preflight, and lets a page read an answer only if that allows its origin. Those of
+operators' routes never do: a page in an operator's browser must not reach them.
 """
 
 from __future__ import annotations
@@ -9,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from aiohttp import web
 
@@ -21,10 +25,16 @@ from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
 from proxy.errors import HttpError, forbidden
 
-
-class Role(StrEnum):
-    INFER = "infer"
-    ADMIN = "admin"  # may also infer
+ANY_ORIGIN = "*"
+_METHODS = "GET, POST, PUT, PATCH, DELETE"
+_REQUESTED = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,2048}")  # field names with commas
+_EXPOSED = ", ".join(
+    [
+        *("X-Request-Id", "Request-Id", "Retry-After", "retry-after-ms"),
+        *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason"),
+    ]
+)
+_MAX_AGE_S = "600"  # browsers cap it; without it each request costs two
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +43,12 @@ class Caller:
 
     name: str
     owner: Owner
-    role: Role = Role.INFER
+    is_admin: bool = False  # an admin may also infer
 
 
 LOCAL = Caller("local", Owner("local", "tenant"))
 ANONYMOUS = Caller("-", Owner("", ""))  # routes that ask for no key
+_OF_OPERATORS = ("/admin", "/metrics")  # and what is below them
 
 
 class Keyring:
@@ -49,7 +60,7 @@ class Keyring:
             values = [getattr(key, field) for key in keys]
             if len(set(values)) != len(values):
                 raise ConfigError("auth.keys", f"two keys have the same {field}")
-        self._callers = [(key.sha256, Caller(key.name, owner_of(key), Role(key.role))) for key in keys]
+        self._callers = [(key.sha256, Caller(key.name, owner_of(key), key.role == "admin")) for key in keys]
 
     @property
     def is_open(self) -> bool:
@@ -60,29 +71,23 @@ class Keyring:
         if self.is_open:
             return LOCAL
         key = _presented_key(request)
-        caller = self._find(key) if key else None
-        if caller is None:
+        digest = hashlib.sha256(key).hexdigest()
+        # Each hash is compared, so that timing does not reveal which one was close.
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        if not key or not found:
             message = (
                 "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>' "
                 "or as 'x-api-key: <key>'."
             )
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
-        return caller
+        return found[0]
 
-    def check_role(self, request: web.Request, caller: Caller, role: Role) -> None:
-        """Raises HttpError 403 if the role of `caller`, who sent `request`, is not enough."""
-        if role is not Role.ADMIN:
-            return
+    def check_admin(self, request: web.Request, caller: Caller) -> None:
+        """Raises HttpError 403 if `caller`, who sent `request`, may only infer."""
         if self.is_open and not is_local(request):
             raise forbidden("Without API keys, admin routes answer loopback clients only.")
-        if not self.is_open and caller.role is not Role.ADMIN:
+        if not self.is_open and not caller.is_admin:
             raise forbidden("This API key may not use admin routes.")
-
-    def _find(self, key: bytes) -> Caller | None:
-        """Compares with every hash, so that timing does not reveal which one was close."""
-        digest = hashlib.sha256(key).hexdigest()
-        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
-        return found[0] if found else None
 
 
 def owner_of(key: KeySettings) -> Owner:
@@ -99,6 +104,11 @@ def _presented_key(request: web.Request) -> bytes:
     return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
 
+def is_for_operators(path: str) -> bool:
+    """Whether a route is closed to those who may only infer."""
+    return any(path == each or path.startswith(f"{each}/") for each in _OF_OPERATORS)
+
+
 def is_local(request: web.Request) -> bool:
     """
     Whether the request comes from a program on this machine, on its own behalf.
@@ -110,3 +120,47 @@ def is_local(request: web.Request) -> bool:
     if any(header in request.headers for header in foreign):
         return False
     return is_loopback(request.remote or "") and is_loopback(request.url.host or "")
+
+
+def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:
+    """
+    Where a browser asks if a page may send something: what allows it, beside what `add_cors_headers` adds.
+
+    Raises:  HttpError 403 for other origins
+    """
+    asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+    if request.method != "OPTIONS" or not asks:
+        return None
+    if not _is_allowed(request, origins):
+        raise forbidden(
+            "Pages of this origin may not call this route: expected one of server.cors_origins, and no "
+            "operators' route. See docs/operating.md."
+        )
+    headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": _MAX_AGE_S}
+    # Clients add headers of their own (x-stainless-...), and "*" would not cover Authorization: an allowed
+    # origin may send all headers that the browser lists.
+    requested = request.headers.get("Access-Control-Request-Headers", "")
+    if _REQUESTED.fullmatch(requested):
+        headers["Access-Control-Allow-Headers"] = requested
+    return web.Response(status=204, headers=headers)
+
+
+def add_cors_headers(request: web.Request, response: web.StreamResponse, origins: Sequence[str]) -> None:
+    """Let a page of an allowed origin read an answer. Cookies and the like only for origins by name."""
+    if not origins:
+        return
+    headers = response.headers
+    if ANY_ORIGIN not in origins:
+        headers.add("Vary", "Origin")  # a cache must not answer one origin with what another may read
+    if _is_allowed(request, origins):
+        by_name = ANY_ORIGIN not in origins
+        headers["Access-Control-Allow-Origin"] = request.headers["Origin"] if by_name else ANY_ORIGIN
+        headers["Access-Control-Expose-Headers"] = _EXPOSED
+        if by_name:
+            headers["Access-Control-Allow-Credentials"] = "true"
+
+
+def _is_allowed(request: web.Request, origins: Sequence[str]) -> bool:
+    """Whether a page of the request's origin may use the route that it asks for."""
+    origin, path = request.headers.get("Origin"), request.path
+    return origin is not None and not is_for_operators(path) and (ANY_ORIGIN in origins or origin in origins)

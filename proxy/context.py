@@ -12,7 +12,7 @@ from kvshare.settings import Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
-from proxy.request_history import RequestHistory
+from proxy.request_log import RequestHistory
 
 
 @dataclass(frozen=True, slots=True)

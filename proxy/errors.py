@@ -115,11 +115,6 @@ _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
     (KVShareError, ErrorReply(500, ErrorCode.INTERNAL_ERROR)),
 )
 
-_HTTP = {
-    404: (ErrorCode.NOT_FOUND, "This server has no such route."),
-    413: (ErrorCode.REQUEST_TOO_LARGE, "The request body is larger than this server accepts."),
-}
-
 
 def to_reply(exc: Exception) -> ErrorReply:
     """What the client learns of `exc`. An unexpected error is reported without its message."""
@@ -143,5 +138,7 @@ def _http_reply(exc: web.HTTPException) -> ErrorReply:
         allowed = ", ".join(sorted(exc.allowed_methods))
         message = f"This route does not take {exc.method[:_MAX_QUOTED]}: expected {allowed}."
         return ErrorReply(405, ErrorCode.METHOD_NOT_ALLOWED, message, {"Allow": allowed})
-    code, message = _HTTP.get(exc.status, (None, f"{HTTPStatus(exc.status).phrase}."))
-    return ErrorReply(exc.status, code, message)
+    if isinstance(exc, web.HTTPRequestEntityTooLarge):
+        message = "The request body is larger than this server accepts."
+        return ErrorReply(413, ErrorCode.REQUEST_TOO_LARGE, message)
+    return ErrorReply(exc.status, message=f"{HTTPStatus(exc.status).phrase}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -9,27 +10,29 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from proxy.auth import Role
+from kvshare.errors import ErrorCode
+from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.context import SERVER, ServerContext
-from proxy.cors import add_cors_headers, is_preflight, preflight
-from proxy.errors import is_anthropic, to_reply
-from proxy.request_log import RECORD, Failure, RequestRecord, combine, log_failure, log_request
-from proxy.runner import SERVER_NAME
-from proxy.unknown_route import unknown_route
+from proxy.errors import HttpError, is_anthropic, to_reply
+from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _OPEN = ("/health", "/ready", "/openapi.json", "/docs", "unknown")  # routes that ask for no key
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
+_LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
+_MAX_COMPARED = 100  # characters of a path
 
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer in any case, then count and log the request."""
     server = request.app[SERVER]
-    unique_id = uuid.uuid4().hex
-    record = request[RECORD] = RequestRecord(_request_id(request) or unique_id, unique_id)
+    unique_id, given = uuid.uuid4().hex, request.headers.get("X-Request-Id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else unique_id
+    record = request[RECORD] = RequestRecord(request_id, unique_id)
     status = CLIENT_CLOSED
     try:
         response = await _answer(request, handler, server)
@@ -57,31 +60,24 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers["X-KVShare-Rules"] = ",".join(record.rules)
     if record.mode is not None:
         request.app[SERVER].history.begin(record, _endpoint(request))
-        response.headers.update(_plan_headers(record))
-
-
-def _plan_headers(record: RequestRecord) -> dict[str, str]:
-    """Counts are of the plan; donors are never named."""
-    headers = {"X-KVShare-Request": record.unique_id}
-    if record.reports:
-        total = combine(record.reports.values())
-        num_computed = total.num_recomputed + total.num_repaired
-        headers["X-KVShare-Decision"] = total.decision
-        headers["X-KVShare-Plan"] = (
-            f"exact={total.num_exact},copied={total.num_copied},computed={num_computed}"
-        )
-    if record.reason is not None:
-        headers["X-KVShare-Reason"] = record.reason
-    return headers
+        response.headers["X-KVShare-Request"] = record.unique_id
+        if record.reports:
+            total = record.total  # donors are never named
+            counts = f"exact={total.num_exact},copied={total.num_copied},computed={total.num_missed}"
+            response.headers["X-KVShare-Decision"] = total.decision
+            response.headers["X-KVShare-Plan"] = counts
+        if record.reason is not None:
+            response.headers["X-KVShare-Reason"] = record.reason
 
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
-        if is_preflight(request):  # before keys are asked for: a browser sends none with it
-            return preflight(request, server.settings.server.cors_origins)
+        answer = preflight(request, server.settings.server.cors_origins)
+        if answer is not None:  # before keys are asked for: a browser sends none with it
+            return answer
         _admit(request, server)
         if isinstance(request.match_info.http_exception, web.HTTPNotFound):
-            raise unknown_route(request)
+            raise _unknown_route(request)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
@@ -102,22 +98,27 @@ def _admit(request: web.Request, server: ServerContext) -> None:
     if route in _OPEN or (is_metrics and keyring.is_open):
         return
     record.caller = keyring.caller_of(request)
-    keyring.check_role(request, record.caller, Role.ADMIN if _is_for_admins(route) else Role.INFER)
+    if is_for_operators(route):
+        keyring.check_admin(request, record.caller)
     if not is_metrics:
         server.lifecycle.check_accepting()
 
 
-def _is_for_admins(route: str) -> bool:
-    return route == "/metrics" or route.startswith("/admin/")
+def _unknown_route(request: web.Request) -> HttpError:
+    """The 404 that lists the routes for clients, the most similar one first."""
+    routes: dict[str, str] = {}
+    for resource in request.app.router.resources():
+        path = resource.canonical
+        methods = {"any method" if route.method == "*" else route.method for route in resource}
+        if not is_for_operators(path) and not path.endswith("/"):  # that is the same route again
+            routes[path] = "|".join(sorted(methods - {"HEAD"}))
+    like = difflib.get_close_matches(request.path[:_MAX_COMPARED], routes, n=1, cutoff=_LIKE)
+    hint = f" Did you mean {routes[like[0]]} {like[0]}?" if like else ""
+    listed = ", ".join(f"{methods} {path}" for path, methods in routes.items())
+    return HttpError(404, ErrorCode.NOT_FOUND, f"This server has no such route.{hint} It has: {listed}.")
 
 
 def _endpoint(request: web.Request) -> str:
     """The matched route's pattern, without a slash at its end: one of a few, whatever a client asks for."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical.rstrip("/")
-
-
-def _request_id(request: web.Request) -> str:
-    """The client's; empty where it gives none, or none that may be logged."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else ""

@@ -1,5 +1,6 @@
 """
-A request body -> a JSON object -> a checked model, or an error that says what is wrong with it.
+A request body -> a JSON object, behind the operator's rules -> a checked model, or an error that says what is
+wrong with it; and what the request says about sharing. For both engines.
 
 No error quotes the body.
 """
@@ -9,25 +10,55 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.requests import SharingMode
+from kvshare.rules.rewrite import apply_rules
+from kvshare.rules.texts import shape_of
+from proxy.context import SERVER
 from proxy.errors import HttpError
-from proxy.prompt_rules import behind_rules
-from proxy.wrong_values import to_request_error, wrong
+from proxy.request_log import RECORD
+from proxy.wrong_values import invalid, to_request_error, wrong
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no longer than this
+MAX_KEYS = 16  # of the `kvshare` object, unknown ones included
+_LARGE_BODY = 256 * 1024  # bytes; rules rewrite larger ones off the event loop
+_APIS = {  # that /admin/explain takes requests of
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object, behind the operator's rules. Raises HttpError 408 and 415, RequestError."""
+async def read_object(request: web.Request, *, strict: bool = True) -> dict[str, Any]:
+    """
+    The body as a JSON object, as the operator's rules leave it. The request's record names those that acted.
+
+    No rule acts where the route takes no prompt, or where the body says `"kvshare": {"rules": false}`.
+    `strict`: as for `parse_object`.
+    Raises:  HttpError 408 and 415, RequestError
+    """
     check_is_json(request)
-    return await behind_rules(request, parse_object(await read_raw(request)))
+    raw = await read_raw(request)
+    body = parse_object(raw, strict=strict)
+    rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
+    # What is wrong about a `kvshare` object is reported where it is read.
+    is_opted_out = isinstance(options, Mapping) and options.get("rules") is False
+    if not rules or shape is None or is_opted_out:
+        return body
+    if len(raw) > _LARGE_BODY:
+        rewritten = await asyncio.to_thread(apply_rules, rules, body, shape)
+    else:
+        rewritten = apply_rules(rules, body, shape)
+    request[RECORD].rules = rewritten.rules
+    return rewritten.body
 
 
 def check_is_json(request: web.Request) -> None:
@@ -93,6 +124,21 @@ def _refuse_constant(name: str) -> NoReturn:
     raise RequestError(f"The body is not JSON: {name} is no number.")
 
 
+def api_of(request: web.Request) -> str:
+    """
+    The path of the API that a request's body follows. For /admin/explain the argument `api` names it.
+
+    Raises:  RequestError for another `api`
+    """
+    path = request.path.rstrip("/")
+    if path != "/admin/explain":
+        return path
+    name = request.query.get("api", "chat")
+    if name not in _APIS:
+        raise invalid("api", f"expected one of {', '.join(_APIS)}")
+    return _APIS[name]
+
+
 def at_most(limit: int) -> BeforeValidator:
     """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
 
@@ -104,9 +150,49 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def validated(model: type[_Body], document: Mapping[str, Any]) -> _Body:
+def validated(model: type[_Model], document: Mapping[str, Any]) -> _Model:
     """`document` as a `model`. Raises RequestError that names the first wrong parameter."""
     try:
         return model.model_validate(document)
     except ValidationError as exc:
         raise to_request_error(exc, model, document) from None
+
+
+class KVShareObject(BaseModel):
+    """The `kvshare` object of a body: how much of other prompts it accepts, and whether it is stored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Literal["off", "exact", "approx"] | None = None  # None: the request leaves it to the settings
+    no_store: bool | None = None
+    rules: bool | None = None  # whether the operator's rules act on it; `read_object` looks first
+
+
+KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None
+
+
+class _Body(BaseModel):
+    """The only part of a relayed body that is the proxy's own."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    kvshare: KVShareField = None
+
+
+def parse_kvshare(document: Mapping[str, Any]) -> KVShareObject | None:
+    """The `kvshare` object of a relayed body. Raises RequestError."""
+    return validated(_Body, document).kvshare
+
+
+def request_options(request: web.Request, given: KVShareObject | None) -> tuple[SharingMode, bool]:
+    """
+    How `request`, whose body has `given`, may be shared, and whether its prompt may be stored.
+
+    Body and header decide together, the stricter wins: `no-cache` shares nothing, `no-store` stores nothing.
+    """
+    given = given or KVShareObject()
+    headers = request.headers.getall("Cache-Control", [])
+    directives = {directive.strip().lower() for header in headers for directive in header.split(",")}
+    mode = SharingMode(given.mode or request.app[SERVER].settings.sharing.mode)
+    may_store = not given.no_store and "no-store" not in directives
+    return SharingMode.OFF if "no-cache" in directives else mode, may_store

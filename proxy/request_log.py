@@ -1,14 +1,17 @@
 """
-What is recorded of a request while it is answered, for its metrics; and what the log says of it.
+What is recorded of a request while it is answered, for its metrics; what the log says of it; and what
+`/admin/requests` shows of the latest generating requests: plans, what came of them, times.
 
-No prompt text is in either.
+No prompt text and no tokens are in it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -16,14 +19,16 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
 from kvshare.errors import RequestError
-from kvshare.reasons import Reason
-from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
+from kvshare.reasons import Reason, cache_miss_reason
+from kvshare.requests import Decision, SharingMode, SharingReport, StoredPrompt
 from kvshare.safe_logging import classes_and_places
 from proxy.auth import ANONYMOUS, Caller
 from proxy.errors import ErrorReply
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know
 
+_MOST = 1024  # requests of which the history is known
+_NUM_DIGITS = 6
 _QUIET = ("/health", "/ready", "/metrics")
 _WRITTEN = {  # of a request's fields those that are not written as name=value
     "request_id": "request {}",
@@ -77,9 +82,27 @@ class RequestRecord:
         return perf_counter() - self.started
 
     @property
+    def total(self) -> SharingReport:
+        """One report of several prompts: counts added, else the boldest, the first reason. No donors."""
+        reports = self.reports.values()
+        decisions = {report.decision for report in reports}
+        reasons = [report.reason for report in reports if report.reason is not None]
+        predictions = [(each.decision == "approx", each.prediction) for each in reports if each.prediction]
+        _, worst = max(predictions, key=lambda each: (each[0], each[1].expected), default=(False, None))
+        return SharingReport(
+            num_exact=sum(report.num_exact for report in reports),
+            num_copied=sum(report.num_copied for report in reports),
+            num_recomputed=sum(report.num_recomputed for report in reports),
+            num_repaired=sum(report.num_repaired for report in reports),
+            decision=next((decision for decision in Decision if decision in decisions), Decision.FULL),
+            reason=reasons[0] if reasons else None,
+            prediction=worst,
+        )
+
+    @property
     def reason(self) -> Reason | None:
         """Why not more was shared; of several prompts the first reason."""
-        return combine(self.reports.values()).reason if self.reports else self.unplanned
+        return self.total.reason if self.reports else self.unplanned
 
     @property
     def num_completion_tokens(self) -> int | None:
@@ -106,20 +129,6 @@ class RequestRecord:
 RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
-def combine(reports: Collection[SharingReport]) -> SharingReport:
-    """One report of several prompts: counts added, the boldest of all else, the first reason. No donors."""
-    decisions = {report.decision for report in reports}
-    return SharingReport(
-        num_exact=sum(report.num_exact for report in reports),
-        num_copied=sum(report.num_copied for report in reports),
-        num_recomputed=sum(report.num_recomputed for report in reports),
-        num_repaired=sum(report.num_repaired for report in reports),
-        decision=next((decision for decision in Decision if decision in decisions), Decision.FULL),
-        reason=next((report.reason for report in reports if report.reason is not None), None),
-        prediction=_worst([r for r in reports if r.decision == "approx"]) or _worst(reports),
-    )
-
-
 def log_request(record: RequestRecord, endpoint: str, status: int, client: str) -> None:
     """
     The one line of a request that is over. As JSON it has the same as members.
@@ -138,23 +147,19 @@ def log_request(record: RequestRecord, endpoint: str, status: int, client: str) 
         fields |= {"error": failure.code, "param": failure.param, "error_message": failure.message}
     fields = {name: value for name, value in fields.items() if value is not None}
     level = logging.DEBUG if endpoint in _QUIET else logging.INFO
-    log.log(level, "%s", _line(fields), extra={"fields": fields})
-
-
-def _line(fields: Mapping[str, Any]) -> str:
-    """The fields in their order, each by its name but for those that need none."""
-    return " ".join(_WRITTEN.get(name, f"{name}={{}}").format(value) for name, value in fields.items())
+    words = [_WRITTEN.get(name, f"{name}={{}}").format(value) for name, value in fields.items()]
+    log.log(level, "%s", " ".join(words), extra={"fields": fields})
 
 
 def _generated(record: RequestRecord) -> dict[str, Any]:
     """What a generating request adds to its line. "-": not known here."""
-    total, num_completion_tokens = combine(record.reports.values()), record.num_completion_tokens
+    total, num_completion_tokens = record.total, record.num_completion_tokens
     fields = {
         "finish_reason": record.finish_reason or "-",
         "decision": total.decision if record.reports else "-",
         "reason": record.reason,
         "reused": total.num_cached,
-        "recomputed": total.num_recomputed + total.num_repaired,
+        "recomputed": total.num_missed,
         "completion": "-" if num_completion_tokens is None else num_completion_tokens,
     }
     if (prediction := total.prediction) is not None:
@@ -162,14 +167,6 @@ def _generated(record: RequestRecord) -> dict[str, Any]:
         name = "deviation" if total.decision == "approx" else "refused"
         fields |= {name: f"{prediction.expected:.2g}/{prediction.limit:g}", "repair": prediction.rule}
     return fields
-
-
-def _worst(reports: Collection[SharingReport]) -> Prediction | None:
-    return max(
-        (report.prediction for report in reports if report.prediction is not None),
-        key=lambda prediction: prediction.expected,
-        default=None,
-    )
 
 
 def _loggable(exc: Exception, text: str) -> str:
@@ -182,3 +179,88 @@ def _loggable(exc: Exception, text: str) -> str:
 def log_failure(request_id: str, exc: Exception) -> None:
     """Log an error that is the server's."""
     log.error("request %s failed: %s", request_id, classes_and_places(exc))
+
+
+class RequestHistory:
+    """The latest requests that wanted something generated, by the id that their answers carry."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, Callable[[], dict[str, Any]]] = OrderedDict()
+
+    def begin(self, record: RequestRecord, endpoint: str) -> None:
+        """Its answer has begun. One that is not streamed begins when the request is over already."""
+        if record.unique_id not in self._entries:
+            self._set(record.unique_id, lambda: _document(record, endpoint, status=None))
+
+    def end(self, record: RequestRecord, endpoint: str, status: int) -> None:
+        """It is over. What the engine still learns of it is asked for when it is looked up."""
+        document, executed = _document(record, endpoint, status=status), record.executed
+        self._set(record.unique_id, lambda: {**document, **executed()})
+
+    def get(self, unique_id: str) -> dict[str, Any] | None:
+        """JSON-ready; None where it is unknown, or too long ago."""
+        entry = self._entries.get(unique_id)
+        return None if entry is None else entry()
+
+    def latest(self, count: int) -> list[dict[str, Any]]:
+        """Newest first."""
+        return [entry() for entry in islice(reversed(self._entries.values()), count)]
+
+    def _set(self, unique_id: str, entry: Callable[[], dict[str, Any]]) -> None:
+        self._entries[unique_id] = entry
+        if len(self._entries) > _MOST:
+            self._entries.popitem(last=False)
+
+
+def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:
+    """What each prompt of a request was stored as, so far."""
+    return {"stored": [{"node": entry.node, "settled": entry.is_settled} for entry in stored]}
+
+
+def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> dict[str, Any]:
+    reports = [report for _, report in sorted(record.reports.items())]
+    stages: dict[str, float] = {}
+    for finished in record.finished.values():
+        for stage, seconds in finished.stage_seconds.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    times = {"total": record.duration_s, "tokenize": record.tokenize_s, "first_token": record.first_token_s}
+    return {
+        "id": record.unique_id,
+        "x_request_id": record.request_id,
+        "key": record.caller.name,
+        "endpoint": endpoint,
+        "mode": record.mode,
+        "status": status,  # None: its answer is under way
+        "finish_reason": record.finish_reason or None,
+        "rules": list(record.rules),
+        "cache_miss_reason": cache_miss_reason(record.reason),
+        # None where the prompt was not tokenized here.
+        "cache_missed_input_tokens": sum(report.num_missed for report in reports) if reports else None,
+        "prompts": [_planned(report) for report in reports],
+        "completion_tokens": record.num_completion_tokens,
+        "seconds": {
+            name: None if seconds is None else round(seconds, _NUM_DIGITS)
+            for name, seconds in (times | stages).items()
+        },
+        **record.executed(),
+    }
+
+
+def tokens_by_source(report: SharingReport) -> dict[str, int]:
+    """Where the KV of a prompt's tokens comes from, by the names that clients and operators read."""
+    reused = {"exact": report.num_exact, "copied": report.num_copied}
+    return {**reused, "recomputed": report.num_recomputed, "repaired": report.num_repaired}
+
+
+def _planned(report: SharingReport) -> dict[str, Any]:
+    prediction = report.prediction
+    return {
+        "decision": report.decision,
+        "reason": report.reason,
+        "prompt_tokens": report.num_prompt_tokens,
+        **tokens_by_source(report),
+        "first_difference": report.first_difference,
+        "donors": [int(donor) for donor in report.donors],
+        "prediction": prediction
+        and {"expected": prediction.expected, "limit": prediction.limit, "rule": prediction.rule},
+    }

@@ -20,17 +20,14 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, idle timeouts on
 DONE = b"data: [DONE]\n\n"
 
 
-def frames(*documents: dict[str, Any]) -> bytes:
+def frames(*documents: Mapping[str, Any]) -> bytes:
     """One event per document. JSON escapes line ends, so that a document is always one `data` line."""
     return b"".join(b"data: " + dump(document) + b"\n\n" for document in documents)
 
 
 def named_events(*documents: Mapping[str, Any]) -> bytes:
     """The same, each event named by its document's `type`, as in the Messages and the Responses API."""
-    return b"".join(
-        b"event: %s\ndata: %s\n\n" % (document["type"].encode("ascii"), dump(document))
-        for document in documents
-    )
+    return b"".join(b"event: %s\n" % each["type"].encode("ascii") + frames(each) for each in documents)
 
 
 def dump(document: Mapping[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ was expected, its first characters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,8 @@ def invalid(param: str, problem: str) -> RequestError:
 
 def found(value: object) -> str:
     """A value's type in JSON's words, or a short number itself."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, int | float):
         return text if len(text := str(value)) <= _MAX_QUOTED else "a longer number"
     if isinstance(value, str):
@@ -66,7 +65,10 @@ def to_request_error(
     first, same = _meant(problems)
     param, quoted = _param(first.place), first.quoted
     if first.kind == _UNKNOWN:
-        return _unknown_key(first, param, model)
+        models = _models_at(model, first.place[:-1])
+        known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
+        message = f"Unknown key '{param}': expected one of {known}."
+        return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
     if first.kind in _ABSENT:
         return RequestError(f"'{param}' is missing, and this request needs it.", param=param)
     if first.kind not in EXPECTED:  # a field's own validator: it says both
@@ -104,10 +106,12 @@ class _Problem:
 
     @property
     def expected(self) -> str:
-        """Of an error of this table."""
-        return EXPECTED[self.kind].format(
-            **{name: _plain(value) for name, value in self.details.get("ctx", {}).items()}
-        )
+        """Of an error of this table, limits as one writes them: 100, not 100.0."""
+        limits = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in self.details.get("ctx", {}).items()
+        }
+        return EXPECTED[self.kind].format(**limits)
 
     @property
     def found(self) -> str:
@@ -166,13 +170,6 @@ def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
     return first, [each for each in fitting if each.place == first.place and each.kind in EXPECTED]
 
 
-def _unknown_key(problem: _Problem, param: str, model: type[BaseModel]) -> RequestError:
-    models = _models_at(model, problem.place[:-1])
-    known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
-    message = f"Unknown key '{param}': expected one of {known}."
-    return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
-
-
 def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:
     """The models that may stand at a place of a body."""
     models = [model]
@@ -198,11 +195,6 @@ def _param(place: _Path) -> str:
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path[:_MAX_PARAM]
-
-
-def _plain(value: object) -> object:
-    """A limit as one writes it: 100, not 100.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _quoted(word: str) -> str:

@@ -1,16 +1,27 @@
-"""What every API's answers have in common: they are written whole, or piece by piece as a stream."""
+"""
+What every API's answers have in common: they are written whole, or piece by piece as a stream.
+
+The Messages and the Responses API write an answer as blocks: text, thoughts and calls, in order. A block
+grows until the next begins; the stream of both APIs is made of these changes.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, Literal
 
-from kvshare.engines.base import Delta, GenerationRequest
+from kvshare.conversation.parser import AnswerParser
+from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
+from kvshare.engines.base import Delta, FinishReason, GenerationRequest
+from kvshare.errors import EngineError
 from kvshare.reasons import cache_miss_reason
 from kvshare.requests import SharingReport
 from proxy.errors import ErrorReply
+from proxy.generate.requests import ChatRequest
+from proxy.request_log import tokens_by_source
 from proxy.sse import KEEP_ALIVE
 
 
@@ -26,10 +37,7 @@ class Usage:
         """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
         report = self.report
         return {
-            "exact": report.num_exact,
-            "copied": report.num_copied,
-            "recomputed": report.num_recomputed,
-            "repaired": report.num_repaired,
+            **tokens_by_source(report),
             "decision": report.decision,
             "reason": report.reason,
             "cache_miss_reason": cache_miss_reason(report.reason),
@@ -77,3 +85,125 @@ class Answer(ABC):
     @abstractmethod
     def broken_off(self, reply: ErrorReply) -> bytes:
         """The last events of a stream that failed: one that merely ends looks like success."""
+
+
+class BlockKind(StrEnum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+_KINDS: dict[type[Part], BlockKind] = {
+    Text: BlockKind.TEXT,
+    Reasoning: BlockKind.REASONING,
+    CallArguments: BlockKind.CALL,
+}
+
+
+@dataclass(slots=True)
+class Block:
+    """`text` is what is said or thought, or the JSON text of a call's arguments."""
+
+    index: int  # in the answer
+    kind: BlockKind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""  # of the tool
+    number: int = 0  # of the call among the calls
+    is_cut_off: bool = False  # the answer ended in it for want of tokens, or by an error
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block begins, empty; gets more `text`; or ends."""
+
+    kind: Literal["began", "grew", "ended"]
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one answer. Once it has ended there is at least one: clients look at the first."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.all: list[Block] = []
+        self.num_reasoning_tokens = 0
+        self.stop: str | None = None  # the stop string that ended the answer
+        self._parser = parser
+        self._finish_reason: FinishReason | None = None
+        self._is_open = False  # whether the last block may still grow
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Raises EngineError for an answer without an end: clients take that for success."""
+        if self._finish_reason is None:
+            raise EngineError("The engine ended the answer without saying why.")
+        return self._finish_reason
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind is BlockKind.CALL for block in self.all)
+
+    def text_of(self, kind: BlockKind) -> str:
+        """All that blocks of this kind say."""
+        return "".join(block.text for block in self.all if block.kind is kind)
+
+    def add(self, delta: Delta) -> list[Change]:
+        """What a delta changes. The last delta, which has a finish reason, ends the last block."""
+        changes = list(self._take(self._parser.add(delta.text)))
+        if delta.finish_reason is not None:
+            self._finish_reason, self.stop = delta.finish_reason, delta.stop
+            changes += self._take(self._parser.end())
+            if not self.all:
+                changes += self._begin(Block(0, BlockKind.TEXT))
+            if delta.finish_reason is FinishReason.LENGTH:
+                self.cut_off()
+            changes += self._end()
+        if self.all and self.all[-1].kind is BlockKind.REASONING:
+            self.num_reasoning_tokens += delta.num_tokens
+        return changes
+
+    def cut_off(self) -> None:
+        """The answer ends here, whatever else it would have said."""
+        if self._is_open:
+            self.all[-1].is_cut_off = True
+
+    def _take(self, parts: Iterable[Part]) -> Iterator[Change]:
+        for part in parts:
+            index = len(self.all)
+            if isinstance(part, CallBegins):
+                call = Block(index, BlockKind.CALL, call_id=part.call_id, name=part.name, number=part.number)
+                yield from self._begin(call)
+            elif part.text:
+                kind = _KINDS[type(part)]
+                if not self._is_open or self.all[-1].kind is not kind:
+                    yield from self._begin(Block(index, kind))
+                self.all[-1].text += part.text
+                yield Change("grew", self.all[-1], part.text)
+
+    def _begin(self, block: Block) -> Iterator[Change]:
+        yield from self._end()
+        self.all.append(block)
+        self._is_open = True
+        yield Change("began", block)
+
+    def _end(self) -> Iterator[Change]:
+        if self._is_open:
+            self._is_open = False
+            yield Change("ended", self.all[-1])
+
+
+class BlockAnswer(Answer):
+    """An answer that consists of blocks; its stream is made of their changes."""
+
+    def __init__(self, asked: ChatRequest, *, is_stream: bool) -> None:
+        self.requests = [asked.generation]
+        self.is_stream = is_stream
+        self._blocks = Blocks(asked.new_parser())
+
+    @property
+    def has_calls(self) -> bool:
+        return self._blocks.has_calls
+
+    def collect(self, delta: Delta) -> None:
+        self._blocks.add(delta)

@@ -1,15 +1,24 @@
 """
-The types of fields that several routes' bodies have, as tolerant as clients need.
+The types of fields that several routes' bodies have, as tolerant as clients need; and which parameters are
+refused.
 
 Some clients write every number with a point (`4.0`), an absent list as `""`, and no limit as -1.
+
+unsupported.yaml has the parameters that this server does not implement and that would change the answer if
+it ignored them. What only hints (`user`, `metadata`, `store`, `prompt_cache_key`, `service_tier`,
+`verbosity` ...) is not there and passes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from kvshare.errors import UnsupportedParameterError
 from proxy.request_body import at_most
 from proxy.wrong_values import wrong
 
@@ -19,6 +28,7 @@ MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = 64
 INT32 = 2**31 - 1
 NO_LIMIT = -1  # of tokens
+_UNSUPPORTED = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text(encoding="utf-8"))
 
 
 def _whole(number: object) -> object:
@@ -77,6 +87,7 @@ def _prompts(prompt: object) -> list[str | tuple[int, ...]]:
     return [_one_prompt(entry) for entry in prompt]
 
 
+Name = Annotated[str, Field(min_length=1, max_length=256)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenLimit = Annotated[int, AfterValidator(_limit), BeforeValidator(_whole)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(_seed), BeforeValidator(_whole)]
@@ -93,3 +104,13 @@ class Body(BaseModel):
     """What all bodies have in common: unknown parameters pass, as OpenAI's clients send many."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def refuse_unsupported(api: str, given: Mapping[str, Any]) -> None:
+    """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
+    default = _UNSUPPORTED[api].get("default", "")
+    for name, row in _UNSUPPORTED[api]["parameters"].items():
+        value = given.get(name)
+        same_type = [each for each in row["neutral"] if isinstance(each, bool) == isinstance(value, bool)]
+        if value is not None and value not in same_type:  # true and 1 would be equal
+            raise UnsupportedParameterError(name, row.get("hint", default))

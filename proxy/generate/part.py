@@ -1,9 +1,12 @@
-"""What the bodies of the Messages and the Responses API are made of."""
+"""
+What the bodies of the Messages and the Responses API are made of, and how they become the messages of a
+`Chat`: these APIs write them otherwise than templates read them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,10 +16,7 @@ from proxy.wrong_values import found, invalid
 
 MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
 _MAX_QUOTED = 40  # characters of a type
-_BETWEEN = "\n"
 
-Model = Annotated[str, Field(min_length=1, max_length=256)]
-Identifier = Annotated[str, Field(min_length=1, max_length=256)]  # of a call
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 MaxTokens = Annotated[Whole, Field(ge=1, le=INT32)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -61,16 +61,9 @@ def text_as(part_type: str) -> BeforeValidator:
     )
 
 
-class HasText(Protocol):
-    """A part of a message that is text."""
-
-    @property
-    def text(self) -> str: ...
-
-
-def joined(parts: Iterable[HasText]) -> str:
-    """The text of parts that are paragraphs of one message."""
-    return _BETWEEN.join(part.text for part in parts if part.text)
+def joined(texts: Iterable[str]) -> str:
+    """Texts that are paragraphs of one message."""
+    return "\n".join(filter(None, texts))
 
 
 def template_tool(
@@ -98,3 +91,48 @@ def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> 
         raise invalid("tool_choice.name", "expected the name of one of 'tools', got another")
     if required and not names:
         raise invalid("tool_choice", "it requires a call, and there are no 'tools' to call")
+
+
+class Turns:
+    """
+    Messages in the shape of `Chat.messages`, turn by turn.
+
+    Neighbours of one role become one message: most templates want users and assistants in turns, and one
+    system message.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}  # of the tools that were called, by call id
+
+    def say(self, role: str, text: str) -> None:
+        """`role`: system, user or assistant."""
+        message = self._turn_of(role)
+        message["content"] = joined((message["content"], text))
+
+    def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
+        """The assistant calls a tool."""
+        self._names[call_id] = name
+        function = {"name": name, "arguments": dict(arguments)}
+        calls = self._turn_of("assistant").setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str, *, param: str) -> None:
+        """What the tool answered. Raises RequestError for `param` if no such call came before."""
+        if call_id not in self._names:
+            raise invalid(param, "no call before it has this id; send the call along with its result")
+        name = self._names[call_id]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+
+    def check_complete(self, *, param: str) -> None:
+        """Raises RequestError for `param` if there is nothing to answer, or a call without its result."""
+        if not self.messages:
+            raise invalid(param, "expected a message with text")
+        if "tool_calls" in self.messages[-1]:
+            raise invalid(param, "the last message calls tools; send their results, too")
+
+    def _turn_of(self, role: str) -> dict[str, Any]:
+        """The last message, or a new one if that is another's."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        return self.messages[-1]

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -18,27 +18,12 @@ from kvshare.engines.base import GeneratingEngine, GenerationRequest, SamplingPa
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.generate.fields import Body
-from proxy.request_body import read_object, validated
-from proxy.request_history import stored_documents
-from proxy.request_log import RECORD
-from proxy.request_options import KVShareField, request_options
+from proxy.request_body import KVShareField, read_object, request_options, validated
+from proxy.request_log import RECORD, stored_documents
 
 ENGINE: web.AppKey[GeneratingEngine] = web.AppKey("generating_engine", GeneratingEngine)
 
 _Body = TypeVar("_Body", bound=Body)
-
-
-class ChatBody(Protocol):
-    """A checked body, whichever API it came by, that asks for an answer to a chat."""
-
-    @property
-    def chat(self) -> Chat: ...
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-    @property
-    def kvshare(self) -> KVShareField: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +33,8 @@ class ChatRequest:
     generation: GenerationRequest
     new_parser: Callable[[], AnswerParser]
     is_plain: bool  # nothing may be called, and the prompt does not end inside of thoughts
+    model: str  # the name of the one that answers
+    client_request_id: str  # as the answer's headers have it
 
 
 async def read_body(request: web.Request, model: type[_Body]) -> _Body:
@@ -64,11 +51,13 @@ def check_model(engine: GeneratingEngine, name: str | None) -> None:
         raise ModelNotFoundError(str(name), served=engine.card.model_id)
 
 
-async def chat_request(request: web.Request, body: ChatBody) -> ChatRequest:
+async def chat_request(
+    request: web.Request, chat: Chat, sampling: SamplingParams, kvshare: KVShareField
+) -> ChatRequest:
     """Raises RequestError if the template refuses the chat, or nothing can follow its schemas."""
-    engine, chat, sampling = request.app[ENGINE], body.chat, body.sampling
+    engine = request.app[ENGINE]
     fmt = engine.tool_format
-    (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, body.kvshare)
+    (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, kvshare)
     reasons = generation.prompt.text.body.rstrip().endswith("<think>")
     sampling = replace(
         sampling,
@@ -80,6 +69,8 @@ async def chat_request(request: web.Request, body: ChatBody) -> ChatRequest:
         replace(generation, sampling=sampling),
         partial(parser_for, chat, fmt, reasons=reasons),
         is_plain=not chat.may_call and not reasons,
+        model=engine.card.model_id,
+        client_request_id=request[RECORD].request_id,
     )
 
 
@@ -93,7 +84,7 @@ async def engine_requests(
     record, started = request[RECORD], time.perf_counter()
     prompts = [await prompt for prompt in encoding]
     record.tokenize_s = time.perf_counter() - started
-    options, owner = request_options(request, kvshare), record.caller.owner
+    (mode, store), owner = request_options(request, kvshare), record.caller.owner
     namespace = request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope)
     requests = [
         GenerationRequest(
@@ -101,8 +92,8 @@ async def engine_requests(
             namespace=namespace,
             prompt=prompt,
             sampling=sampling,
-            mode=options.mode,
-            store=options.store,
+            mode=mode,
+            store=store,
         )
         for number, prompt in enumerate(prompts)
     ]

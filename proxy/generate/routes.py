@@ -12,30 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from aiohttp import web
 
-import kvshare
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
 from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
 from proxy.errors import HttpError
+from proxy.generate import models
 from proxy.generate.answer import Answer
 from proxy.generate.chat.answers import CompletionAnswer
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.chat.chat_answer import ChatAnswer
-from proxy.generate.embeddings import embeddings
 from proxy.generate.messages.answers import MessageAnswer
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
-from proxy.generate.requests import ENGINE, chat_request, check_model, engine_requests, read_body
+from proxy.generate.requests import ENGINE, ChatRequest, chat_request, engine_requests, read_body
 from proxy.generate.responses.answers import ResponseAnswer
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.generate.run import answer
-from proxy.generate.tokenization import detokenize, tokenize
-from proxy.prompt_rules import api_of
+from proxy.request_body import api_of
 from proxy.request_log import RECORD
 from proxy.wrong_values import invalid
+
+_ChatBody = TypeVar("_ChatBody", ChatBody, ResponsesBody, MessagesBody)
 
 _STORED_RESPONSE = (
     "This server stores no responses, so that none can be read, deleted or continued: "
@@ -48,17 +49,17 @@ def add_routes(
 ) -> None:
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
-    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models", models.served)
     if serves_clients:
-        app.router.add_get("/v1/models/{model:.+}", model)
+        app.router.add_get("/v1/models/{model:.+}", models.served_by_name)
         for path in _READERS:
             app.router.add_post(path, generate)
         app.router.add_route("*", "/v1/responses/{path:.+}", stored_response)
         app.router.add_post("/v1/messages/count_tokens", count_tokens)
-        app.router.add_post("/v1/embeddings", embeddings)
-        app.router.add_post("/tokenize", tokenize)
-        app.router.add_post("/detokenize", detokenize)
-        app.router.add_get("/version", version)
+        app.router.add_post("/v1/embeddings", models.embeddings)
+        app.router.add_post("/tokenize", models.tokenize)
+        app.router.add_post("/detokenize", models.detokenize)
+        app.router.add_get("/version", models.version)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
 
@@ -96,25 +97,16 @@ async def stored_response(request: web.Request) -> web.Response:
     raise HttpError(404, ErrorCode.NOT_FOUND, _STORED_RESPONSE)
 
 
-async def models(request: web.Request) -> web.Response:
-    """GET /v1/models"""
-    return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
+def _chat_reader(
+    body_type: type[_ChatBody], answer_type: Callable[[ChatRequest, _ChatBody], Answer]
+) -> Callable[[web.Request], Awaitable[Answer]]:
+    """How a request of an API for chats is read."""
 
+    async def read(request: web.Request) -> Answer:
+        body = await read_body(request, body_type)
+        return answer_type(await chat_request(request, body.chat, body.sampling, body.kvshare), body)
 
-async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{model}"""
-    check_model(request.app[ENGINE], request.match_info["model"].rstrip("/"))
-    return web.json_response(_card(request.app[ENGINE]))
-
-
-async def version(request: web.Request) -> web.Response:
-    """GET /version"""
-    return web.json_response({"version": kvshare.__version__})
-
-
-async def _chat(request: web.Request) -> Answer:
-    body = await read_body(request, ChatBody)
-    return ChatAnswer(await chat_request(request, body), body, model=_model(request))
+    return read
 
 
 async def _completion(request: web.Request) -> Answer:
@@ -130,32 +122,17 @@ async def _completion(request: web.Request) -> Answer:
         entry if isinstance(entry, str) else await engine.decode_tokens(entry)
         for entry in (body.prompt if body.echo else ())
     ]
-    return CompletionAnswer(requests, body, model=_model(request), echoed=echoed)
-
-
-async def _response(request: web.Request) -> Answer:
-    body = await read_body(request, ResponsesBody)
-    return ResponseAnswer(await chat_request(request, body), body, model=_model(request))
-
-
-async def _message(request: web.Request) -> Answer:
-    body = await read_body(request, MessagesBody)
-    asked, request_id = await chat_request(request, body), request[RECORD].request_id
-    return MessageAnswer(asked, body, model=_model(request), client_request_id=request_id)
+    return CompletionAnswer(requests, body, engine.card.model_id, echoed)
 
 
 # What generates, and how a request to it is read, tokenized, and going to be answered.
 _READERS: Mapping[str, Callable[[web.Request], Awaitable[Answer]]] = {
-    "/v1/chat/completions": _chat,
+    "/v1/chat/completions": _chat_reader(ChatBody, ChatAnswer),
     "/v1/completions": _completion,
-    "/v1/responses": _response,
-    "/v1/messages": _message,
+    "/v1/responses": _chat_reader(ResponsesBody, ResponseAnswer),
+    "/v1/messages": _chat_reader(MessagesBody, MessageAnswer),
 }
 _PROMPT_AT = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-
-
-def _model(request: web.Request) -> str:
-    return request.app[ENGINE].card.model_id
 
 
 def _too_long(exc: ContextLengthError) -> str:
@@ -167,14 +144,3 @@ def _too_long(exc: ContextLengthError) -> str:
         f"input length and `max_tokens` exceed context limit: {num_prompt} + {exc.max_tokens} > {limit}, "
         "decrease input length or `max_tokens` and try again"
     )
-
-
-def _card(engine: GeneratingEngine) -> dict[str, object]:
-    card = engine.card
-    return {
-        "id": card.model_id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "kvshare",
-        "max_model_len": card.max_model_len,
-    }

@@ -20,7 +20,7 @@ from kvshare.errors import EngineError, KVShareError
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer import Answer, Usage
-from proxy.request_log import RECORD, Failure, RequestRecord, combine, log_failure
+from proxy.request_log import RECORD, Failure, RequestRecord, log_failure
 from proxy.sse import HEADERS, dump
 
 
@@ -28,7 +28,7 @@ class Run:
     """
     The deltas of all `requests`, choices numbered through: request i's choice c is `i * n + c`.
 
-    `wait_started` comes first and raises what the engine refuses; `deltas` raises what fails later.
+    `open` raises what the engine refuses, `deltas` what fails later.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class Run:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Run]:
-        """Run the requests; none runs after leaving, which frees the engine's slots."""
+        """
+        Run the requests. Inside, each is admitted and planned; none runs after leaving, which frees the
+        engine's slots.
+        """
         tasks = [
             asyncio.create_task(self._generate(number, request), name=f"generate {request.request_id}")
             for number, request in enumerate(self._requests)
         ]
         try:
+            await self._started
             yield self
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def wait_started(self) -> None:
-        """Returns when every request is admitted and planned."""
-        await self._started
 
     async def deltas(self, *, heartbeat_s: float | None = None) -> AsyncIterator[Delta | None]:
         """The deltas of all requests until all have finished; None after each `heartbeat_s` of silence."""
@@ -79,12 +79,14 @@ class Run:
             await self._engine.generate(request, lambda event: self._take(number, event))
             if number not in self._record.finished:
                 raise EngineError("The engine ended without its last event.")
-        except KVShareError as exc:
-            self._fail(exc)
-        except Exception as exc:  # noqa: BLE001  raised again, translated, where the deltas are read
-            error = EngineError("The engine failed while it computed this answer.")
-            error.__cause__ = exc
-            self._fail(error)
+        except Exception as exc:  # noqa: BLE001  raised again, translated, in `open` or where the deltas are read
+            error = exc
+            if not isinstance(exc, KVShareError):
+                error = EngineError("The engine failed while it computed this answer.")
+                error.__cause__ = exc
+            if not self._started.done():
+                self._started.set_exception(error)
+            self._queue.put_nowait(error)
 
     def _take(self, number: int, event: Event) -> None:
         if isinstance(event, Delta):
@@ -100,12 +102,6 @@ class Run:
             if len(self._record.finished) == len(self._requests):
                 self._queue.put_nowait(None)
 
-    def _fail(self, error: Exception) -> None:
-        """End `deltas` with `error`, or `wait_started`, where that is waited for."""
-        if not self._started.done():
-            self._started.set_exception(error)
-        self._queue.put_nowait(error)
-
 
 async def answer(request: web.Request, engine: GeneratingEngine, written: Answer) -> web.StreamResponse:
     """
@@ -119,7 +115,6 @@ async def answer(request: web.Request, engine: GeneratingEngine, written: Answer
     try:
         try:
             async with request.app[SERVER].lifecycle.running(), run.open():
-                await run.wait_started()
                 if not written.is_stream:
                     return await _collect(run, written, record)
                 await _send(request, stream, run, written)
@@ -173,4 +168,4 @@ def _note_calls(record: RequestRecord, written: Answer) -> None:
 
 
 def _usage(record: RequestRecord) -> Usage:
-    return Usage(combine(record.reports.values()), record.num_completion_tokens or 0)
+    return Usage(record.total, record.num_completion_tokens or 0)

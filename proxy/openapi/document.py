@@ -1,22 +1,29 @@
-"""The table as an OpenAPI 3.1 document."""
+"""
+The table of routes as an OpenAPI 3.1 document.
+
+routes.yaml has a row for each route, schemas.yaml the shapes of answers, words.yaml what all have alike.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel
+from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from kvshare import __version__
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
-from proxy.generate.embeddings import EmbeddingBody
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
+from proxy.generate.models import DetokenizeBody, EmbeddingBody, TokenizeChatBody, TokenizeTextBody
 from proxy.generate.responses.bodies import ResponsesBody
-from proxy.generate.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from proxy.openapi.table import SCHEMAS, WORDS, Access, Operation
 
 BODIES: tuple[type[BaseModel], ...] = (
     *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody),
@@ -26,6 +33,44 @@ BODIES: tuple[type[BaseModel], ...] = (
 
 _MEDIA = {"json": "application/json", "html": "text/html", "any": "*/*"}
 _REFERENCE = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row: a method of a route. `routes.yaml` says what each part is. "" for a component: none."""
+
+    method: str
+    route: str
+    group: str
+    summary: str
+    answers: dict[int | str, dict[str, Any]]  # by status: "text", and a component for each media type
+    description: str = ""
+    access: Literal["open", "metrics", "key", "admin"] = "key"
+    body: str | None = None
+    errors: tuple[int, ...] = ()
+    error: str | dict[str, Any] = "Error"
+    path: dict[str, dict[str, Any]] = field(default_factory=dict)
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)
+    example: dict[str, Any] | None = None
+
+
+def _read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return document
+
+
+def _operations(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Operation, ...]:
+    """Rows by their keys, such as "GET /health"."""
+    named = [(key.partition(" "), row) for key, row in rows.items()]
+    return tuple(Operation(method=method, route=route, **row) for (method, _, route), row in named)
+
+
+_TABLE = _read("routes.yaml")
+_COMMON = _operations(_TABLE["common"])
+GENERATED = _operations(_TABLE["generated"]) + _COMMON
+RELAYED = _operations(_TABLE["relayed"]) + _COMMON
+SCHEMAS: Mapping[str, Any] = _read("schemas.yaml")
+WORDS: Mapping[str, Any] = _read("words.yaml")
 
 
 class _Untitled(GenerateJsonSchema):
@@ -56,10 +101,7 @@ def build_document(
         "components": {"schemas": _used(paths)},
     }
     if asks_for_keys:
-        document["components"]["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `auth.keys`."},
-            "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same."},
-        }
+        document["components"]["securitySchemes"] = WORDS["security schemes"]
     return document
 
 
@@ -70,37 +112,41 @@ def _operation(operation: Operation, *, model: str, asks_for_keys: bool) -> dict
         "tags": [operation.group],
         "summary": operation.summary,
         "description": operation.description,
-        "parameters": [*_parameters(operation, "path", model), *_parameters(operation, "query", model)],
+        "parameters": [
+            *(_parameter(name, row, "path", model) for name, row in operation.path.items()),
+            *(_parameter(name, row, "query", model) for name, row in operation.query.items()),
+        ],
         "responses": _responses(operation, asks_for_keys=asks_for_keys),
     }
     if operation.body is not None:
-        content: dict[str, Any] = {"schema": _reference(operation.body)}
+        content = _schema(operation.body)
         if operation.example is not None:
             content["example"] = _named(operation.example, model)
         written["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if asks_for_keys and operation.access is not Access.OPEN:
+    if asks_for_keys and operation.access != "open":
         written["security"] = [{"bearer": []}, {"header": []}]
     return written
 
 
-def _parameters(
-    operation: Operation, place: Literal["path", "query"], model: str
-) -> Iterator[dict[str, Any]]:
-    rows = operation.path if place == "path" else operation.query
-    for name, row in rows.items():
-        parts = ("description", "required", "example")
-        written = {"name": name, "in": place, "required": row.get("required", place == "path")}
-        written["schema"] = {key: value for key, value in row.items() if key not in parts}
-        written |= {key: row[key] for key in ("description", "example") if key in row}
-        yield _named(written, model)
+def _parameter(name: str, row: Mapping[str, Any], place: str, model: str) -> Any:
+    """`place`: path or query; parameters of a path are always required."""
+    parts = ("description", "required", "example")
+    written = {"name": name, "in": place, "required": row.get("required", place == "path")}
+    written["schema"] = {key: value for key, value in row.items() if key not in parts}
+    written |= {key: row[key] for key in ("description", "example") if key in row}
+    return _named(written, model)
 
 
 def _responses(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
     """Answers, then refusals in the order of their numbers."""
     written: dict[str, Any] = {}
+    # Only answers to what generates say how it was planned.
+    names = WORDS["headers"] if operation.group == "Generate" else ("X-Request-Id",)
+    texts = WORDS["headers"]
+    headers = {name: {"description": texts[name], "schema": {"type": "string"}} for name in names}
     for status, answer in operation.answers.items():
         media = {_MEDIA.get(name, name): _schema(entry) for name, entry in answer.items() if name != "text"}
-        described = {"description": answer["text"], "headers": _headers(operation)}
+        described = {"description": answer["text"], "headers": headers}
         written[str(status)] = {**described, "content": media}
     for status in sorted(_refusals(operation, asks_for_keys=asks_for_keys)):
         content = {"application/json" if operation.error else "*/*": _schema(operation.error)}
@@ -111,31 +157,18 @@ def _responses(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
 
 def _refusals(operation: Operation, *, asks_for_keys: bool) -> set[int]:
     """A row's own, and those that its access and its body imply."""
-    refusals = set(operation.errors)
-    if operation.access in (Access.KEY, Access.ADMIN):
-        refusals |= {503}
-    if operation.access is Access.ADMIN or (asks_for_keys and operation.access is Access.METRICS):
-        refusals |= {403}
-    if asks_for_keys and operation.access is not Access.OPEN:
-        refusals |= {401}
+    implied = WORDS["implied refusals"]
+    refusals = {*operation.errors, *implied["access"][operation.access]}
+    if asks_for_keys:
+        refusals.update(implied["access with keys"][operation.access])
     if operation.body is not None:
-        refusals |= {400, 408, 413, 415}
+        refusals.update(implied["body"])
     return refusals
-
-
-def _headers(operation: Operation) -> dict[str, Any]:
-    """Only answers to what generates say how it was planned."""
-    names = WORDS["headers"] if operation.group == "Generate" else ("X-Request-Id",)
-    return {name: {"description": WORDS["headers"][name], "schema": {"type": "string"}} for name in names}
 
 
 def _schema(component: object) -> dict[str, Any]:
     """Of a component by its name; empty for none."""
-    return {"schema": _reference(str(component))} if component else {}
-
-
-def _reference(component: str) -> dict[str, str]:
-    return {"$ref": _REFERENCE + component}
+    return {"schema": {"$ref": f"{_REFERENCE}{component}"}} if component else {}
 
 
 def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,23 +179,17 @@ def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
         schema_generator=_Untitled,
     )
     known = {**models["$defs"], **SCHEMAS}
-    used: dict[str, Any] = {}
+    used: set[str] = set()
     waiting = _referred(paths)
     while waiting:
-        used |= {name: known[name] for name in waiting}
-        waiting = [name for name in _referred(used) if name not in used]
-    return {name: used[name] for name in sorted(used)}
+        used |= waiting
+        waiting = _referred([known[name] for name in waiting]) - used
+    return {name: known[name] for name in sorted(used)}
 
 
-def _referred(document: object) -> Collection[str]:
+def _referred(document: object) -> set[str]:
     """The names of the components that a document refers to."""
-    if isinstance(document, Mapping):
-        inner = [name for value in document.values() for name in _referred(value)]
-        target = document.get("$ref")
-        return [target.removeprefix(_REFERENCE), *inner] if isinstance(target, str) else inner
-    if isinstance(document, list):
-        return [name for value in document for name in _referred(value)]
-    return []
+    return set(re.findall(rf'"\$ref": "{_REFERENCE}(\w+)"', json.dumps(document)))
 
 
 def _named(example: Any, model: str) -> Any:

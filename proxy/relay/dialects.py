@@ -1,23 +1,35 @@
 """
-The four routes of vLLM that generate, and what differs between them: where a body has its text, which bodies
-cannot be planned, and how a stream says that it breaks off.
+The four routes of vLLM that generate: what differs between them, and the prompt of a request in tokens, or
+why it cannot be planned.
 
-Tokens are not made here: vLLM renders every route's body itself, see `render.py`.
+vLLM renders the very body into tokens; one that was started without its `/render` routes is asked by
+`/tokenize`, which reads less. An unusual request is not planned: vLLM gets it unchanged and reports what is
+wrong with it. A prompt that vLLM tokenizes differently in the end does no harm: the ticket's digest does not
+match then.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from delta_tree import token_ids
+from kvshare.fleet.engine import VllmEngine
 from kvshare.reasons import Reason
+from kvshare.requests import Prompt
 from kvshare.rules.texts import SHAPES
 from proxy.errors import ErrorReply
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
 
 Body = Mapping[str, Any]
+
+_INT32 = 2**31 - 1
+_LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
 
 
 class Unplannable(Exception):
@@ -33,7 +45,7 @@ class Dialect:
     """One generating route of vLLM."""
 
     path: str
-    broken_off: Callable[[ErrorReply, str], bytes]  # the end of a stream that breaks off; + the request's id
+    tokenized: tuple[str, ...] = ()  # what `/tokenize` reads of a body, and alike
     first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
     check: Callable[[Body], None] = lambda document: None  # raises Unplannable
 
@@ -42,7 +54,7 @@ class Dialect:
         self.check(document)
         shape = SHAPES[self.path]
         if shape.messages is None:
-            prompt = only_prompt(document)
+            prompt = _only_prompt(document)
             return PromptText(last_user_turn="", body=prompt if isinstance(prompt, str) else "")
         turns = document.get(shape.messages)
         if isinstance(turns, str):
@@ -55,20 +67,23 @@ class Dialect:
         body = "\n".join(text for text in (*before, *texts) if text)
         return PromptText(last_user_turn=users[-1] if users else "", body=body)
 
+    def broken_off(self, reply: ErrorReply, request_id: str) -> bytes:
+        """The end of a stream that breaks off, after a blank line, which ends what may be half an event."""
+        if self is MESSAGES:
+            return b"\n\n" + named_events(reply.anthropic_body(request_id))
+        if self is RESPONSES:  # the openai client raises for a member `error`
+            error = {"type": "error", "code": reply.code, "message": reply.message, "param": reply.param}
+            return b"\n\n" + named_events({**error, **reply.body})
+        return b"\n\n" + frames(reply.body) + DONE
+
 
 # Parts of a content, and where each has its text, if it has any. Any other part is no text: an image, a file.
 _TEXT_AT = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
     "tool_result": "content",
-    "tool_use": "",
-    "tool_reference": "",
-    "tool_addition": "",
-    "tool_removal": "",
+    **dict.fromkeys(("tool_use", "tool_reference", "tool_addition", "tool_removal"), ""),
     "redacted_thinking": "",
 }
 
@@ -99,7 +114,7 @@ def _check_completion(document: Body) -> None:
         raise Unplannable(Reason.PROMPT_LOGPROBS)
 
 
-def only_prompt(document: Body) -> str | list[Any]:
+def _only_prompt(document: Body) -> str | list[Any]:
     """A completion's prompt, text or tokens; a list of one counts as that one. Raises Unplannable."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -111,25 +126,86 @@ def only_prompt(document: Body) -> str | list[Any]:
     return prompt
 
 
-# Each begins with a blank line, which ends what may be half an event.
+async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: VllmEngine) -> Prompt:
+    """
+    Of a request, given as values and as the bytes that vLLM will get, sanitized.
+
+    Raises:  Unplannable; NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens
+    """
+    text = dialect.text_of(document)
+    _check_usual(document, engine)
+    given = _given_tokens(document) if dialect is COMPLETION else None
+    numbers = await _rendered(document, body, dialect, engine) if given is None else given
+    if len(numbers) < _LONG_PROMPT:
+        return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), text)
+    array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
+    return Prompt(token_ids(array), text)
 
 
-def _openai_end(reply: ErrorReply, request_id: str) -> bytes:
-    return b"\n\n" + frames(reply.body) + DONE
+async def _rendered(document: Body, body: bytes, dialect: Dialect, engine: VllmEngine) -> Sequence[int]:
+    router = engine.server.router
+    rendered = await router.render(dialect.path, body)
+    if rendered is None:
+        return await router.tokenize(_tokenize_body(document, dialect))
+    if len(rendered) != 1:
+        raise Unplannable(Reason.SEVERAL_PROMPTS)
+    if not rendered[0].is_text:
+        raise Unplannable(Reason.MULTIMODAL)
+    return rendered[0].token_ids
 
 
-def _responses_end(reply: ErrorReply, request_id: str) -> bytes:
-    error = {"type": "error", "code": reply.code, "message": reply.message, "param": reply.param}
-    return b"\n\n" + named_events({**error, **reply.body})  # the openai client raises for a member `error`
+def _given_tokens(document: Body) -> list[int] | None:
+    """A prompt that comes as tokens needs no rendering, unless it is to be cut. Raises Unplannable."""
+    prompt = _only_prompt(document)
+    if isinstance(prompt, str) or document.get("truncate_prompt_tokens") is not None:
+        return None
+    if not all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
+        raise Unplannable(Reason.MALFORMED)
+    return prompt
 
 
-def _messages_end(reply: ErrorReply, request_id: str) -> bytes:
-    return b"\n\n" + named_events(reply.anthropic_body(request_id))
+def _check_usual(document: Body, engine: VllmEngine) -> None:
+    """Raises Unplannable where the KV is not the base model's, or vLLM computes all of it anyway."""
+    model, served = document.get("model"), engine.fleet.models
+    if model is not None and (served is None or model not in served.names):
+        raise Unplannable(Reason.ADAPTER)  # or a model that is not there
+    if document.get("prompt_logprobs") is not None:
+        raise Unplannable(Reason.PROMPT_LOGPROBS)
+    if document.get("use_beam_search"):
+        raise Unplannable(Reason.BEAM_SEARCH)
 
 
-CHAT = Dialect("/v1/chat/completions", _openai_end)
-COMPLETION = Dialect("/v1/completions", _openai_end, check=_check_completion)
+def _tokenize_body(document: Body, dialect: Dialect) -> dict[str, Any]:
+    """What to ask of vLLM's `/tokenize`, which reads chats and plain prompts only. Raises Unplannable."""
+    if not dialect.tokenized:
+        raise Unplannable(Reason.NO_RENDER)
+    if document.get("truncate_prompt_tokens") is not None:
+        raise Unplannable(Reason.TRUNCATED)
+    body = {key: document[key] for key in dialect.tokenized if document.get(key) is not None}
+    if dialect is COMPLETION:
+        return {**body, "prompt": _only_prompt(document)}
+    # The chat route adds to `chat_template_kwargs`, and `/tokenize` does not.
+    given = document.get("chat_template_kwargs")
+    kwargs = dict(given) if isinstance(given, Mapping) else {}
+    effort = document.get("reasoning_effort")
+    if effort is not None and "enable_thinking" not in kwargs:
+        kwargs["enable_thinking"] = effort != "none"
+    for name in ("documents", "reasoning_effort"):
+        if document.get(name) not in (None, "auto"):
+            kwargs[name] = document[name]
+    return {**body, "chat_template_kwargs": kwargs} if kwargs else body
+
+
+CHAT = Dialect(
+    "/v1/chat/completions",
+    tokenized=(
+        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("add_special_tokens", "chat_template", "chat_template_kwargs"),
+    ),
+)
+COMPLETION = Dialect("/v1/completions", tokenized=("model", "add_special_tokens"), check=_check_completion)
 # A response begins with events that say so, at once.
 _FIRST_ITEM = b"event: response.output_item.added"
-RESPONSES = Dialect("/v1/responses", _responses_end, first_token=_FIRST_ITEM, check=_check_response)
-MESSAGES = Dialect("/v1/messages", _messages_end)
+RESPONSES = Dialect("/v1/responses", first_token=_FIRST_ITEM, check=_check_response)
+MESSAGES = Dialect("/v1/messages")
+DIALECTS = {dialect.path: dialect for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES)}

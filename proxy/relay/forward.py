@@ -90,21 +90,18 @@ class RelayedRequest:
         headers["X-Request-Id"] = record.request_id
         headers.update(replica.headers)
         path = upstream_path(request.rel_url.raw_path_qs)
-        try:
-            return await replica.vllm.send(request.method, path, headers=headers, body=self._salted(path))
-        except TimeoutError as exc:
-            read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
-            message = f"The model server said nothing for {read_timeout_s:g} s."
-            raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
-
-    def _salted(self, path: str) -> bytes:
-        """The body with the salt and the ticket of this try."""
-        added: dict[str, Any] = {}
+        added: dict[str, Any] = {}  # the salt and the ticket of this try
         if self.is_json and takes_salt(path):
             added["cache_salt"] = self.routed.salt
         if (params := self.routed.transfer_params) is not None:
             added["kv_transfer_params"] = params
-        return with_members(self.body, added)
+        body = with_members(self.body, added)
+        try:
+            return await replica.vllm.send(request.method, path, headers=headers, body=body)
+        except TimeoutError as exc:
+            read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
+            message = f"The model server said nothing for {read_timeout_s:g} s."
+            raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.was_refused = response.status >= 400
@@ -145,7 +142,7 @@ class RelayedRequest:
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
-        if self.dialect is None or not self.dialect.first_token or not self._is_stream:
+        if self.dialect is None or not self._is_stream:
             return True
         self._beginning += chunk
         return self.dialect.first_token in self._beginning

@@ -2,7 +2,7 @@
 The /v1 routes in front of vLLM: those that generate are planned, everything else is passed through as it is.
 
 1. read      the body, as bytes and as values
-2. render    its prompt into tokens, by vLLM itself: `render.py`; what differs between routes: `dialects.py`
+2. render    its prompt into tokens, by vLLM itself; that, and what differs between routes: `dialects.py`
 3. forward   plan, choose the replica, send the body with salt and ticket, pass on the answer's:
              `forward.py`
 
@@ -26,21 +26,15 @@ from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
-from proxy.auth import Role
 from proxy.context import SERVER
-from proxy.prompt_rules import api_of, behind_rules
-from proxy.relay.dialects import CHAT, COMPLETION, MESSAGES, RESPONSES, Dialect, Unplannable
+from proxy.relay.dialects import DIALECTS, Dialect, Unplannable, prompt_of
 from proxy.relay.forward import RelayedRequest
-from proxy.relay.render import prompt_of
 from proxy.relay.sanitize import check_form, check_path, client_salt, is_for_operators, sanitized
-from proxy.request_body import check_is_json, parse_object, read_raw
-from proxy.request_history import stored_documents
-from proxy.request_log import RECORD
-from proxy.request_options import parse_kvshare, request_options
+from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
+from proxy.request_log import RECORD, stored_documents
 
 log = logging.getLogger(__name__)
 
-_DIALECTS = {dialect.path: dialect for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES)}
 ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
 
 
@@ -51,7 +45,7 @@ def add_routes(
     app[ENGINE] = engine
     app.router.add_get("/v1/models", pass_through)
     if serves_clients:
-        for path in _DIALECTS:
+        for path in DIALECTS:
             app.router.add_post(path, generate)
             app.router.add_post(f"{path}/", generate)
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
@@ -63,22 +57,23 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
-        request.app[SERVER].keyring.check_role(request, request[RECORD].caller, Role.ADMIN)
+        request.app[SERVER].keyring.check_admin(request, request[RECORD].caller)
     router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
-    if request.content_type == "application/json" and request.can_read_body:
+    is_json = request.content_type == "application/json" and request.can_read_body
+    if is_json:
         body, document = await _read_json(request)
         routed.client_salt = client_salt(document)
-        return await RelayedRequest(request, router, routed, body).forward()
-    form = await read_raw(request)
-    if form and request.content_type != "multipart/form-data":
-        check_is_json(request)
-    check_form(form)
-    return await RelayedRequest(request, router, routed, form, is_json=False).forward()
+    else:
+        body = await read_raw(request)
+        if body and request.content_type != "multipart/form-data":
+            check_is_json(request)
+        check_form(body)
+    return await RelayedRequest(request, router, routed, body, is_json=is_json).forward()
 
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this request would get in the caller's own namespace."""
-    engine, dialect = request.app[ENGINE], _DIALECTS[api_of(request)]
+    engine, dialect = request.app[ENGINE], DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     try:
         prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
@@ -92,13 +87,12 @@ async def explain(request: web.Request) -> web.Response:
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST to a route that generates: planned if its prompt is known."""
-    dialect = _DIALECTS[api_of(request)]
+    dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
-    routed = _untokenized(request, document)
-    request[RECORD].mode = routed.mode
-    request[RECORD].executed = partial(_executed, routed.execution)
+    routed, record = _untokenized(request, document), request[RECORD]
+    record.mode, record.executed = routed.mode, partial(_executed, routed.execution)
     if routed.mode is SharingMode.OFF:
-        request[RECORD].unplanned = Reason.OFF
+        record.unplanned = Reason.OFF
     else:
         routed.prompt = await _rendered(request, document, body, dialect)
     router = request.app[ENGINE].server.router
@@ -125,12 +119,12 @@ def _executed(execution: Execution) -> dict[str, Any]:
 
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedRequest:
     """What a request says of itself. Raises RequestError."""
-    options = request_options(request, parse_kvshare(document))
+    mode, may_store = request_options(request, parse_kvshare(document))
     return RoutedRequest(
         owner=request[RECORD].caller.owner,
         request_id=request[RECORD].unique_id,
-        mode=options.mode,
-        may_store=options.store,
+        mode=mode,
+        may_store=may_store,
         client_salt=client_salt(document),
     )
 
@@ -162,8 +156,6 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     Raises:  HttpError for another content type, RequestError for what is no JSON object: what cannot be read
     cannot be searched. What only strict JSON forbids is for vLLM to judge
     """
-    check_is_json(request)
-    raw = await read_raw(request)
-    given = parse_object(raw, strict=False)
-    document = await behind_rules(request, given)
-    return sanitized(raw if document is given else None, document), document
+    document = await read_object(request, strict=False)
+    raw = None if request[RECORD].rules else await request.read()
+    return sanitized(raw, document), document

@@ -40,8 +40,6 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
     x-request-id x-data-parallel-rank
     """.split()  # noqa: SIM905
 )
-
-
 _CORS = "access-control-"
 
 

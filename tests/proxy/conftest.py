@@ -18,10 +18,9 @@ import pytest
 from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
-from proxy.app import build_admin_app, build_app
+from proxy.app import FrontRunner, build_admin_app, build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
-from proxy.runner import FrontRunner
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 
 KEYS = [

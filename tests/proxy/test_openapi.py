@@ -15,10 +15,8 @@ from aiohttp import web
 
 from kvshare.settings import Settings
 from proxy.app import build_admin_app, build_app
-from proxy.openapi.document import BODIES, build_document
-from proxy.openapi.page import render
-from proxy.openapi.routes import operations_of
-from proxy.openapi.table import GENERATED, RELAYED, SCHEMAS
+from proxy.openapi.document import BODIES, GENERATED, RELAYED, SCHEMAS, build_document
+from proxy.openapi.routes import operations_of, render
 from tests.fake_vllm import running_vllm
 from tests.proxy.conftest import Server, chat, running_server, settings_with
 from tests.proxy.fake_engine import Behaviour, FakeEngine

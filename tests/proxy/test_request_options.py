@@ -8,7 +8,7 @@ from aiohttp.test_utils import make_mocked_request
 from kvshare.errors import RequestError
 from kvshare.requests import SharingMode
 from proxy.app import build_app
-from proxy.request_options import RequestOptions, parse_kvshare, request_options
+from proxy.request_body import parse_kvshare, request_options
 from tests.proxy.conftest import settings_with
 from tests.proxy.fake_engine import FakeEngine
 
@@ -18,15 +18,15 @@ OFF, EXACT, APPROX = SharingMode.OFF, SharingMode.EXACT, SharingMode.APPROX
 @pytest.mark.parametrize(
     ("body", "cache_control", "expected"),
     [
-        ({}, "", RequestOptions(EXACT, True)),
-        ({"kvshare": None}, "max-age=0", RequestOptions(EXACT, True)),
-        ({"kvshare": {"mode": "approx", "no_store": True}}, "", RequestOptions(APPROX, False)),
-        ({"kvshare": {"mode": "approx"}}, "No-Cache", RequestOptions(OFF, True)),
-        ({"kvshare": {"no_store": False}}, "max-age=0, no-store", RequestOptions(EXACT, False)),
+        ({}, "", (EXACT, True)),
+        ({"kvshare": None}, "max-age=0", (EXACT, True)),
+        ({"kvshare": {"mode": "approx", "no_store": True}}, "", (APPROX, False)),
+        ({"kvshare": {"mode": "approx"}}, "No-Cache", (OFF, True)),
+        ({"kvshare": {"no_store": False}}, "max-age=0, no-store", (EXACT, False)),
     ],
 )
 def test_the_stricter_of_body_and_header_wins(
-    body: dict[str, object], cache_control: str, expected: RequestOptions
+    body: dict[str, object], cache_control: str, expected: tuple[SharingMode, bool]
 ) -> None:
     """What neither says is the settings' mode, and may be stored."""
     app = build_app(settings_with(sharing__mode="exact"), FakeEngine())

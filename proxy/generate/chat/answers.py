@@ -16,26 +16,32 @@ from typing import Any
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Answer, Usage
+from proxy.generate.answer import Answer, Blocks, Usage
 from proxy.generate.chat.bodies import CompletionBody, GenerationBody
 from proxy.sse import DONE, frames
 
-Content = tuple[dict[str, Any], Sequence[TokenLogprob] | None]
-"""What a choice says next, and the tokens it says it with; None where an earlier piece had them."""
+Piece = dict[str, Any]
+"""What a choice says next, as JSON."""
+
+Content = tuple[Piece, Sequence[TokenLogprob] | None]
+"""A piece, and the tokens that it consists of; None where an earlier piece had them."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice as far as it has come."""
+    """One choice as far as it has come. `blocks`: of a chat's choice that may hold more than text."""
 
-    texts: list[str] = field(default_factory=list)
+    text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_characters: int = 0  # of the tokens with logprobs, for `text_offset`
     finish_reason: FinishReason | None = None
+    blocks: Blocks | None = None
+    has_begun: bool = False  # with more than white space
+    unsent: list[TokenLogprob] = field(default_factory=list)  # as the blocks wait for more text
 
     @property
-    def text(self) -> str:
-        return "".join(self.texts)
+    def has_calls(self) -> bool:
+        return self.blocks is not None and self.blocks.has_calls
 
 
 class OpenAIAnswer(Answer):
@@ -45,11 +51,16 @@ class OpenAIAnswer(Answer):
     object_name: str
     chunk_object_name: str
 
-    def __init__(self, requests: Sequence[GenerationRequest], body: GenerationBody, *, model: str) -> None:
-        """`requests` are the prompts of `body`; each has as many choices as it asks for."""
+    def __init__(
+        self, requests: Sequence[GenerationRequest], body: GenerationBody, model: str, first: Sequence[Piece]
+    ) -> None:
+        """
+        `requests` are the prompts of `body`; each has as many choices as it asks for. `first`: what each
+        choice of a stream says before any generated text, if anything.
+        """
         self.requests = requests
         self.is_stream = bool(body.stream)
-        self._include_usage = body.include_usage
+        self._first = first
         answer_id = f"{self.id_prefix}-{requests[0].request_id}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._with_logprobs = requests[0].sampling.logprobs is not None
@@ -66,12 +77,12 @@ class OpenAIAnswer(Answer):
 
     def collect(self, delta: Delta) -> None:
         choice = self.choices[delta.choice]
-        choice.texts.append(delta.text)
+        choice.text += delta.text
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
 
     def opening(self, usage: Usage) -> bytes:
-        return frames(*(self._chunk(self._choice(index, part)) for index, part in self._opening()))
+        return frames(*(self._chunk(self._choice(index, part)) for index, part in enumerate(self._first)))
 
     def more(self, delta: Delta) -> bytes:
         """A delta's content, if there is any to send, then the end of its choice, if it is the end."""
@@ -84,10 +95,9 @@ class OpenAIAnswer(Answer):
 
     def closing(self, usage: Usage) -> bytes:
         self._check_ended()
-        if not self._include_usage:
+        if not self._no_usage_yet:
             return DONE
-        head = {**self._head, "object": self.chunk_object_name}
-        return frames({**head, "choices": [], "usage": document(usage)}) + DONE
+        return frames({**self._chunk(), "usage": document(usage)}) + DONE
 
     def broken_off(self, reply: ErrorReply) -> bytes:
         return frames(reply.body) + DONE
@@ -96,21 +106,18 @@ class OpenAIAnswer(Answer):
         if any(choice.finish_reason is None for choice in self.choices):
             raise EngineError("The engine ended a choice without saying why.")
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object_name, "choices": [choice], **self._no_usage_yet}
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        head = {**self._head, "object": self.chunk_object_name}
+        return {**head, "choices": list(choices), **self._no_usage_yet}
 
     def _choice(
-        self,
-        index: int,
-        content: dict[str, Any],
-        tokens: Sequence[TokenLogprob] | None = None,
-        *,
-        ended: bool = False,
+        self, index: int, piece: Piece, tokens: Sequence[TokenLogprob] | None = None, *, ended: bool = False
     ) -> dict[str, Any]:
-        """A choice, or a piece of it; `tokens` are those of `content`, None where it has none."""
-        logprobs = None if tokens is None or not self._with_logprobs else self._logprobs(index, tokens)
-        finish_reason = self._finish_reason(index) if ended else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        """A choice, or a piece of it; `tokens` are those of the piece, None where it has none."""
+        choice = self.choices[index]
+        logprobs = None if tokens is None or not self._with_logprobs else self._logprobs(choice, tokens)
+        finish_reason = self._finish_reason(choice) if ended else None
+        return {"index": index, **piece, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _contents(self, delta: Delta) -> list[Content]:
         """What of a delta is to be sent now."""
@@ -118,24 +125,20 @@ class OpenAIAnswer(Answer):
             return [(self._part(delta.text), delta.logprobs)]
         return []
 
-    def _finish_reason(self, index: int) -> str | None:
+    def _finish_reason(self, choice: Choice) -> str | None:
         """Of a choice that has ended."""
-        return self.choices[index].finish_reason
+        return choice.finish_reason
 
     @abstractmethod
-    def _opening(self) -> list[tuple[int, dict[str, Any]]]:
-        """What choices say before any generated text."""
-
-    @abstractmethod
-    def _whole(self, index: int) -> dict[str, Any]:
+    def _whole(self, index: int) -> Piece:
         """All that a choice says."""
 
     @abstractmethod
-    def _part(self, text: str | None) -> dict[str, Any]:
+    def _part(self, text: str | None) -> Piece:
         """More text of a choice; None at its end."""
 
     @abstractmethod
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -146,30 +149,21 @@ class CompletionAnswer(OpenAIAnswer):
     chunk_object_name = "text_completion"
 
     def __init__(
-        self,
-        requests: Sequence[GenerationRequest],
-        body: CompletionBody,
-        *,
-        model: str,
-        echoed: Sequence[str] = (),
+        self, requests: Sequence[GenerationRequest], body: CompletionBody, model: str, echoed: Sequence[str]
     ) -> None:
         """`echoed`: the text of each prompt, if choices begin with it."""
-        super().__init__(requests, body, model=model)
-        self._echoed = [text for text in echoed for _ in range(body.num_choices)]
+        first = [self._part(text) for text in echoed for _ in range(body.num_choices)]
+        super().__init__(requests, body, model, first)
 
-    def _opening(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(index, self._part(text)) for index, text in enumerate(self._echoed)]
+    def _whole(self, index: int) -> Piece:
+        echoed = self._first[index]["text"] if self._first else ""
+        return self._part(echoed + self.choices[index].text)
 
-    def _whole(self, index: int) -> dict[str, Any]:
-        echoed = self._echoed[index] if self._echoed else ""
-        return {"text": echoed + self.choices[index].text}
-
-    def _part(self, text: str | None) -> dict[str, Any]:
+    def _part(self, text: str | None) -> Piece:
         return {"text": text or ""}
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
-        choice = self.choices[index]
         for token in tokens:
             offsets.append(choice.num_characters)
             choice.num_characters += len(token.text)

@@ -2,11 +2,13 @@
 The bodies of the two generating routes: which parameters are read, their types and ranges.
 
 Unknown parameters pass; known ones must be right. A parameter that would change the answer and is not
-implemented is refused. Each error names the parameter.
+implemented is refused. Each error names the parameter. The JSON schema that an answer must follow is given as
+`response_format`, or by vLLM's names for the same.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -14,23 +16,23 @@ from pydantic import Field, model_validator
 
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
-from proxy.generate.chat.formats import answer_schema
 from proxy.generate.chat.template import TemplateBody
 from proxy.generate.fields import (
     INT32,
     NO_LIMIT,
     Body,
     LogitBias,
+    Name,
     Prompts,
     Seed,
     Stops,
     StopTokens,
     TokenLimit,
     Whole,
+    refuse_unsupported,
 )
-from proxy.generate.unsupported import refuse_unsupported
-from proxy.request_options import KVShareField
-from proxy.wrong_values import invalid
+from proxy.request_body import KVShareField
+from proxy.wrong_values import found, invalid
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -38,6 +40,7 @@ _SAMPLING = {  # passed to the engine as they are
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "n", "min_tokens", "ignore_eos", "skip_special_tokens"),
 }
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -48,7 +51,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What both generating routes read."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: Name
     max_tokens: TokenLimit | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -82,7 +85,7 @@ class GenerationBody(Body):
 
     @property
     def answer_schema(self) -> Mapping[str, Any] | None:
-        return answer_schema(self.response_format, self.guided_json, self.structured_outputs)
+        return _answer_schema(self.response_format, self.guided_json, self.structured_outputs)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,8 +95,9 @@ class GenerationBody(Body):
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self
 
-    def _sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """What the body leaves out is as `SamplingParams` says. Raises RequestError."""
+    def _sampling(self, *, limit: int | None, logprobs: int | None) -> SamplingParams:
+        """`limit`: of tokens. What the body leaves out is as `SamplingParams` says. Raises RequestError."""
+        max_tokens = None if limit == NO_LIMIT else limit
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
             expected = f"expected at most 'max_tokens', which is {max_tokens}"
             raise invalid("min_tokens", f"{expected}, got {self.min_tokens}")
@@ -126,10 +130,7 @@ class ChatBody(GenerationBody, TemplateBody):
     def sampling(self) -> SamplingParams:
         """`max_completion_tokens` wins over the older `max_tokens`. Raises RequestError."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._sampling(
-            max_tokens=None if limit == NO_LIMIT else limit,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
+        return self._sampling(limit=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
 class CompletionBody(GenerationBody):
@@ -153,4 +154,66 @@ class CompletionBody(GenerationBody):
     def sampling(self) -> SamplingParams:
         """Raises RequestError."""
         limit = _COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens=None if limit == NO_LIMIT else limit, logprobs=self.logprobs)
+        return self._sampling(limit=limit, logprobs=self.logprobs)
+
+
+def _answer_schema(
+    response_format: object, guided_json: object, structured_outputs: object
+) -> Mapping[str, Any] | None:
+    """
+    None: any text.
+
+    Raises:  RequestError if a format has no known form, or if there is more than one
+    """
+    schemas = {
+        "response_format": _response_format(response_format),
+        "guided_json": _schema("guided_json", guided_json),
+        "structured_outputs": _structured_outputs(structured_outputs),
+    }
+    given = {param: schema for param, schema in schemas.items() if schema is not None}
+    if len(given) > 1:
+        *_, last = given
+        names = " and ".join(f"'{param}'" for param in given)
+        raise RequestError(f"Send only one of {names}: each is the answer's format.", param=last)
+    return next(iter(given.values()), None)
+
+
+def _response_format(given: object) -> Mapping[str, Any] | None:
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return _ANY_OBJECT
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
+            return _schema("response_format.json_schema.schema", schema)
+        case {"type": "json_schema"}:
+            raise invalid("response_format.json_schema", "expected an object with 'schema', a JSON schema")
+    raise invalid("response_format.type", "expected 'text', 'json_object' or 'json_schema'")
+
+
+def _structured_outputs(given: object) -> Mapping[str, Any] | None:
+    """Of vLLM's constraints the two that ask for JSON."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise invalid("structured_outputs", f"expected an object, got {found(given)}")
+    for name in ("regex", "choice", "grammar", "structural_tag"):
+        if given.get(name) is not None:
+            raise UnsupportedParameterError(
+                f"structured_outputs.{name}", "this server knows 'json' and 'json_object' only"
+            )
+    if given.get("json_object"):
+        return _ANY_OBJECT
+    return _schema("structured_outputs.json", given.get("json"))
+
+
+def _schema(param: str, schema: object) -> Mapping[str, Any] | None:
+    """A schema as an object or as its JSON text."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(param, "expected a JSON schema, got a string that is no JSON") from None
+    if schema is None or isinstance(schema, dict):
+        return schema
+    raise invalid(param, f"expected a JSON schema, got {found(schema)}")

@@ -3,177 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.conversation.parser import AnswerParser
-from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.engines.base import Delta, FinishReason, TokenLogprob
-from proxy.generate.chat.answers import Content, OpenAIAnswer, finite
+from proxy.generate.answer import BlockKind, Blocks, Change
+from proxy.generate.chat.answers import Choice, Content, OpenAIAnswer, Piece, finite
 from proxy.generate.chat.bodies import ChatBody
 from proxy.generate.requests import ChatRequest
 
 _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
 
 
-@dataclass(slots=True)
-class _Voice:
-    """How a choice is read. `unsent`: tokens that were not sent, as the parser waits for more text."""
-
-    parser: AnswerParser | None
-    has_begun: bool = False
-    unsent: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def has_calls(self) -> bool:
-        return self.parser is not None and self.parser.num_calls > 0
-
-
 class ChatAnswer(OpenAIAnswer):
     """
     The answer of POST /v1/chat/completions.
 
-    Where an answer may hold more than text, each choice has a parser. Else its text goes out as it comes,
-    unless it begins as thoughts do.
+    Where an answer may hold more than text, each choice consists of blocks. Else its text goes out as it
+    comes, unless it begins as thoughts do. In the older API of functions, an answer has at most one call;
+    further ones are left out.
     """
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, asked: ChatRequest, body: ChatBody, *, model: str) -> None:
-        super().__init__([asked.generation], body, model=model)
+    def __init__(self, asked: ChatRequest, body: ChatBody) -> None:
+        first = {"delta": {"role": "assistant", "content": ""}}
+        super().__init__([asked.generation], body, asked.model, [first] * body.num_choices)
         self._new_parser = asked.new_parser
-        self._voices = [_Voice(None if asked.is_plain else asked.new_parser()) for _ in self.choices]
-        self._calls: type[Calls] = LegacyCalls if body.functions else Calls
+        self._has_functions = bool(body.functions)  # of the older API
+        for choice in self.choices:
+            choice.blocks = None if asked.is_plain else Blocks(asked.new_parser())
 
     @property
     def has_calls(self) -> bool:
-        return any(voice.has_calls for voice in self._voices)
+        return any(choice.has_calls for choice in self.choices)
 
-    def _opening(self) -> list[tuple[int, dict[str, Any]]]:
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return [(index, first) for index in range(len(self.choices))]
+    def _whole(self, index: int) -> Piece:
+        choice = self.choices[index]
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if (read := self._blocks(choice, choice.text)) is None:
+            return {"message": message}
+        read.add(Delta(index, choice.text, 0, finish_reason=choice.finish_reason))
+        text, thought = read.text_of(BlockKind.TEXT), read.text_of(BlockKind.REASONING)
+        calls = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+            for call in read.all
+            if call.kind is BlockKind.CALL
+        ]
+        message["content"] = None if calls and not text else text
+        if thought:
+            message |= _reasoning(thought)
+        if calls:
+            first = calls[0]["function"]
+            message |= {"function_call": first} if self._has_functions else {"tool_calls": calls}
+        return {"message": message}
 
-    def _whole(self, index: int) -> dict[str, Any]:
-        text = self.choices[index].text
-        parser = self._parser(index, text)
-        if parser is None:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"message": self._message([*parser.add(text), *parser.end()])}
-
-    def _parser(self, index: int, text: str) -> AnswerParser | None:
+    def _blocks(self, choice: Choice, text: str) -> Blocks | None:
         """Of a choice that goes on with `text`; None where it is only that."""
-        voice = self._voices[index]
-        if not voice.has_begun and text and not text.isspace():
-            voice.has_begun = True
-            if voice.parser is None and _THOUGHTS.startswith(text.lstrip()[: len(_THOUGHTS)]):
-                voice.parser = self._new_parser()
-        return voice.parser
-
-    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
-        text = "".join(part.text for part in parts if isinstance(part, Text))
-        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = self._calls.whole(parts)
-        content = None if calls and not text else text
-        return {
-            "role": "assistant",
-            "content": content,
-            "refusal": None,
-            **(_reasoning(thought) if thought else {}),
-            **calls,
-        }
+        if not choice.has_begun and text and not text.isspace():
+            choice.has_begun = True
+            if choice.blocks is None and _THOUGHTS.startswith(text.lstrip()[: len(_THOUGHTS)]):
+                choice.blocks = Blocks(self._new_parser())
+        return choice.blocks
 
     def _contents(self, delta: Delta) -> list[Content]:
-        parser = self._parser(delta.choice, delta.text)
-        if parser is None:
+        choice = self.choices[delta.choice]
+        blocks = self._blocks(choice, delta.text)
+        if blocks is None:
             return super()._contents(delta)
-        unsent = self._voices[delta.choice].unsent
-        unsent.extend(delta.logprobs)
-        parts = parser.add(delta.text)
-        if delta.finish_reason is not None:
-            parts = [*parts, *parser.end()]
-        pieces = [piece for part in parts if (piece := self._piece(part))]
-        if not pieces and unsent and delta.finish_reason is not None:
+        choice.unsent.extend(delta.logprobs)
+        pieces = [piece for change in blocks.add(delta) if (piece := self._piece(change))]
+        if not pieces and choice.unsent and delta.finish_reason is not None:
             pieces = [{"content": ""}]
         if not pieces:
             return []
-        self._voices[delta.choice].unsent = []
-        return [({"delta": piece}, None if number else unsent) for number, piece in enumerate(pieces)]
+        tokens, choice.unsent = choice.unsent, []
+        return [({"delta": piece}, None if number else tokens) for number, piece in enumerate(pieces)]
 
-    def _piece(self, part: Part) -> dict[str, Any]:
-        """A part as a delta says it; empty where it says nothing."""
-        if isinstance(part, Text):
-            return {"content": part.text} if part.text else {}
-        if isinstance(part, Reasoning):
-            return _reasoning(part.text) if part.text else {}
-        return self._calls.piece(part)
+    def _piece(self, change: Change) -> Piece:
+        """A change as a delta says it; empty where it says nothing."""
+        block, begins = change.block, change.kind == "began"
+        if change.kind == "ended" or (begins and block.kind is not BlockKind.CALL):
+            return {}
+        if block.kind is BlockKind.TEXT:
+            return {"content": change.text}
+        if block.kind is BlockKind.REASONING:
+            return _reasoning(change.text)
+        function = {"name": block.name, "arguments": ""} if begins else {"arguments": change.text}
+        if self._has_functions:
+            return {} if block.number else {"function_call": function}
+        head = {"id": block.call_id, "type": "function"} if begins else {}
+        return {"tool_calls": [{"index": block.number, **head, "function": function}]}
 
-    def _part(self, text: str | None) -> dict[str, Any]:
+    def _part(self, text: str | None) -> Piece:
         return {"delta": {} if text is None else {"content": text}}
 
-    def _finish_reason(self, index: int) -> str | None:
-        reason = self.choices[index].finish_reason
-        if reason is FinishReason.STOP and self._voices[index].has_calls:
-            return self._calls.finish_reason
-        return reason
+    def _finish_reason(self, choice: Choice) -> str | None:
+        if choice.finish_reason is FinishReason.STOP and choice.has_calls:
+            return "function_call" if self._has_functions else "tool_calls"
+        return choice.finish_reason
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
         return {"content": content, "refusal": None}
-
-
-class Calls:
-    """How calls of tools are written."""
-
-    finish_reason = "tool_calls"
-
-    @staticmethod
-    def whole(parts: Sequence[Part]) -> dict[str, Any]:
-        """Of all parts of an answer; empty if there are no calls."""
-        calls = [
-            {
-                "id": begin.call_id,
-                "type": "function",
-                "function": {"name": begin.name, "arguments": _arguments(parts, begin.number)},
-            }
-            for begin in parts
-            if isinstance(begin, CallBegins)
-        ]
-        return {"tool_calls": calls} if calls else {}
-
-    @staticmethod
-    def piece(part: CallBegins | CallArguments) -> dict[str, Any]:
-        if isinstance(part, CallArguments):
-            return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
-        function = {"name": part.name, "arguments": ""}
-        call = {"index": part.number, "id": part.call_id, "type": "function", "function": function}
-        return {"tool_calls": [call]}
-
-
-class LegacyCalls(Calls):
-    """In the older API of functions, an answer has at most one call; further ones are left out."""
-
-    finish_reason = "function_call"
-
-    @staticmethod
-    def whole(parts: Sequence[Part]) -> dict[str, Any]:
-        first = next((part for part in parts if isinstance(part, CallBegins)), None)
-        if first is None:
-            return {}
-        return {"function_call": {"name": first.name, "arguments": _arguments(parts, first.number)}}
-
-    @staticmethod
-    def piece(part: CallBegins | CallArguments) -> dict[str, Any]:
-        if part.number > 0:
-            return {}
-        if isinstance(part, CallArguments):
-            return {"function_call": {"arguments": part.text}}
-        return {"function_call": {"name": part.name, "arguments": ""}}
-
-
-def _arguments(parts: Sequence[Part], number: int) -> str:
-    return "".join(part.text for part in parts if isinstance(part, CallArguments) and part.number == number)
 
 
 def _reasoning(text: str) -> dict[str, str]:

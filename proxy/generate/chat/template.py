@@ -1,17 +1,24 @@
-"""What of a body decides how messages become a prompt: read, and made a `Chat`."""
+"""
+What of a body decides how messages become a prompt: read, and made a `Chat`. The messages are as OpenAI's
+clients of all ages write them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from kvshare.conversation.chat import Chat
-from proxy.generate.chat.messages import chat_messages
+from kvshare.conversation.history import template_messages
+from kvshare.errors import UnsupportedParameterError
 from proxy.generate.chat.tools import Functions, Tools, read_tools
 from proxy.generate.fields import Body
-from proxy.wrong_values import invalid
+from proxy.wrong_values import found, invalid
+
+_REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, which templates know, and vLLM's
 
 
 class TemplateBody(Body):
@@ -48,23 +55,76 @@ class TemplateBody(Body):
     @property
     def chat(self) -> Chat:
         """Raises RequestError naming the field."""
-        asked = read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
+        tools, choice = read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:  # as in vLLM it also switches thinking on or off
+            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
+            kwargs["reasoning_effort"] = self.reasoning_effort
         return Chat(
-            messages=chat_messages(self.messages),
-            tools=asked.tools,
-            tool_choice=asked.choice,
+            messages=_chat_messages(self.messages),
+            tools=tools,
+            tool_choice=choice,
             # The older API has room for one call.
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
             answer_schema=self.answer_schema,
             continue_final_message=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
-            template_kwargs=self._template_kwargs(),
+            template_kwargs=kwargs,
         )
 
-    def _template_kwargs(self) -> dict[str, Any]:
-        """As vLLM's chat route gives them: an effort also switches thinking on or off."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
-            kwargs["reasoning_effort"] = self.reasoning_effort
-        return kwargs
+
+def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """
+    The messages of a `Chat`. An assistant's reasoning is there for the templates that show it.
+
+    Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
+    """
+    read = template_messages(list(_of_today(messages)))
+    return tuple(_with_reasoning(message, sent) for message, sent in zip(read, messages, strict=True))
+
+
+def _of_today(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Functions as tools: a call gets an id, by which the next result finds it. Equal chats get equal ids."""
+    call_id = "call_0"
+    for number, message in enumerate(messages):
+        if message.get("audio") is not None:
+            raise UnsupportedParameterError(f"messages[{number}].audio", "this server reads text only")
+        if message.get("role") in ("tool", "function") and message.get("content") is None:
+            message = {**message, "content": ""}
+        if message.get("role") == "function":
+            yield {**message, "role": "tool", "tool_call_id": call_id}
+        elif message.get("function_call") is not None and not message.get("tool_calls"):
+            call_id = f"call_{number}"
+            function = message["function_call"]
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                problem = f"expected an object with 'name' and 'arguments', got {found(function)}"
+                raise invalid(f"messages[{number}].function_call", problem)
+            call = {"id": call_id, "type": "function", "function": _with_arguments(function)}
+            yield {**message, "tool_calls": [call]}
+        elif isinstance(calls := message.get("tool_calls"), list):
+            yield {**message, "tool_calls": [_call(call) for call in calls]}
+        else:
+            yield message
+
+
+def _call(call: object) -> object:
+    """A call with the defaults that clients leave out."""
+    if not isinstance(call, dict):
+        return call
+    call = {"type": "function"} | {name: value for name, value in call.items() if value is not None}
+    if isinstance(call.get("function"), dict):
+        call["function"] = _with_arguments(call["function"])
+    return call
+
+
+def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """No arguments are an empty object; some clients send the object itself instead of its JSON text."""
+    arguments = function.get("arguments") or {}
+    return {**function, "arguments": json.dumps(arguments) if isinstance(arguments, dict) else arguments}
+
+
+def _with_reasoning(message: Mapping[str, Any], sent: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = [sent[name] for name in _REASONING if isinstance(sent.get(name), str) and sent[name]]
+    if message["role"] != "assistant" or not given:
+        return message
+    return {**message, "reasoning_content": given[0]}

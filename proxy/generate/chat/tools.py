@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
-
-from pydantic import Field
 
 from kvshare.conversation.chat import ToolChoice, ToolUse
 from kvshare.errors import RequestError
-from proxy.generate.fields import Body
+from proxy.generate.fields import Body, Name
 from proxy.request_body import at_most
 from proxy.wrong_values import found, invalid
 
 MAX_TOOLS = 512
 _ANY = ToolChoice()
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Function(Body):
@@ -46,34 +41,28 @@ Tools = Annotated[list[Tool], at_most(MAX_TOOLS)]
 Functions = Annotated[list[Function], at_most(MAX_TOOLS)]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolRequest:
-    """The tools of a body and whether the answer may or must call them."""
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    choice: ToolChoice = _ANY
-
-
 def read_tools(
     tools: Sequence[Tool] | None,
     tool_choice: object,
     functions: Sequence[Function] | None,
     function_call: object,
-) -> ToolRequest:
-    """Raises RequestError if a choice has no known form, or names a tool that is not there."""
+) -> tuple[tuple[Mapping[str, Any], ...], ToolChoice]:
+    """
+    The tools of a body and whether the answer may or must call them.
+
+    Raises:  RequestError if a choice has no known form, or names a tool that is not there
+    """
     if tools and functions:
         raise RequestError("Send 'tools' or the older 'functions', not both.", param="functions")
-    if functions:
-        given = tuple(function.for_template() for function in functions)
-        choice, _ = _read_choice("function_call", function_call, given)
-        return ToolRequest(given, choice)
-    _refuse_orphan("function_call", function_call, "functions")
-    if not tools:
+    if not functions:
+        _refuse_orphan("function_call", function_call, "functions")
+    if not functions and not tools:
         _refuse_orphan("tool_choice", tool_choice, "tools")
-        return ToolRequest()
-    given = tuple(tool.function.for_template() for tool in tools)
-    choice, allowed = _read_choice("tool_choice", tool_choice, given)
-    return ToolRequest(tuple(tool for tool in given if _name(tool) in allowed), choice)
+        return (), _ANY
+    given = functions or [tool.function for tool in tools or ()]
+    param, asked = ("function_call", function_call) if functions else ("tool_choice", tool_choice)
+    choice, allowed = _read_choice(param, asked, frozenset(function.name for function in given))
+    return tuple(each.for_template() for each in given if functions or each.name in allowed), choice
 
 
 def _refuse_orphan(param: str, choice: object, tools: str) -> None:
@@ -81,11 +70,8 @@ def _refuse_orphan(param: str, choice: object, tools: str) -> None:
         raise RequestError(f"'{param}' asks for a call, which needs '{tools}'.", param=param)
 
 
-def _read_choice(
-    param: str, choice: object, tools: Sequence[Mapping[str, Any]]
-) -> tuple[ToolChoice, frozenset[str]]:
-    """The choice, and the names of the tools among which it is."""
-    names = frozenset(_name(tool) for tool in tools)
+def _read_choice(param: str, choice: object, names: frozenset[str]) -> tuple[ToolChoice, frozenset[str]]:
+    """The choice among the tools of these names, and the names of those among which it is."""
     if choice is None:
         return _ANY, names
     if isinstance(choice, str) and choice in set(ToolUse):
@@ -120,9 +106,4 @@ def _chosen(param: str, function: object, names: frozenset[str]) -> str:
         raise invalid(param, "expected the name of a function")
     if name not in names:
         raise invalid(param, "no function of the body has this name")
-    return name
-
-
-def _name(tool: Mapping[str, Any]) -> str:
-    name: str = tool["function"]["name"]
     return name

@@ -8,8 +8,7 @@ from pydantic_core import from_json
 
 from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Usage
-from proxy.generate.blocks import Block, BlockAnswer, BlockKind, Change
+from proxy.generate.answer import Block, BlockAnswer, BlockKind, Change, Usage
 from proxy.generate.messages.bodies import MessagesBody
 from proxy.generate.requests import ChatRequest
 from proxy.sse import named_events
@@ -20,15 +19,16 @@ class MessageAnswer(BlockAnswer):
 
     keep_alive = named_events({"type": "ping"})
 
-    def __init__(self, asked: ChatRequest, body: MessagesBody, *, model: str, client_request_id: str) -> None:
-        """`client_request_id`: what the answer's `request-id` header says."""
+    def __init__(self, asked: ChatRequest, body: MessagesBody) -> None:
         super().__init__(asked, is_stream=body.stream)
-        self._client_request_id = client_request_id
+        self._client_request_id = asked.client_request_id
         answer_id = f"msg_{asked.generation.request_id}"
-        self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
+        self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": asked.model}
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        content = [_whole(block) for block in self._blocks.all]
+        content = [
+            _documented(block, text=block.text, arguments=_parsed(block.text)) for block in self._blocks.all
+        ]
         return {**self._head, "content": content, **self._ending, "usage": _document(usage)}
 
     def opening(self, usage: Usage) -> bytes:
@@ -77,10 +77,6 @@ _DELTAS = {
     BlockKind.REASONING: ("thinking_delta", "thinking"),
     BlockKind.CALL: ("input_json_delta", "partial_json"),
 }
-
-
-def _whole(block: Block) -> dict[str, Any]:
-    return _documented(block, text=block.text, arguments=_parsed(block.text))
 
 
 def _documented(block: Block, *, text: str, arguments: dict[str, Any]) -> dict[str, Any]:

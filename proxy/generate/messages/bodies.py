@@ -1,28 +1,107 @@
 """
-The bodies of /v1/messages and /v1/messages/count_tokens, checked: pydantic models.
+The bodies of /v1/messages and /v1/messages/count_tokens, checked: pydantic models. Their content blocks
+become a chat's turns.
 
 Parameters that this server does not implement are refused where ignoring them would change the answer.
+`cache_control` is not declared, and passes: it asks for what this server does anyway.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
 from proxy.generate import part
-from proxy.generate.fields import INT32, Stops, Whole
-from proxy.generate.messages.content import Message, Text
-from proxy.generate.turns import Turns
-from proxy.generate.unsupported import refuse_unsupported
-from proxy.request_body import at_most
-from proxy.request_options import KVShareField
+from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
+from proxy.request_body import KVShareField, at_most
 
+_TEXT_ONLY = "this server reads no images, documents or other blocks"
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
 _Custom = part.of_types("custom", default="custom", hint="this server runs no tools itself")
+
+
+class TextBlock(part.Part):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(part.Part):
+    """What an assistant thought, legible or not. It is dropped: templates show no earlier thoughts."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUseBlock(part.Part):
+    """An assistant's call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+Text = Annotated[
+    list[Annotated[TextBlock, BeforeValidator(part.of_types("text", hint=_TEXT_ONLY))]],
+    Field(fail_fast=True),
+    part.text_as("text"),
+]
+
+
+class ToolResultBlock(part.Part):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Text = Field(default_factory=list)
+    is_error: bool = False
+
+    @property
+    def text(self) -> str:
+        """Templates have no field for a failure, so that the text says it."""
+        text = part.joined(block.text for block in self.content)
+        return f"Error: {text}" if self.is_error else text
+
+
+UserBlock = Annotated[
+    TextBlock | ToolResultBlock,
+    Discriminator("type"),
+    BeforeValidator(part.of_types("text", "tool_result", hint=_TEXT_ONLY)),
+]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock,
+    Discriminator("type"),
+    BeforeValidator(part.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_TEXT_ONLY)),
+]
+
+
+class UserMessage(part.Part):
+    """Text and results of tools."""
+
+    role: Literal["user"]
+    content: Annotated[list[UserBlock], Field(fail_fast=True), part.text_as("text")]
+
+
+class AssistantMessage(part.Part):
+    """Text, thoughts and calls of tools."""
+
+    role: Literal["assistant"]
+    content: Annotated[list[AssistantBlock], Field(fail_fast=True), part.text_as("text")]
+
+
+class SystemMessage(part.Part):
+    """Instructions in the middle of a conversation."""
+
+    role: Literal["system"]
+    content: Text
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Discriminator("role")]
 
 
 class Tool(part.Part):
@@ -32,10 +111,6 @@ class Tool(part.Part):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
-
-    def for_template(self) -> dict[str, Any]:
-        """In OpenAI's words."""
-        return part.template_tool(self.name, self.description, self.input_schema, strict=self.strict)
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(part.MAX_TOOLS)]
@@ -78,7 +153,7 @@ class OutputConfig(part.Part):
 class CountTokensBody(part.Part):
     """POST /v1/messages/count_tokens: a message body without what concerns the answer."""
 
-    model: part.Model
+    model: Name
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     system: Text = Field(default_factory=list)
     tools: Tools = Field(default_factory=list)
@@ -100,32 +175,40 @@ class CountTokensBody(part.Part):
     @property
     def chat(self) -> Chat:
         """Raises RequestError for a tool's result without its call."""
-        turns = Turns()
-        if system := part.joined(self.system):
+        turns = part.Turns()
+        if system := part.joined(block.text for block in self.system):
             turns.say("system", system)
         for number, message in enumerate(self.messages):
-            message.add_to(turns, at=f"messages[{number}]")
+            if isinstance(message, SystemMessage):
+                turns.say("system", part.joined(block.text for block in message.content))
+                continue
+            for index, block in enumerate(message.content):
+                if isinstance(block, TextBlock):
+                    turns.say(message.role, block.text)
+                elif isinstance(block, ToolUseBlock):
+                    turns.call(block.id, block.name, block.input)
+                elif isinstance(block, ToolResultBlock):
+                    at = f"messages[{number}].content[{index}].tool_use_id"
+                    turns.result(block.tool_use_id, block.text, param=at)
         turns.check_complete(param="messages")
         answer_format = self.output_config.format or self.output_format
+        template_kwargs: dict[str, Any] = {}  # templates ignore what they do not know
+        if self.thinking is not None:
+            template_kwargs["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config.effort is not None:
+            template_kwargs["reasoning_effort"] = self.output_config.effort
         return Chat(
-            messages=turns.messages,
-            tools=tuple(tool.for_template() for tool in self.tools),
+            messages=tuple(turns.messages),
+            tools=tuple(
+                part.template_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+                for tool in self.tools
+            ),
             tool_choice=ToolChoice(_USES[self.tool_choice.type], self.tool_choice.name),
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             answer_schema=None if answer_format is None else answer_format.schema_,
             continue_final_message=turns.messages[-1]["role"] == "assistant",
-            template_kwargs=self._template_kwargs,
+            template_kwargs=template_kwargs,
         )
-
-    @property
-    def _template_kwargs(self) -> dict[str, Any]:
-        """Templates ignore what they do not know."""
-        given: dict[str, Any] = {}
-        if self.thinking is not None:
-            given["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config.effort is not None:
-            given["reasoning_effort"] = self.output_config.effort
-        return given
 
 
 class MessagesBody(CountTokensBody):
@@ -141,10 +224,5 @@ class MessagesBody(CountTokensBody):
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop_sequences),
-        )
+        given = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
+        return SamplingParams(stop=tuple(self.stop_sequences), **given)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Usage
-from proxy.generate.blocks import Block, BlockAnswer, BlockKind, Change
+from proxy.generate.answer import Block, BlockAnswer, BlockKind, Change, Usage
 from proxy.generate.requests import ChatRequest
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.sse import named_events
@@ -26,13 +25,12 @@ _EVENTS = {
 class ResponseAnswer(BlockAnswer):
     """One response: items of output, each an assistant's message, its thoughts or a call of a function."""
 
-    def __init__(self, asked: ChatRequest, body: ResponsesBody, *, model: str) -> None:
+    def __init__(self, asked: ChatRequest, body: ResponsesBody) -> None:
         super().__init__(asked, is_stream=body.stream)
-        request_id = asked.generation.request_id
-        head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
-        self._head = {**head, "model": model, **body.echo}
-        self._output = Output(request_id)
-        self._num_events = 0
+        self._answer_id = asked.generation.request_id
+        head = {"id": f"resp_{self._answer_id}", "object": "response", "created_at": int(time.time())}
+        self._head = {**head, "model": asked.model, **body.echo}
+        self._numbers = count()  # of events
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         is_cut = self._blocks.finish_reason is FinishReason.LENGTH
@@ -52,7 +50,7 @@ class ResponseAnswer(BlockAnswer):
 
     def more(self, delta: Delta) -> bytes:
         changes = self._blocks.add(delta)
-        return self._events(*(event for change in changes for event in self._output.events(change)))
+        return self._events(*(event for change in changes for event in self._change_events(change)))
 
     def closing(self, usage: Usage) -> bytes:
         response = self.whole(usage)
@@ -69,17 +67,59 @@ class ResponseAnswer(BlockAnswer):
         )
 
     def _response(self, status: str) -> dict[str, Any]:
-        output = [self._output.item(block) for block in self._blocks.all]
+        output = [self._ended_item(block) for block in self._blocks.all]
         unset = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
         return {**self._head, "status": status, **unset, "output": output}
 
     def _events(self, *documents: dict[str, Any]) -> bytes:
         """Numbered from 0 through the whole stream."""
-        first = self._num_events
-        self._num_events += len(documents)
-        return named_events(
-            *({**document, "sequence_number": first + n} for n, document in enumerate(documents))
-        )
+        return named_events(*({**document, "sequence_number": next(self._numbers)} for document in documents))
+
+    def _change_events(self, change: Change) -> Iterator[dict[str, Any]]:
+        """Without sequence numbers."""
+        block, kind = change.block, change.block.kind
+        item_place = {"output_index": block.index}
+        place: dict[str, Any] = {"item_id": self._item_id(block), **item_place}
+        if kind is not BlockKind.CALL:
+            place["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if kind is BlockKind.TEXT else {}
+        if change.kind == "began":
+            item = self._item(block, "in_progress", "", [])
+            yield {"type": "response.output_item.added", **item_place, "item": item}
+            if kind is not BlockKind.CALL:
+                yield {"type": "response.content_part.added", **place, "part": _part(block, "")}
+        elif change.kind == "grew":
+            yield {"type": f"{_EVENTS[kind]}.delta", **place, **logprobs, "delta": change.text}
+        else:
+            is_call = kind is BlockKind.CALL
+            final = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
+            yield {"type": f"{_EVENTS[kind]}.done", **place, **logprobs, **final}
+            if not is_call:
+                yield {"type": "response.content_part.done", **place, "part": _part(block, block.text)}
+            yield {"type": "response.output_item.done", **item_place, "item": self._ended_item(block)}
+
+    def _ended_item(self, block: Block) -> dict[str, Any]:
+        status = "incomplete" if block.is_cut_off else "completed"
+        return self._item(block, status, block.text, [_part(block, block.text)])
+
+    def _item(self, block: Block, status: str, text: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._item_id(block), "status": status}
+        if block.kind is BlockKind.CALL:
+            call = {"call_id": block.call_id, "name": block.name, "arguments": text}
+            return {**head, "type": "function_call", **call}
+        if block.kind is BlockKind.REASONING:
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._answer_id}_{block.index}"
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    """The only part of an item's content."""
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _document(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
@@ -92,71 +132,3 @@ def _document(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
         "total_tokens": num_input + num_output,
         "kvshare": usage.kvshare,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Writes the items of one response; their ids begin with `answer_id`."""
-
-    answer_id: str
-
-    def item(self, block: Block) -> dict[str, Any]:
-        """A block that has ended."""
-        status = "incomplete" if block.is_cut_off else "completed"
-        return self._item(block, status, block.text, [_part(block, block.text)])
-
-    def events(self, change: Change) -> Iterator[dict[str, Any]]:
-        """Without sequence numbers."""
-        block = change.block
-        if change.kind == "began":
-            yield self._of_item("added", block, self._item(block, "in_progress", "", []))
-            if block.kind is not BlockKind.CALL:
-                yield self._of_part("added", block, "")
-        elif change.kind == "grew":
-            yield {**self._of_text("delta", block), "delta": change.text}
-        else:
-            yield {**self._of_text("done", block), **_final(block)}
-            if block.kind is not BlockKind.CALL:
-                yield self._of_part("done", block, block.text)
-            yield self._of_item("done", block, self.item(block))
-
-    def _item(self, block: Block, status: str, text: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id(block), "status": status}
-        if block.kind is BlockKind.CALL:
-            call = {"call_id": block.call_id, "name": block.name, "arguments": text}
-            return {**head, "type": "function_call", **call}
-        if block.kind is BlockKind.REASONING:
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        return {**head, "type": "message", "role": "assistant", "content": content}
-
-    def _of_item(self, what: str, block: Block, item: dict[str, Any]) -> dict[str, Any]:
-        return {"type": f"response.output_item.{what}", "output_index": block.index, "item": item}
-
-    def _of_part(self, what: str, block: Block, text: str) -> dict[str, Any]:
-        place = self._place(block)
-        return {"type": f"response.content_part.{what}", **place, "part": _part(block, text)}
-
-    def _of_text(self, what: str, block: Block) -> dict[str, Any]:
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
-        return {"type": f"{_EVENTS[block.kind]}.{what}", **self._place(block), **logprobs}
-
-    def _place(self, block: Block) -> dict[str, Any]:
-        place = {"item_id": self._id(block), "output_index": block.index}
-        return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
-
-    def _id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self.answer_id}_{block.index}"
-
-
-def _part(block: Block, text: str) -> dict[str, Any]:
-    """The only part of an item's content."""
-    if block.kind is BlockKind.REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _final(block: Block) -> dict[str, Any]:
-    """What the event at the end of a block's text says beside its place."""
-    if block.kind is BlockKind.CALL:
-        return {"name": block.name, "arguments": block.text}
-    return {"text": block.text}

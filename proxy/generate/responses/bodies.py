@@ -1,28 +1,110 @@
 """
-The body of /v1/responses, checked: a pydantic model.
+The body of /v1/responses, checked: a pydantic model. Its input items become a chat's turns.
 
 Parameters that this server does not implement are refused where ignoring them would change the answer.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import UnsupportedParameterError
 from proxy.generate import part
-from proxy.generate.responses.items import Input
-from proxy.generate.turns import Turns
-from proxy.generate.unsupported import refuse_unsupported
-from proxy.request_body import at_most
-from proxy.request_options import KVShareField
-from proxy.wrong_values import invalid
+from proxy.generate.fields import Name, refuse_unsupported
+from proxy.request_body import KVShareField, at_most
+from proxy.wrong_values import invalid, wrong
 
+_TEXT_ONLY = "this server reads no images, files or audio"
+_SEND_ITEMS = "this server stores nothing and runs no tools, so send every item itself"
 _LOGPROBS = "message.output_text.logprobs"
 _Function = part.of_types("function", hint="this server runs no tools itself")
+
+
+def _is_object(arguments: str) -> str:
+    try:
+        if isinstance(json.loads(arguments or "{}"), dict):
+            return arguments
+    except (ValueError, RecursionError):
+        pass
+    raise wrong("the JSON text of an object", arguments)
+
+
+class TextPart(part.Part):
+    """A piece of a message; a refusal is one, too."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class RefusalPart(part.Part):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_Text = part.of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY)
+Content = Annotated[
+    list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
+    Field(fail_fast=True),
+    part.text_as("input_text"),
+]
+
+
+class MessageItem(part.Part):
+    """A message. A developer is a system by another name."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class CallItem(part.Part):
+    """An assistant's call of a tool."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Annotated[str, AfterValidator(_is_object)]
+
+
+class CallOutputItem(part.Part):
+    """What the tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+
+
+class ReasoningItem(part.Part):
+    """What an assistant thought. It is dropped: templates show no earlier thoughts."""
+
+    type: Literal["reasoning"]
+
+
+_Known = part.of_types(
+    "message", "function_call", "function_call_output", "reasoning", default="message", hint=_SEND_ITEMS
+)
+Item = Annotated[
+    MessageItem | CallItem | CallOutputItem | ReasoningItem, Discriminator("type"), BeforeValidator(_Known)
+]
+
+
+def _as_items(given: object) -> object:
+    """A string is short for one message of the user."""
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+
+
+Input = Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(_as_items)]
 
 
 class Tool(part.Part):
@@ -33,10 +115,6 @@ class Tool(part.Part):
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
-
-    def for_template(self) -> dict[str, Any]:
-        """In the shape of chat completions."""
-        return part.template_tool(self.name, self.description, self.parameters, strict=self.strict)
 
 
 Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(part.MAX_TOOLS)]
@@ -99,7 +177,7 @@ class Reasoning(part.Part):
 class ResponsesBody(part.Part):
     """POST /v1/responses"""
 
-    model: part.Model
+    model: Name
     input: Input
     instructions: str | None = None
     tools: Tools = Field(default_factory=list)
@@ -132,19 +210,21 @@ class ResponsesBody(part.Part):
     @property
     def chat(self) -> Chat:
         """Raises RequestError for a call's output without the call."""
-        turns = Turns()
-        if self.instructions:
-            turns.say("system", self.instructions)
-        for number, item in enumerate(self.input):
-            item.add_to(turns, at=f"input[{number}]")
-        turns.check_complete(param="input")
+        tools, choice, effort = self.tools, self.tool_choice, self.reasoning.effort
+        if isinstance(choice, AllowedTools):
+            tools = [tool for tool in tools if tool.name in choice.names]
+        # Templates ignore what they do not know; some know an effort, some only whether to think.
+        thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return Chat(
-            messages=turns.messages,
-            tools=tuple(tool.for_template() for tool in self._callable_tools),
+            messages=tuple(self._messages),
+            tools=tuple(
+                part.template_tool(tool.name, tool.description, tool.parameters, strict=tool.strict)
+                for tool in tools
+            ),
             tool_choice=self._tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             answer_schema=self.text.answer_schema,
-            template_kwargs=self._template_kwargs,
+            template_kwargs={} if effort is None else thinking,
         )
 
     @property
@@ -171,10 +251,21 @@ class ResponsesBody(part.Part):
         }
 
     @property
-    def _callable_tools(self) -> list[Tool]:
-        if isinstance(self.tool_choice, AllowedTools):
-            return [tool for tool in self.tools if tool.name in self.tool_choice.names]
-        return self.tools
+    def _messages(self) -> list[dict[str, Any]]:
+        turns = part.Turns()
+        if self.instructions:
+            turns.say("system", self.instructions)
+        for number, item in enumerate(self.input):
+            if isinstance(item, MessageItem):
+                role = "system" if item.role == "developer" else item.role
+                turns.say(role, part.joined(each.text for each in item.content))
+            elif isinstance(item, CallItem):
+                turns.call(item.call_id, item.name, json.loads(item.arguments or "{}"))
+            elif isinstance(item, CallOutputItem):
+                output = part.joined(each.text for each in item.output)
+                turns.result(item.call_id, output, param=f"input[{number}].call_id")
+        turns.check_complete(param="input")
+        return turns.messages
 
     @property
     def _tool_choice(self) -> ToolChoice:
@@ -184,21 +275,8 @@ class ResponsesBody(part.Part):
             return ToolChoice(ToolUse(self.tool_choice.mode))
         return ToolChoice(ToolUse(self.tool_choice))
 
-    @property
-    def _template_kwargs(self) -> dict[str, Any]:
-        """Templates ignore what they do not know; some know an effort, some only whether to think."""
-        effort = self.reasoning.effort
-        return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
 
 _ECHOED = {
-    "instructions",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "text",
-    "reasoning",
-    "max_output_tokens",
-    "temperature",
-    "top_p",
+    *("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning"),
+    *("max_output_tokens", "temperature", "top_p"),
 }

@@ -45,7 +45,6 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
     record = RequestRecord("r", "r")
     run = asking(FakeEngine(), "ab", "cd", n=2, record=record)
     async with run.open():
-        await run.wait_started()
         assert await read(run, {}) == {0: "ab", 1: "ab", 2: "cd", 3: "cd"}
     assert (len(record.reports), len(record.finished)) == (2, 2)
 
@@ -53,8 +52,7 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
 async def test_prompts_that_wait_for_each_other_all_start() -> None:
     """With one slot the second prompt starts when the first has ended; its deltas wait in the queue."""
     run = asking(FakeEngine(Behaviour(max_running=1)), "ab", "cd")
-    async with run.open():
-        await asyncio.wait_for(run.wait_started(), 10)
+    async with asyncio.timeout(10), run.open():
         assert await read(run, {}) == {0: "ab", 1: "cd"}
 
 
@@ -63,7 +61,6 @@ async def test_a_slow_reader_holds_no_slot() -> None:
     engine = FakeEngine()
     run = asking(engine, "a long answer")
     async with run.open():
-        await run.wait_started()
         await asyncio.wait_for(engine.freed.wait(), 10)
         assert engine.num_running == 0
         assert await read(run, {}) == {0: "a long answer"}
@@ -73,7 +70,6 @@ async def test_silence_is_noticed() -> None:
     """None stands for each heartbeat's time without a delta."""
     run = asking(FakeEngine(Behaviour(prefill_s=0.2)), "a")
     async with run.open():
-        await run.wait_started()
         found = [delta async for delta in run.deltas(heartbeat_s=0.02)]
     assert found.count(None) >= 2
     assert [delta.text for delta in found if delta is not None] == ["a"]
@@ -84,7 +80,6 @@ async def test_deltas_that_came_before_a_failure_are_read_first() -> None:
     run = asking(FakeEngine(Behaviour(fail_after_tokens=2)), "abc")
     texts: dict[int, str] = {}
     async with run.open():
-        await run.wait_started()
         with pytest.raises(EngineError):
             await read(run, texts)
     assert texts == {0: "ab"}

@@ -18,10 +18,9 @@ from kvshare.fleet.engine import VllmEngine
 from kvshare.namespace import Owner
 from kvshare.telemetry import Counts
 from kvshare.vllm_protocol.salts import owner_salt
-from proxy.app import build_app
+from proxy.app import FrontRunner, build_app
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
-from proxy.runner import FrontRunner
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually, settings_with
 

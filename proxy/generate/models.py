@@ -1,0 +1,145 @@
+"""
+The routes about the model, which generate nothing: its name, its tokens, and texts as vectors by the embedder
+that finds similar prompts.
+
+/tokenize and /detokenize have vLLM's shapes, and give the very tokens that a prompt has here.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Literal
+
+from aiohttp import web
+from pydantic import BeforeValidator
+
+import kvshare
+from kvshare.engines.base import GeneratingEngine
+from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
+from proxy.generate.chat.template import TemplateBody
+from proxy.generate.fields import Body, Name, TokenIds, Whole
+from proxy.generate.requests import ENGINE, check_model, read_body
+from proxy.request_body import at_most, read_object, validated
+from proxy.wrong_values import wrong
+
+MAX_TEXTS = 2048  # as with OpenAI
+
+
+async def served(request: web.Request) -> web.Response:
+    """GET /v1/models"""
+    return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
+
+
+async def served_by_name(request: web.Request) -> web.Response:
+    """GET /v1/models/{model}"""
+    check_model(request.app[ENGINE], request.match_info["model"].rstrip("/"))
+    return web.json_response(_card(request.app[ENGINE]))
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version"""
+    return web.json_response({"version": kvshare.__version__})
+
+
+def _card(engine: GeneratingEngine) -> dict[str, object]:
+    card = engine.card
+    return {
+        "id": card.model_id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "kvshare",
+        "max_model_len": card.max_model_len,
+    }
+
+
+class TokenizeBody(Body):
+    """What a text and a chat have in common."""
+
+    model: str | None = None  # None: the one that is served
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeTextBody(TokenizeBody):
+    """A text, as /v1/completions would read it."""
+
+    prompt: str
+
+
+class TokenizeChatBody(TokenizeBody, TemplateBody):
+    """A chat, as /v1/chat/completions would read it."""
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: of a chat where the body has messages, else of a text."""
+    engine, document = request.app[ENGINE], await read_object(request)
+    is_text = document.get("messages") is None
+    body = validated(TokenizeTextBody, document) if is_text else validated(TokenizeChatBody, document)
+    check_model(engine, body.model)
+    param = "add_special_tokens"
+    if isinstance(body, TokenizeTextBody):
+        if body.add_special_tokens is False:
+            raise UnsupportedParameterError(param, "a text has them, as in /v1/completions")
+        prompt = await engine.encode_text(body.prompt)
+    else:
+        if body.add_special_tokens:
+            raise UnsupportedParameterError(param, "those of a chat are in its template")
+        prompt = await engine.encode_chat(body.chat)
+    ids = prompt.token_ids.tolist()
+    texts = [await engine.decode_tokens([token]) for token in ids] if body.return_token_strs else None
+    return web.json_response(
+        {"count": len(ids), "max_model_len": engine.card.max_model_len, "tokens": ids, "token_strs": texts}
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize"""
+    body = await read_body(request, DetokenizeBody)
+    return web.json_response({"prompt": await request.app[ENGINE].decode_tokens(body.tokens)})
+
+
+def _texts(given: object) -> object:
+    """Token ids would be of a vocabulary that client and server would have to agree on: refused."""
+    texts = given if isinstance(given, list) else [given]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise wrong("text or a list of texts, none of them empty; token ids are not taken", given)
+    return texts
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings"""
+
+    model: Name
+    input: Annotated[list[str], BeforeValidator(_texts), at_most(MAX_TEXTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Whole | None = None
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """POST /v1/embeddings. `model` is the embedder's name, or that of the model beside it."""
+    engine = request.app[ENGINE]
+    body = validated(EmbeddingBody, await read_object(request))
+    found = await engine.embed(body.input)
+    if body.model not in (found.model, engine.card.model_id):
+        raise ModelNotFoundError(body.model, served=found.model)
+    dimension = found.vectors.shape[1]
+    if body.dimensions not in (None, dimension):
+        raise UnsupportedParameterError("dimensions", f"only {dimension}, as many as the embedder gives")
+    vectors: list[str] | list[list[float]]
+    if body.encoding_format == "base64":  # OpenAI's clients ask for it by default: little-endian float32
+        vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found.vectors]
+    else:
+        vectors = found.vectors.tolist()
+    data = [
+        {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
+    ]
+    num_tokens = sum(found.num_tokens)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return web.json_response({"object": "list", "data": data, "model": found.model, "usage": usage})
