@@ -96,7 +96,15 @@ class ServedIndex:
 
     async def _try_open(self) -> None:
         try:
-            await self._open_backend()
+            if self._settings.backend == "server":
+                # Other servers write there too: only prompts that this server has evicted are removed.
+                await self._index.open()
+                for namespace in {namespace for namespace, _ in self._forgotten}:
+                    ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
+                    await self._index.delete(namespace, ids)
+            else:
+                # The KV of its prompts was lost with the last process, so the old index is deleted unread.
+                await self._index.recreate()
             self._opened = True
         except IndexPausedError:
             self._opened = True  # the index logged the pause, and opens by itself
@@ -115,17 +123,6 @@ class ServedIndex:
                 "the index cannot be opened: %s. Prompts are found by equal prefixes only; it is tried again",
                 exc,
             )
-
-    async def _open_backend(self) -> None:
-        if self._settings.backend == "server":
-            # Other servers write there too: only prompts that this server has evicted are removed.
-            await self._index.open()
-            for namespace in {namespace for namespace, _ in self._forgotten}:
-                ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
-                await self._index.delete(namespace, ids)
-            return
-        # The KV of its prompts was lost with the last process, so the old index is deleted unread.
-        await self._index.recreate()
 
     async def _maintain(self) -> None:
         for look in itertools.count(1):

@@ -12,23 +12,24 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from delta_tree import DeltaTree, Node
 from kvshare.background import Background
-from kvshare.engines.base import EngineStatus
+from kvshare.engines.base import Engine, EngineStatus
+from kvshare.errors import ShuttingDownError
 from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import PromptText
 
 _T = TypeVar("_T")
-KeeperT = TypeVar("KeeperT", bound=Keeper[Any])
+KeeperT = TypeVar("KeeperT", bound=PromptKeeper[Any])
 
 _MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
 
@@ -130,3 +131,40 @@ async def open_runtime(
         runtime = Runtime(keeper, index, sharing, writer, Background(), Background())
         opened.push_async_callback(runtime.settle)
         yield runtime
+
+
+class Server(Protocol):
+    """The parts of a started engine."""
+
+    @property
+    def runtime(self) -> Runtime[Any]: ...
+
+
+ServerT = TypeVar("ServerT", bound=Server)
+
+
+class ServedEngine(Engine, Generic[ServerT]):
+    """An engine whose `start` opens a server, in `_opened`, and sets `_running` to it."""
+
+    def __init__(self) -> None:
+        self._running: ServerT | None = None
+        self._opened = AsyncExitStack()
+
+    @property
+    def server(self) -> ServerT:
+        """The parts of the engine. Raises ShuttingDownError before start and after stop."""
+        if self._running is None:
+            raise ShuttingDownError("the engine is not running")
+        return self._running
+
+    @property
+    def sharing(self) -> Sharing:
+        """The sharing core, for benchmarks and tests."""
+        return self.server.runtime.sharing
+
+    async def stop(self) -> None:
+        self._running = None
+        await self._opened.aclose()
+
+    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return await self.server.runtime.inspect(what, arguments)

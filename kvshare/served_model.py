@@ -43,7 +43,11 @@ def find_model(
     if chosen not in (None, DEFAULT):
         return ServedModel(Path(chosen).name, chosen)
     try:
-        return ServedModel(chat_model.NAME, str(_chat_model(download, cancelled)))
+        if not download and not chat_model.is_prepared():
+            raise ModelError(f"it is not in {chat_model.cache_folder()} yet")
+        from kvshare.chat_model.prepare import prepare
+
+        return ServedModel(chat_model.NAME, str(prepare(cancelled)))
     except ModelError as exc:
         if chosen == DEFAULT:
             raise
@@ -55,11 +59,3 @@ def find_model(
             exc,
         )
         return FORMS_MODEL
-
-
-def _chat_model(download: bool, cancelled: threading.Event | None) -> Path:
-    if not download and not chat_model.is_prepared():
-        raise ModelError(f"it is not in {chat_model.cache_folder()} yet")
-    from kvshare.chat_model.prepare import prepare
-
-    return prepare(cancelled)

@@ -19,7 +19,6 @@ from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.errors import ErrorCode
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
-from kvshare.rules.rewrite import Rule
 from kvshare.settings import Settings
 from proxy import admin
 from proxy.auth import ANY_ORIGIN, Keyring
@@ -62,7 +61,7 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
         lifecycle,
         metrics,
         RequestHistory(),
-        tuple(Rule.from_settings(rule) for rule in settings.rules),
+        settings.rules,
     )
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvshare.engines.base import Engine
-from kvshare.rules.rewrite import Rule
-from kvshare.settings import Settings
+from kvshare.settings import RuleSettings, Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
@@ -25,7 +24,7 @@ class ServerContext:
     lifecycle: Lifecycle
     metrics: Metrics
     history: RequestHistory
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleSettings, ...]
 
 
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)

@@ -17,8 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from kvshare.errors import ErrorCode, RequestError
 from kvshare.requests import SharingMode
-from kvshare.rules.rewrite import apply_rules
-from kvshare.rules.texts import shape_of
+from kvshare.rules.rewrite import apply_rules, shape_of
 from proxy.context import SERVER
 from proxy.errors import HttpError
 from proxy.request_log import RECORD

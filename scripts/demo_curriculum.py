@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvshare.demo.questions import KINDS, ask, queries
-from kvshare.demo.sheets import MAX_RECORDS, Sheet, make_sheet, to_messages
-from kvshare.demo.templates import REMARK
+from kvshare.demo.pairs import KINDS, ask, queries
+from kvshare.demo.sheets import MAX_RECORDS, REMARK, Sheet, make_sheet, to_messages
 
 NOISE_LENGTHS = (24, 48, 96)
 TEXT_PLACES_PER_ROW = 24

@@ -20,7 +20,7 @@ import typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshare.demo import MODEL_PATH
-from kvshare.demo.questions import KINDS, Question, ask, queries
+from kvshare.demo.pairs import KINDS, Question, ask, queries
 from kvshare.demo.sheets import MAX_RECORDS, make_sheet, to_messages
 
 MAX_ANSWER_TOKENS = 6

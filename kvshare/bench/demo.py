@@ -23,8 +23,8 @@ from kvshare.bench.direct import SEGMENT, compute, copied, greedy
 from kvshare.bench.harness import Answer, ask, running_engine
 from kvshare.conversation.chat import Chat
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
+from kvshare.engines.embedded.choice import Detokenizer
 from kvshare.engines.embedded.engine import EmbeddedEngine
-from kvshare.engines.embedded.text import Detokenizer
 from kvshare.requests import Decision, Prompt, SharingMode
 
 _MAX_TOKENS = 12

@@ -79,7 +79,7 @@ async def _measure(
         variant = variants.draw()
         prompt = Prompt(variant.tokens, PromptText(texts[variant.number], ""))
         began = time.perf_counter()
-        lookup = await sharing.find_plan(NAMESPACE, prompt, SharingMode.APPROX, by_meaning=dense)
+        lookup = await sharing.find_plan(NAMESPACE, prompt, SharingMode.APPROX, by_embedding=dense)
         total.append(time.perf_counter() - began)
         nomination.append(nomination_s(lookup))
         saved.append(1 - lookup.plan.charged_budget if isinstance(lookup.plan, Plan) else 0.0)

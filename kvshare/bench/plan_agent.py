@@ -137,7 +137,7 @@ async def _blocked(long: Awaitable[Lookup], short: Awaitable[Lookup], delay_s: f
 
 
 def _prepare(sharing: Sharing, tokens: TokenIds) -> Awaitable[Lookup]:
-    return sharing.find_plan(NAMESPACE, Prompt(tokens, _NO_TEXT), SharingMode.APPROX, by_meaning=False)
+    return sharing.find_plan(NAMESPACE, Prompt(tokens, _NO_TEXT), SharingMode.APPROX, by_embedding=False)
 
 
 def _stages(lookup: Lookup, num_tokens: int) -> dict[str, float]:

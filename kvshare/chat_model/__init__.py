@@ -13,9 +13,8 @@ import platformdirs
 
 NAME = "smollm2-135m-instruct"
 ORIGIN_FILE = "kvshare-origin.json"  # written last: a folder that has it is complete
-EXAMPLE_TEXT = (
-    Path(__file__).parent / "guest_house.txt"
-)  # for examples and benchmarks: 1,400 tokens, written for this project
+# For examples and benchmarks: 1,400 tokens, written for this project.
+EXAMPLE_TEXT = Path(__file__).parent / "guest_house.txt"
 _FORMAT = 1  # version of the converted folder; after a change the model is converted again
 
 

@@ -19,13 +19,12 @@ from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE, opened
 from kvshare.requests import Prompt, SharingMode
-from kvshare.rules.rewrite import Rule, apply_rules
-from kvshare.rules.texts import CHAT
+from kvshare.rules.rewrite import CHAT, apply_rules
 from kvshare.served_model import find_model
 from kvshare.settings import IndexSettings, Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.planner import PlannerLimits
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
@@ -52,8 +51,7 @@ def explain_offline(
     from kvshare.engines.embedded.tokenizer import PromptEncoder
 
     model_path = find_model(settings.model.path).path
-    rules = [Rule.from_settings(rule) for rule in settings.rules]
-    rewritten = apply_rules(rules, {"messages": list(messages)}, CHAT)
+    rewritten = apply_rules(settings.rules, {"messages": list(messages)}, CHAT)
     prompt = PromptEncoder.load(model_path).encode_chat(Chat(tuple(rewritten.body["messages"])))
     limits = PlannerLimits.from_settings(
         settings,
@@ -74,7 +72,7 @@ async def _explain(
     bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments(namespace)), default=0)
     async with _nominator_of(nodes, settings.index) as nominator:
         sharing = Sharing(
-            keeper=Keeper(tree, EverySegment(), min_tokens=1),
+            keeper=PromptKeeper(tree, EverySegment(), min_tokens=1),
             nominator=nominator,
             limits=limits,
             cost=CostModel.from_settings(settings.cost, bytes_per_token=bytes_per_token),

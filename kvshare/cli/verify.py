@@ -26,10 +26,10 @@ def verify(
     if dtype not in (allowed := ("float32", "bfloat16", "float16", "auto")):
         raise typer.BadParameter(f"expected {', '.join(allowed)}, got {dtype!r}", param_hint="--dtype")
     require("embedded", what="`kvshare verify`")
-    from kvshare.engines.embedded.loading import load_served
-    from kvshare.engines.embedded.verification import verification_document
+    from kvshare.engines.embedded.decoder import load_network
+    from kvshare.engines.embedded.loading import served, verification_document
     from kvshare.served_model import find_model
 
     source = find_model(model, download=True)
-    loaded = load_served(source.path, name=source.name, device=device, dtype=dtype)
+    loaded = served(load_network(source.path, device=device, dtype=dtype), name=source.name)
     show("verify", verification_document(loaded), output_format)

@@ -1,4 +1,8 @@
-"""A chat in the form that a model's template takes. The bodies of all APIs are converted to it."""
+"""
+A chat in the form that a model's template takes, and the parts of its answer as it streams.
+
+The bodies of all APIs are converted to a `Chat`, and their answers are made of `Part`s.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +52,37 @@ class Chat:
     def may_call(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice.use is not ToolUse.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A tool call begins; its arguments follow."""
+
+    number: int  # of the calls in this answer, from 0
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    number: int
+    text: str
+
+
+Part = Text | Reasoning | CallBegins | CallArguments

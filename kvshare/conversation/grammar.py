@@ -1,17 +1,24 @@
-"""The grammar that an answer must follow: the requested JSON schema, or tool calls."""
+"""
+The grammar that an answer must follow: the requested JSON schema, or tool calls in the model's format.
+
+`kvshare.conversation.formats` reads the calls that follow it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvshare.conversation.call_grammar import CallGrammar, call_grammar, is_strict
 from kvshare.conversation.chat import Chat, ToolUse
-from kvshare.conversation.lark import Grammar, LarkGrammar
+from kvshare.conversation.formats import READERS
+from kvshare.conversation.lark import Grammar, LarkGrammar, any_of, quoted
+from kvshare.conversation.parameters import Parameters
 from kvshare.conversation.tools import ToolFormat
 from kvshare.errors import RequestError
 
 _NOTHING: Mapping[str, int] = {}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def grammar_of(
@@ -27,7 +34,7 @@ def grammar_of(
     """
     tools = _callable_tools(chat)
     must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
-    if not must_call and chat.answer_schema is None and not any(map(is_strict, tools)):
+    if not must_call and chat.answer_schema is None and not any(map(_is_strict, tools)):
         return None
     schema = None if must_call else chat.answer_schema
     lark = LarkGrammar(added_tokens)
@@ -37,9 +44,11 @@ def grammar_of(
         answers.append(lark.json(schema or {"type": "object"}))
     if tools:
         several = chat.parallel_tool_calls and chat.tool_choice.name is None  # a named tool is called once
-        calls = call_grammar(lark, fmt, tools, parallel=several)
-        any_text = schema is None and not must_call
-        answers += _free_text_or(lark, calls) if any_text else [_calls_only(lark, calls)]
+        calls = _call_grammar(lark, fmt, tools, parallel=several)
+        if schema is None and not must_call:
+            answers += _free_text_or(lark, calls)
+        else:
+            answers.append(f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest)
     return lark.start(reasoning + lark.rule(" | ".join(answers)))
 
 
@@ -65,13 +74,95 @@ def _reasoning(lark: LarkGrammar, *, reasons: bool) -> str:
     return f"{end} " if reasons else f"({lark.literal('<think>')} {end})? "
 
 
-def _calls_only(lark: LarkGrammar, calls: CallGrammar) -> str:
-    return f"{lark.literal(calls.marker)} {calls.rest}" if calls.marker else calls.rest
-
-
 def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:
     """Any text, with calls at its end. Calls without a marker are the whole answer instead."""
     if not calls.marker:
         return [lark.text_without(calls.excluded, first_not="{"), calls.rest]
     text = lark.text_without(calls.excluded)
     return [text, f"{lark.text_until(calls.marker, without=calls.excluded)} {calls.rest}"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """One call, or more where parallel calls are allowed."""
+
+    marker: str  # the text before the first call; empty: none
+    rest: str  # the expression of what follows the marker
+    excluded: tuple[str, ...]  # text before calls must not contain these: they would be read as calls
+
+
+def _call_grammar(
+    lark: LarkGrammar, fmt: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool
+) -> CallGrammar:
+    """The grammar of calls of these tools, with arguments that follow their schemas."""
+    markers = READERS[fmt].markers
+    marker = markers[0]
+    match fmt:
+        case ToolFormat.HERMES:
+            objects = any_of(_objects(lark, tools, "arguments"))
+            calls = _tagged(lark, marker, f'"\\n" {objects} "\\n"', parallel)
+        case ToolFormat.LLAMA3_JSON:
+            marker = ""
+            calls = _repeated(any_of(_objects(lark, tools, "parameters")), quoted("; "), parallel)
+        case ToolFormat.MISTRAL if lark.is_token("[ARGS]"):
+            args = lark.literal("[ARGS]")
+            named = [f"{quoted(_name(tool))} {args} {_arguments(lark, tool)}" for tool in tools]
+            calls = _repeated(lark.rule(any_of(named)), lark.literal(marker), parallel)
+        case ToolFormat.MISTRAL:
+            objects = _repeated(any_of(_objects(lark, tools, "arguments")), quoted(", "), parallel)
+            calls = f'" "? "[" {objects} "]"'
+        case ToolFormat.QWEN_XML:
+            value = lark.rule(f'{lark.text_until("</parameter>")} "\\n"')
+            functions = [
+                " ".join([quoted(f"\n<function={_name(tool)}>\n"), *_xml_parameters(lark, tool, value)])
+                for tool in tools
+            ]
+            calls = _tagged(lark, marker, f'{any_of(functions)} "</function>\\n"', parallel)
+    return CallGrammar(marker, calls, markers)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _tagged(lark: LarkGrammar, marker: str, inner: str, parallel: bool) -> str:
+    """Calls that each end with a tag; a line break and the marker come before a further one."""
+    call = lark.rule(f"{inner} {lark.literal('</tool_call>')}")
+    return _repeated(call, f'"\\n" {lark.literal(marker)}', parallel)
+
+
+def _objects(lark: LarkGrammar, tools: Sequence[Mapping[str, Any]], key: str) -> Iterator[str]:
+    for tool in tools:
+        opening = f'{{"name": {quoted(_name(tool))}, "{key}": '
+        yield lark.rule(f'{quoted(opening)} {_arguments(lark, tool)} "}}"')
+
+
+def _arguments(lark: LarkGrammar, tool: Mapping[str, Any]) -> str:
+    """Arguments are an object, also if their schema has no type."""
+    schema = tool["function"].get("parameters") or _NO_ARGUMENTS
+    return lark.json({"type": "object", **schema}, lenient=not _is_strict(tool))
+
+
+def _xml_parameters(lark: LarkGrammar, tool: Mapping[str, Any], text: str) -> Iterator[str]:
+    """Each parameter once, in the schema's order. `text`: the expression of any text and the closing tag."""
+    parameters = Parameters(tool)
+    end = quoted("\n</parameter>\n")
+    for name in parameters.names:
+        types = parameters.types(name)
+        if strings := parameters.strings(name):
+            value = f"{any_of(map(quoted, strings))} {end}"
+        elif not types or "string" in types:
+            value = text
+        else:
+            value = f"{lark.json(parameters.schema(name), lenient=not _is_strict(tool))} {end}"
+        parameter = lark.rule(f"{quoted(f'<parameter={name}>' + chr(10))} {value}")
+        yield parameter if name in parameters.required else f"{parameter}?"
+
+
+def _repeated(call: str, separator: str, parallel: bool) -> str:
+    return f"{call} ({separator} {call})*" if parallel else call
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    name: str = tool["function"]["name"]
+    return name

@@ -9,6 +9,14 @@ from typing import Any, NoReturn
 from kvshare.errors import RequestError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_KINDS = {
+    type(None): "nothing",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+}
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -107,22 +115,6 @@ def _string(fields: Mapping[str, Any], key: str, at: str) -> str:
 def _refuse(param: str, found: object, expected: str) -> NoReturn:
     """Raises RequestError. It quotes short roles and types only: other values may be prompt text."""
     is_name = param.endswith((".role", ".type")) and isinstance(found, str) and len(found) <= 32
-    shown = repr(found) if is_name else _kind(found)
+    shown = repr(found) if is_name else _KINDS.get(type(found), "an object")
     quoted = [shown] if is_name else []
     raise RequestError(f"'{param}': found {shown}; expected {expected}.", param=param, quoted=quoted)
-
-
-def _kind(found: object) -> str:
-    match found:
-        case None:
-            return "nothing"
-        case str():
-            return "a string"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case list():
-            return "a list"
-        case _:
-            return "an object"

@@ -58,14 +58,10 @@ class Parameters:
             reference = schema.get("$ref")
             if not isinstance(reference, str):
                 break
-            schema = _mapping(self._definition(reference))
+            root, _, path = reference.partition("/")
+            key, _, name = path.partition("/")
+            schema = _mapping(_mapping(self._definitions.get(key)).get(name)) if root == "#" else {}
         return schema
-
-    def _definition(self, reference: str) -> object:
-        match reference.split("/"):
-            case ["#", key, name]:
-                return _mapping(self._definitions.get(key)).get(name)
-        return None
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:

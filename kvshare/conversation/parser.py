@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from kvshare.conversation.chat import Chat
-from kvshare.conversation.formats.calls import CallReader, Calls, Steps
-from kvshare.conversation.formats.cursor import Cursor, Waiting
-from kvshare.conversation.formats.json_readers import HermesReader, Llama3Reader, MistralReader
-from kvshare.conversation.formats.qwen_xml import QwenXmlReader
-from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, Part, Reasoning, Text
+from kvshare.conversation.formats import READERS
+from kvshare.conversation.formats.reader import CallReader, Calls, Cursor, Steps, Waiting
 from kvshare.conversation.tools import ToolFormat
 
 _REASONING_BEGINS = "<think>"
@@ -58,7 +55,7 @@ class AnswerParser:
 def parser_for(chat: Chat, fmt: ToolFormat, *, reasons: bool = False) -> AnswerParser:
     """For one answer to `chat`. `reasons`: the prompt ends inside `<think>`."""
     return AnswerParser(
-        _reader(chat, fmt) if chat.may_call else None,
+        READERS[fmt](chat.tools) if chat.may_call else None,
         reasons=reasons,
         thinks=not chat.continue_final_message,
         one_call=not chat.parallel_tool_calls,
@@ -81,18 +78,6 @@ def joined(parts: Iterable[Part]) -> list[Part]:
         else:
             result.append(part)
     return result
-
-
-def _reader(chat: Chat, fmt: ToolFormat) -> CallReader:
-    match fmt:
-        case ToolFormat.HERMES:
-            return HermesReader()
-        case ToolFormat.LLAMA3_JSON:
-            return Llama3Reader()
-        case ToolFormat.MISTRAL:
-            return MistralReader()
-        case ToolFormat.QWEN_XML:
-            return QwenXmlReader(chat.tools)
 
 
 def _read_answer(cursor: Cursor, reader: CallReader | None, *, reasons: bool, thinks: bool) -> Steps[None]:

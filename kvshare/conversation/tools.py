@@ -9,6 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from hashlib import sha256
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
@@ -19,22 +20,8 @@ ChatTemplate = str | Mapping[str, str] | None  # Hugging Face: one template, sev
 
 _PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # only parses: nothing is rendered with it
 
-_TOOL_BLOCK = """\
-# Tools
-
-You may call one or more functions to help with the user's request. Each line between <tools> and </tools> \
-describes one function as JSON:
-<tools>
-{tools}
-</tools>
-
-To call a function, write a JSON object with its name and its arguments between <tool_call> and \
-</tool_call>, once for each call:
-<tool_call>
-{{"name": <name of the function>, "arguments": <JSON object of its arguments>}}
-</tool_call>
-
-What a function returns follows between <tool_response> and </tool_response>."""
+# Describes tools to a model whose template takes none.
+_TOOL_BLOCK = Path(__file__).with_name("tool_block.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
 class ToolFormat(StrEnum):
@@ -68,15 +55,12 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
 
 
 def fit_to_template(chat: Chat, chat_template: ChatTemplate) -> Chat:
-    """The chat in a form that this template can render, see the two functions below."""
+    """The chat in a form that this template can render."""
     if not takes_tools(chat_template):
         return with_tool_block(chat)
-    return with_short_ids(chat) if tool_format(chat_template) is ToolFormat.MISTRAL else chat
-
-
-def with_short_ids(chat: Chat) -> Chat:
-    """The same chat with call ids of nine letters and digits: Mistral's templates reject others."""
-    return replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
+    if tool_format(chat_template) is ToolFormat.MISTRAL:
+        return replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
+    return chat
 
 
 def with_tool_block(chat: Chat) -> Chat:
@@ -94,6 +78,7 @@ def with_tool_block(chat: Chat) -> Chat:
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with call ids of nine letters and digits: Mistral's templates reject others."""
     if message["role"] == "tool":
         return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
     if not message.get("tool_calls"):
@@ -118,27 +103,21 @@ def _for_tools(chat_template: ChatTemplate) -> str:
 def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for from_tools, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         if from_tools:
-            yield {"role": "user", "content": "\n".join(_response_text(message) for message in group)}
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            yield {"role": "user", "content": "\n".join(results)}
         else:
             yield from map(_with_calls_as_text, group)
-
-
-def _response_text(message: Mapping[str, Any]) -> str:
-    return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
 def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not message.get("tool_calls"):
         return message
     texts = [message["content"]] if message["content"] else []
-    texts += [_call_text(call["function"]) for call in message["tool_calls"]]
+    for call in message["tool_calls"]:
+        shown = {key: call["function"][key] for key in ("name", "arguments")}
+        texts.append(f"<tool_call>\n{_json(shown)}\n</tool_call>")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return rest | {"content": "\n".join(texts)}
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{_json(call)}\n</tool_call>"
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], block: str) -> list[Mapping[str, Any]]:

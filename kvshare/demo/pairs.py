@@ -1,23 +1,124 @@
 """
-Near-duplicate requests, as two users of one service would send them.
+Questions about a sheet, their right answers, and near-duplicate requests, as two users would send them.
 
-The answer to the recipient's question depends on a slot that changed, and differs between the two sheets. So
-reusing the donor's KV without recomputing the change gives a wrong answer.
+A `Query` is a question without its wording. The same query can be asked about two sheets, to see whether
+their answers differ. In a `Pair` they do: the answer to the recipient's question depends on a slot that
+changed, so reusing the donor's KV without recomputing the change gives a wrong answer.
 """
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from kvshare.demo.questions import KINDS, Kind, Query, answer_to, ask, queries, wording
 from kvshare.demo.sheets import (
+    AGE,
     MAX_RECORDS,
+    REMARK,
     Sheet,
+    Slot,
     changed_slots,
     edit_sheet,
     make_sheet,
     to_messages,
 )
+
+Kind = Literal["lookup", "compare", "derived"]
+KINDS: tuple[Kind, ...] = ("lookup", "compare", "derived")
+MIN_GAP = 10
+"""Numbers are compared only if the highest exceeds the second by at least this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A question for a field of one record, or for the highest value of a field in all records."""
+
+    kind: Kind
+    field: str
+    records: tuple[int, ...]
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """The slots that the answer is computed from."""
+        return frozenset(Slot(record, self.field) for record in self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A query in words, with the answer from the sheet."""
+
+    text: str
+    answer: str
+    query: Query
+
+
+def ask(rng: random.Random, sheet: Sheet, *, kind: Kind | None = None) -> Question:
+    """
+    A random question, of that kind if one is given.
+
+    Raises:  ValueError if the sheet answers no such question
+    """
+    possible = {one: found for one in ([kind] if kind else KINDS) if (found := queries(sheet, one))}
+    if not possible:
+        raise ValueError(f"the sheet answers no question of kind {kind}")
+    query = rng.choice(possible[rng.choice(list(possible))])
+    return Question(wording(rng, sheet, query), answer_to(sheet, query), query)
+
+
+def queries(sheet: Sheet, kind: Kind) -> list[Query]:
+    """All queries of that kind that have one clear answer on this sheet."""
+    records = range(len(sheet.records))
+    numbers = sheet.template.ordinary
+    if kind == "lookup":
+        fields = [field for field in sheet.template.fields if field != REMARK]
+        return [Query(kind, field, (record,)) for field in fields for record in records]
+    if kind == "derived":
+        return [Query(kind, field, (record,)) for field in numbers for record in records]
+    return [
+        Query(kind, field, tuple(records))
+        for field in (AGE, *numbers)
+        if len(records) > 1 and _lead(sheet, field) >= MIN_GAP
+    ]
+
+
+def answer_to(sheet: Sheet, query: Query) -> str:
+    """The right answer, from the sheet."""
+    first = Slot(query.records[0], query.field)
+    if query.kind == "lookup":
+        return sheet.value(first)
+    if query.kind == "derived":
+        return _verdict(sheet, first)
+    return max((sheet.value(Slot(record, query.field)) for record in query.records), key=int)
+
+
+def wording(rng: random.Random, sheet: Sheet, query: Query) -> str:
+    """The query in words; a lookup has more than one wording."""
+    template = sheet.template
+    label, person, field = template.label.lower(), template.person, query.field
+    ordinal = query.records[0] + 1
+    if query.kind == "derived":
+        low, middle, high = template.verdicts
+        return f"In {label} {ordinal}, is the {field} {low}, {middle} or {high}?"
+    if query.kind == "lookup":
+        asks = "who" if field == person else "what"
+        long, short = f"In {label} {ordinal}, {asks} is the {field}?", f"{template.label} {ordinal}, {field}?"
+        return rng.choice((long, short))
+    return f"Of all {label}s, what is the highest {field}?"
+
+
+def _lead(sheet: Sheet, field: str) -> int:
+    values = sorted(int(record[field]) for record in sheet.records)
+    return values[-1] - values[-2]
+
+
+def _verdict(sheet: Sheet, slot: Slot) -> str:
+    value = int(sheet.value(slot))
+    below, inside, above = sheet.template.verdicts
+    lowest, highest = sheet.template.ordinary[slot.field]
+    if value < lowest:
+        return below
+    return above if value > highest else inside
+
 
 FEWEST_EDITS = 3
 MOST_EDITS = 8

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from delta_tree import DeltaTree
 from kvshare.background import Background
 from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
-from kvshare.engines.served import ServedEngine
 from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, VllmClient
 from kvshare.fleet.in_flight import InFlight
@@ -29,7 +28,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
-from kvshare.runtime import Forgotten, Runtime, open_runtime
+from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel

@@ -26,7 +26,7 @@ from kvshare.errors import KVShareError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.sharing.budget import Budget
-from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import EvictionCause
@@ -37,7 +37,7 @@ class BadReportError(KVShareError):
     """The report of a connector does not fit the ticket."""
 
 
-class ReplicaKeeper(Keeper[RemoteTier]):
+class ReplicaKeeper(PromptKeeper[RemoteTier]):
     """
     Stores nodes for KV that replicas retained, and evicts nodes whose KV a replica has lost.
 
@@ -217,7 +217,7 @@ class ReplicaKeeper(Keeper[RemoteTier]):
             try:
                 return self.tree.lengthen(node.node_id, draft.token_ids, added)
             except DeltaTreeError as exc:  # the prompt stays without its answer
-                self._note_refused(exc)
+                self._count_unstored(exc)
         self.drop_unreferenced(segment.segment_id for segment in added)
         return now
 

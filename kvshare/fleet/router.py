@@ -165,7 +165,7 @@ class Router:
             return None, None
         alone = len(sharing) == 1
         found = await asyncio.gather(
-            *(self._look_up(request, replica, by_meaning=alone) for replica in sharing)
+            *(self._look_up(request, replica, by_embedding=alone) for replica in sharing)
         )
         lookups: dict[Replica, Lookup | None] = dict(zip(sharing, found, strict=True))
         lookups |= {replica: None for replica in self._fleet.serving() if not replica.shares}
@@ -173,13 +173,15 @@ class Router:
         lookup = lookups[best]
         if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
             # Embedding is expensive: done once, and only if the search by tokens found nothing.
-            lookup = await self._look_up(request, best, by_meaning=True)
+            lookup = await self._look_up(request, best, by_embedding=True)
         return best, lookup
 
-    async def _look_up(self, request: RoutedRequest, replica: Replica, *, by_meaning: bool) -> Lookup:
+    async def _look_up(self, request: RoutedRequest, replica: Replica, *, by_embedding: bool) -> Lookup:
         assert request.prompt is not None, "checked by the callers"
         namespace = replica.namespace(request.owner).digest
-        return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_meaning=by_meaning)
+        return await self._sharing.find_plan(
+            namespace, request.prompt, request.mode, by_embedding=by_embedding
+        )
 
     def _plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
         """Set plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""

@@ -1,47 +1,160 @@
 """
 What rules do to the body of a request: a pure function from one JSON document to another.
 
-A rule acts on whole lines of one text each and never across texts, so never across roles.
+It finds the texts of the body, for every API that takes prompts. A body that is not as its API says has fewer
+texts, or none; its route reports what is wrong with it. A rule acts on whole lines of one text each and never
+across texts, so never across roles. Its actions:
+
+    pin    replaces what matches by `value`
+    move   takes each line with a match out of its place and puts it at the end of the last message of a user
+           or a tool
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from kvshare.rules.pattern import MAX_LINE
-from kvshare.rules.texts import BodyShape, Path, Role, end_of, texts_of, with_text
 from kvshare.settings import RuleSettings
+
+Role = Literal["system", "user", "tool"]
+Path = tuple[str | int, ...]  # keys and indices from the body to a text
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "tool": "tool",
+    "function": "tool",
+}
+_TEXT_PARTS = ("text", "input_text")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """
-    pin    replaces what matches by `value`
-    move   takes each line with a match out of its place and puts it at the end of the last message of a user
-           or a tool
-    """
+class Text:
+    """One text of a body, and its role."""
 
-    name: str
-    pattern: re.Pattern[str]
-    roles: frozenset[Role]
-    action: Literal["pin", "move"]
-    value: str
-    first: bool  # only the first line of the prompt that matches
+    role: Role
+    path: Path
+    text: str
 
-    @classmethod
-    def from_settings(cls, settings: RuleSettings) -> Self:
-        return cls(
-            name=settings.name,
-            pattern=re.compile(settings.match),
-            roles=frozenset(settings.roles),
-            action=settings.action,
-            value=settings.value,
-            first=settings.first,
-        )
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Behind which text of a prompt more can be said; `new_part`: the type of a part to be added for it."""
+
+    path: Path
+    new_part: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BodyShape:
+    """Which members of an API's body hold text."""
+
+    texts: Mapping[str, Role]  # text, or a list of texts or text parts
+    messages: str | None = None  # a list of messages, or one user message's text
+    part_type: str = "text"  # of a text that a user writes
+
+
+CHAT = BodyShape({}, "messages")
+SHAPES: Mapping[str, BodyShape] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": BodyShape({"prompt": "user"}),
+    "/v1/responses": BodyShape({"instructions": "system"}, "input", "input_text"),
+    "/v1/messages": BodyShape({"system": "system"}, "messages"),
+}
+
+
+def shape_of(path: str) -> BodyShape | None:
+    """Of bodies sent to a route or below it, such as `/v1/messages/count_tokens`. None: it has no prompt."""
+    return next(
+        (shape for route, shape in SHAPES.items() if path == route or path.startswith(f"{route}/")), None
+    )
+
+
+def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[Text]:
+    """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
+    found: list[Text] = []
+    for name, role in shape.texts.items():
+        found += _texts(role, body.get(name), (name,))
+    if shape.messages is not None:
+        messages = body.get(shape.messages)
+        if isinstance(messages, str):
+            found.append(Text("user", (shape.messages,), messages))
+        for path, role, content in _contents(messages, shape.messages):
+            found += _texts(role, content, path)
+    return found
+
+
+def end_of(body: Mapping[str, Any], shape: BodyShape) -> End | None:
+    """
+    The end of the last message that a user or a tool has written: the model's answer comes behind it.
+
+    None where there is no such message. The prompt of a completion has no such end: the model goes on there.
+    """
+    if shape.messages is None:
+        return None
+    messages = body.get(shape.messages)
+    if isinstance(messages, str):
+        return End((shape.messages,))
+    for path, role, content in reversed(list(_contents(messages, shape.messages))):
+        if role == "system":
+            continue
+        if isinstance(content, str):
+            return End(path)
+        if isinstance(content, list):
+            last = (*path, len(content) - 1, "text")
+            if any(text.path == last for text in _texts(role, content, path)):
+                return End(last)
+            return End((*path, len(content), "text"), shape.part_type)
+    return None
+
+
+def with_text(body: Any, path: Path, text: str, *, new_part: str | None = None) -> Any:
+    """The body with another text at a path; what is not on the way there is the same object."""
+    if not path:
+        return text
+    key, rest = path[0], path[1:]
+    if isinstance(body, Mapping):
+        return {**body, key: with_text(body.get(key), rest, text, new_part=new_part)}
+    parts = list(body)
+    if key == len(parts):
+        parts.append({"type": new_part})
+    index = int(key)
+    parts[index] = with_text(parts[index], rest, text, new_part=new_part)
+    return parts
+
+
+def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]]:
+    """Of each message that is not the model's: the path of its content, its role, and the content."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, Mapping):
+            continue
+        role = message.get("role")
+        if message.get("type") == "function_call_output":
+            yield (name, number, "output"), "tool", message.get("output")
+        elif isinstance(role, str) and role in _ROLES:
+            yield (name, number, "content"), _ROLES[role], message.get("content")
+
+
+def _texts(role: Role, content: object, path: Path) -> Iterator[Text]:
+    """Of a text, or of a list of texts and parts."""
+    if isinstance(content, str):
+        yield Text(role, path, content)
+    parts: Sequence[object] = content if isinstance(content, list) else ()
+    for number, part in enumerate(parts):
+        if isinstance(part, str):
+            yield Text(role, (*path, number), part)
+        elif not isinstance(part, Mapping):
+            continue
+        elif part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+            yield Text(role, (*path, number, "text"), part["text"])
+        elif part.get("type") == "tool_result" and role == "user":
+            yield from _texts("tool", part.get("content"), (*path, number, "content"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +165,7 @@ class Rewritten:
     rules: tuple[str, ...]
 
 
-def apply_rules(rules: Sequence[Rule], body: dict[str, Any], shape: BodyShape) -> Rewritten:
+def apply_rules(rules: Sequence[RuleSettings], body: dict[str, Any], shape: BodyShape) -> Rewritten:
     """
     The body after each rule, in their order. `body` does not change. Time is linear in the texts.
 
@@ -82,7 +195,7 @@ def apply_rules(rules: Sequence[Rule], body: dict[str, Any], shape: BodyShape) -
     return Rewritten(body, tuple(acted))
 
 
-def _pinned(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[Path, str]:
+def _pinned(rule: RuleSettings, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[Path, str]:
     """The texts that change."""
     changed = {}
     for path in own:
@@ -90,7 +203,7 @@ def _pinned(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[
         matching = _matching(rule, lines)
         for number in matching:
             content, ending = _cut(lines[number])
-            lines[number] = rule.pattern.sub(lambda _: rule.value, content) + ending
+            lines[number] = re.sub(rule.match, lambda _: rule.value, content) + ending
         if matching:
             changed[path] = "\n".join(lines)
             if rule.first:
@@ -98,7 +211,7 @@ def _pinned(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[
     return changed
 
 
-def _moved(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path], end: Path) -> dict[Path, str]:
+def _moved(rule: RuleSettings, texts: Mapping[Path, str], own: Sequence[Path], end: Path) -> dict[Path, str]:
     """The texts that change; the one at the `end` gets the lines that the others lose."""
     changed: dict[Path, str] = {}
     moved: list[str] = []
@@ -117,9 +230,9 @@ def _moved(rule: Rule, texts: Mapping[Path, str], own: Sequence[Path], end: Path
     return changed
 
 
-def _matching(rule: Rule, lines: Sequence[str]) -> list[int]:
+def _matching(rule: RuleSettings, lines: Sequence[str]) -> list[int]:
     """The numbers of the lines that the rule acts on."""
-    search = rule.pattern.search
+    search = re.compile(rule.match).search
     matching = (
         number for number, line in enumerate(lines) if len(line) <= MAX_LINE and search(_cut(line)[0])
     )

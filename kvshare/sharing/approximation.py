@@ -9,8 +9,8 @@ used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from delta_tree import (
     Composition,
@@ -26,39 +26,16 @@ from delta_tree import (
 )
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
-from kvshare.settings import RepairSettings
-from kvshare.sharing.calibration import ModelCalibration
 from kvshare.sharing.cost import Rates
-from kvshare.sharing.plan import MOST_BEHIND, Plan, within, without
+from kvshare.sharing.plan import MOST_BEHIND, Estimate, Plan, within, without
 from kvshare.sharing.prediction import Shape, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
+if TYPE_CHECKING:
+    from kvshare.sharing.planner import PlannerLimits
+
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
 _DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # repaired tokens per stale token
-
-
-@dataclass(frozen=True, slots=True)
-class Repairing:
-    """What limits repair: the settings, the abilities of the engine, the calibration of the model."""
-
-    settings: RepairSettings
-    calibration: ModelCalibration
-    max_deviation: float  # expected KL, nats
-    can_probe: bool  # whether the engine can choose after a probe pass
-
-    def chooses(self, num_behind: int) -> bool:
-        """Whether the engine may choose repairs when `num_behind` tokens follow the last copy."""
-        return self.can_probe and self.settings.rule != "windows" and num_behind <= MOST_BEHIND
-
-    def usable(self, node: Node) -> Node | None:
-        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
-        if node.deviation <= self.max_deviation:
-            return node
-        if not node.exact_length:
-            return None
-        return replace(
-            node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
-        )
 
 
 class Approximation:
@@ -70,11 +47,13 @@ class Approximation:
         candidates: Sequence[Node],
         token_ids: TokenIds,
         segment_of: Callable[[SegmentId], Segment],
-        repairing: Repairing,
+        limits: PlannerLimits,
         rates: Rates,
     ) -> None:
         """Shapes: token_ids (T,) int32; `candidates`: all donors are among them."""
-        self._segment_of, self._repairing, self._rates = segment_of, repairing, rates
+        self._segment_of, self._rates = segment_of, rates
+        self._settings, self._calibration = limits.repair, limits.calibration
+        self._max_deviation = limits.sharing.max_deviation
         self._size = size = composition.num_tokens
         self._exact_length = min(composition.exact_length, size - 1)
         self._exact = within(composition.copies, Span(0, self._exact_length))
@@ -87,7 +66,8 @@ class Approximation:
         self._moved = tuple(copy for copy in self._foreign if not self._is_settled(copy))
         self._settled = tuple(copy for copy in self._foreign if self._is_settled(copy))
         self._shape = self._shape_of(self._moved)
-        self._chooses = repairing.chooses(size - max((copy.target.end for copy in self._foreign), default=0))
+        num_behind = size - max((copy.target.end for copy in self._foreign), default=0)
+        self._chooses = limits.can_probe and self._settings.rule != "windows" and num_behind <= MOST_BEHIND
 
     def cheapest(self) -> Plan:
         """
@@ -98,11 +78,11 @@ class Approximation:
             return self._plan("none", Repairs(()))
         widened: Sequence[float] = _WIDENED
         if self._chooses:
-            widened = () if self._repairing.settings.rule == "attention" else _WIDENED[:1]
+            widened = () if self._settings.rule == "attention" else _WIDENED[:1]
         found = [self._by_place(factor) for factor in widened]
         if self._chooses:
             found.append(self._chosen(self._shape))
-        limit = self._repairing.max_deviation
+        limit = self._max_deviation
         if fitting := [plan for plan in found if plan.num_copied and plan.deviation <= limit]:
             return min(fitting, key=lambda plan: plan.estimate.shared_s)
         if self._settled:
@@ -118,7 +98,7 @@ class Approximation:
         return copy.donor_start == copy.target_start and copy.target.end <= self._common[copy.donor]
 
     def _shape_of(self, moved: Sequence[Copy]) -> Shape | None:
-        tail = max(self._exact_length, self._size - self._repairing.settings.tail)
+        tail = max(self._exact_length, self._size - self._settings.tail)
         return shape_of(
             within(moved, Span(self._exact_length, tail)),
             num_tokens=self._size,
@@ -127,21 +107,17 @@ class Approximation:
         )
 
     def _by_place(self, widened: float) -> Plan:
-        settings = self._repairing.settings
-        spans = repairs_by_place(self._moved, num_tokens=self._size, settings=settings, widened=widened)
+        spans = repairs_by_place(self._moved, num_tokens=self._size, settings=self._settings, widened=widened)
         return self._plan("windows", Repairs(spans))
 
     def _chosen(self, shape: Shape) -> Plan:
         """The plan with the smallest dose within the limit, or with the largest dose."""
-        limit = self._repairing.max_deviation
-        doses = (dose * shape.stale for dose in _DOSES)
-        fitting = (dose for dose in doses if self._expected("attention", dose) <= limit)
-        wanted = next(fitting, _DOSES[-1] * shape.stale)
-        settings = self._repairing.settings
-        return self._plan(
-            "attention",
-            repairs_to_choose(self._moved, num_tokens=self._size, wanted=wanted, settings=settings),
+        doses = [dose * shape.stale for dose in _DOSES]
+        fitting = (dose for dose in doses if self._expected("attention", dose) <= self._max_deviation)
+        repairs = repairs_to_choose(
+            self._moved, num_tokens=self._size, wanted=next(fitting, doses[-1]), settings=self._settings
         )
+        return self._plan("attention", repairs)
 
     def _expected(self, rule: RepairRule, repaired: float) -> float:
         """
@@ -152,10 +128,10 @@ class Approximation:
         """
         if self._shape is None:
             return 0.0
-        return self._repairing.calibration.expected(self._shape, rule, repaired)
+        return self._calibration.expected(self._shape, rule, repaired)
 
     def _plan(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> Plan:
-        size, settings = self._size, self._repairing.settings
+        size, settings = self._size, self._settings
         tail = repairs_by_place(self._foreign, num_tokens=size, settings=settings, widened=0.0)
         spans = merge([*repairs.spans, *tail])
         copied = without(self._foreign, spans)
@@ -167,24 +143,23 @@ class Approximation:
             placeholders=gaps((copy.target for copy in copies), size),
             repairs=spans,
             generation=max((self._generation_after(copy) for copy in copied), default=0),
-            estimate=self._rates.estimate(num_tokens=size, num_computed=size),
+            estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
             order=repairs.order,
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
         inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in copied), default=0.0)
-        num_computed = plan.num_computed + plan.num_selecting
         return replace(
             plan,
             estimate=self._rates.estimate(
                 num_tokens=size,
-                num_computed=num_computed,
+                num_computed=plan.num_computed + plan.num_selecting,
                 num_passes=self._rates.num_extra_passes + (repairs.order is not None),
             ),
             prediction=Prediction(
                 expected=inherited if rule == "none" else max(inherited, self._expected(rule, repaired)),
                 inherited=inherited,
-                limit=self._repairing.max_deviation,
+                limit=self._max_deviation,
                 rule=rule,
                 repaired=repaired,
             ),

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -57,9 +57,8 @@ class Arrival:
 class Arrivals:
     """The prompts that one engine computes now. All methods run on its event loop."""
 
-    def __init__(self, *, min_run: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, min_run: int) -> None:
         self._min_run = min_run
-        self._clock = clock
         self._arrivals: dict[str, list[Arrival]] = {}  # by namespace, in order of arrival
         self._num_waiting = 0
 
@@ -95,7 +94,7 @@ class Arrivals:
 
         `namespaces`: where it is looked up; one for each engine that may get it.
         """
-        lookup, began, has_waited = await look_up(), self._clock(), False
+        lookup, began, has_waited = await look_up(), time.monotonic(), False
         self._num_waiting += 1
         try:
             asked: set[Arrival] = set()
@@ -110,15 +109,18 @@ class Arrivals:
                     break  # the gate refused it, and would refuse similar ones
         finally:
             self._num_waiting -= 1
-        return lookup.after_waiting(self._clock() - began) if has_waited else lookup
+        if has_waited:
+            stages = {**lookup.stage_seconds, "wait": time.monotonic() - began}
+            lookup = replace(lookup, stage_seconds=stages)
+        return lookup
 
     async def _is_over(self, other: Arrival) -> bool:
         """Wait until a prompt is stored. Returns false if it is computed and storing takes too long."""
         computed_at: float | None = None
         while not other.over.is_set():
             if not other.remaining():
-                computed_at = computed_at or self._clock()
-                if self._clock() - computed_at > _STORING_S:
+                computed_at = computed_at or time.monotonic()
+                if time.monotonic() - computed_at > _STORING_S:
                     return False
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from delta_tree import (
-    DonorReason,
-    Node,
-    Segment,
-    SegmentId,
-    TokenIds,
-    UnknownSegmentError,
-    compose,
-)
+from delta_tree import DonorReason, NodeId, UnknownSegmentError, compose
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits
@@ -27,43 +18,19 @@ from vector_index import Candidate
 _NOT_LOOKED_UP = (Reason.OFF, Reason.SHORT_PROMPT, Reason.MODEL_UNSHARED)
 
 
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """The inputs of the planner besides the prompt and its candidates."""
-
-    segment_of: Callable[[SegmentId], Segment]
-    limits: PlannerLimits
-    rates: Rates
-    approximate: bool
-
-
 def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[str, Any]:
-    """The result of `find_plan` as a document. Blocks, as candidates are composed again."""
-    planning = Planning(
-        sharing.tree.segment,
-        sharing.limits,
-        sharing.cost.rates,
-        approximate=mode is SharingMode.APPROX,
-    )
-    nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
-    try:
-        return explanation(lookup, prompt.token_ids, nodes, planning)
-    except UnknownSegmentError:  # meanwhile a candidate was evicted, or stored with better KV
-        return explanation(lookup, prompt.token_ids, (), planning)
+    """
+    The result of `find_plan`, JSON-ready: the decision, every span of the prompt, every candidate's outcome.
 
-
-def explanation(
-    lookup: Lookup, token_ids: TokenIds, nodes: Sequence[Node], planning: Planning
-) -> dict[str, Any]:
-    """JSON-ready: the decision, every span of the prompt, and the outcome of every candidate."""
-    plan = lookup.plan
-    num_tokens = len(token_ids)
+    Blocks, as candidates are composed again.
+    """
+    plan, num_tokens = lookup.plan, prompt.num_tokens
     report = lookup.report(num_tokens)
-    estimate = (
-        plan.estimate
-        if isinstance(plan, Plan)
-        else planning.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
-    )
+    if isinstance(plan, Plan):
+        estimate, charged_budget = plan.estimate, plan.charged_budget
+    else:
+        estimate = sharing.cost.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
+        charged_budget = 1.0
     lookup_s = 0.0 if report.reason in _NOT_LOOKED_UP else estimate.lookup_s
     shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
@@ -76,10 +43,10 @@ def explanation(
         "recomputed": report.num_recomputed,
         "repaired": report.num_repaired,
         "to_choose": _to_choose(plan),
-        "prediction": _prediction(plan, planning.limits),
-        "charged_budget": plan.charged_budget if isinstance(plan, Plan) else 1.0,
+        "prediction": _prediction(plan, sharing.limits),
+        "charged_budget": charged_budget,
         "spans": _spans(plan, num_tokens),
-        "donors": _donors(plan, lookup.candidates, _outcomes(token_ids, nodes, planning)),
+        "donors": _donors(plan, lookup.candidates, _outcomes(sharing, prompt, lookup, mode)),
         "estimate": {
             "full_s": estimate.full_s,
             "shared_s": shared_s,
@@ -89,19 +56,23 @@ def explanation(
     }
 
 
-def _outcomes(token_ids: TokenIds, nodes: Sequence[Node], planning: Planning) -> dict[int, str]:
-    """What the composition decided about every candidate, before the gate."""
-    sharing = planning.limits.sharing
-    composition = compose(
-        token_ids,
-        nodes,
-        planning.segment_of,
-        min_run=sharing.min_run,
-        max_donors=sharing.max_donors,
-        max_generation=planning.limits.policy.max_generation,
-        allow_approximate=planning.approximate,
-        may_move=planning.limits.can_move_keys,
-    )
+def _outcomes(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[int, str]:
+    """What the composition decided about every candidate, before the gate; empty if one was evicted."""
+    limits = sharing.limits
+    nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
+    try:
+        composition = compose(
+            prompt.token_ids,
+            nodes,
+            sharing.tree.segment,
+            min_run=limits.sharing.min_run,
+            max_donors=limits.sharing.max_donors,
+            max_generation=limits.policy.max_generation,
+            allow_approximate=mode is SharingMode.APPROX,
+            may_move=limits.can_move_keys,
+        )
+    except UnknownSegmentError:  # or stored with better KV
+        return {}
     return {int(node.node_id): reason for node, reason in zip(nodes, composition.reasons, strict=True)}
 
 
@@ -159,23 +130,19 @@ def _span(
 def _donors(
     plan: Plan | NoPlan, candidates: Sequence[Candidate], outcomes: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    used: Counter[int] = Counter()
-    if isinstance(plan, Plan):
-        for copy in plan.copies:
-            used[int(copy.donor)] += copy.length
-    return [
-        {
-            "node": candidate.prompt_id,
-            "sources": sorted(candidate.sources),
-            "score": candidate.score,
-            "similarity": candidate.similarity,
-            "tokens_used": used[candidate.prompt_id],
-            "outcome": _outcome(outcomes.get(candidate.prompt_id, "gone"), used[candidate.prompt_id]),
-        }
-        for candidate in candidates
-    ]
-
-
-def _outcome(composed: str, num_used: int) -> str:
-    """A candidate that the composition used is `left_out` if the final plan copies nothing from it."""
-    return "left_out" if composed == DonorReason.USED and not num_used else composed
+    """Every candidate. One that the composition used is `left_out` if the plan copies nothing from it."""
+    used = plan.num_from if isinstance(plan, Plan) else Counter()
+    donors = []
+    for candidate in candidates:
+        num_used, outcome = used[NodeId(candidate.prompt_id)], outcomes.get(candidate.prompt_id, "gone")
+        donors.append(
+            {
+                "node": candidate.prompt_id,
+                "sources": sorted(candidate.sources),
+                "score": candidate.score,
+                "similarity": candidate.similarity,
+                "tokens_used": num_used,
+                "outcome": "left_out" if outcome == DonorReason.USED and not num_used else outcome,
+            }
+        )
+    return donors

@@ -1,7 +1,7 @@
 """
 The only writer of the tree: stores prompts as nodes, and evicts prompts to make room for new ones.
 
-`Keeper` has what both engines need. `sharing/memory_keeper.py` stores KV of this process;
+`PromptKeeper` has what both engines need. `sharing/memory_keeper.py` stores KV of this process;
 `fleet/replica_keeper.py` stores what vLLM replicas report. All methods may be called from any thread; all but
 queries may block on SQLite.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 TierT = TypeVar("TierT", bound=Tier)
 
 
-class Keeper(Generic[TierT]):
+class PromptKeeper(Generic[TierT]):
     """Stores and evicts nodes, lists the evicted ones for the index, and counts failures."""
 
     def __init__(self, tree: DeltaTree, tier: TierT, *, min_tokens: int) -> None:
@@ -58,7 +58,7 @@ class Keeper(Generic[TierT]):
         with self._writing:
             for node_id in dict.fromkeys(donors):
                 node = self.tree.get(node_id)
-                if node is None or self._has_all(node):
+                if node is None or not self.tier.fetch(node.pieces.segment_ids).missing:
                     continue  # evicted, or stored again meanwhile
                 self.tree.unpin(node_id)
                 self._evict(node)
@@ -119,7 +119,7 @@ class Keeper(Generic[TierT]):
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
         if self._num_unstored:
-            log.warning("prompts are stored again; %d were not, meanwhile", self._num_unstored)
+            log.warning("prompts are stored again; %d were not stored meanwhile", self._num_unstored)
             self._num_unstored = 0
         self.tier.drop(insertion.freed_segments)
         return insertion
@@ -130,13 +130,13 @@ class Keeper(Generic[TierT]):
             return act()
         except (DeltaTreeError, KVShareError) as exc:
             # An administrator may have evicted a donor meanwhile, or a replica's report is wrong.
-            self._note_refused(exc)
+            self._count_unstored(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("a prompt is not stored: %s", classes_and_places(exc))
             self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
         return None
 
-    def _note_refused(self, exc: Exception) -> None:
+    def _count_unstored(self, exc: Exception) -> None:
         """Count a prompt that was not stored. A failing store fails for all prompts, so it is logged once."""
         self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
         if not isinstance(exc, StoreError):
@@ -194,7 +194,8 @@ class Keeper(Generic[TierT]):
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             self.tree.age(candidate.node_id, namespaces)
             if num_left := self._useful_prefix(candidate, excess, budget):
-                self._shorten(candidate, num_left)
+                self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
+                self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)
                 self.telemetry.evicted(EvictionCause.END)
             else:
                 self._evict(candidate)
@@ -226,13 +227,6 @@ class Keeper(Generic[TierT]):
         if num_bytes > 0 or not own or num_left < self._min_tokens:
             return 0
         return 0 if self.tree.find(node.namespace, node.token_ids[:num_left]) is not None else num_left
-
-    def _has_all(self, node: Node) -> bool:
-        return not self.tier.fetch(node.pieces.segment_ids).missing
-
-    def _shorten(self, node: Node, num_tokens: int) -> None:
-        self.tier.drop(self.tree.shorten(node.node_id, num_tokens, lazily=True).freed_segments)
-        self._shortened[node.node_id] = self.tree.node(node.node_id)
 
     def _evict(self, node: Node) -> None:
         # Written to disk together with the next prompt: one transaction instead of two.

@@ -28,7 +28,7 @@ from delta_tree import (
 )
 from kvshare.kv.tier import Tier
 from kvshare.sharing.budget import Budget
-from kvshare.sharing.keeper import Keeper
+from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
@@ -76,12 +76,8 @@ class Computed(Generic[KVT]):
     plan: Plan | NoPlan
     kv: SequenceBuffer[KVT]
 
-    def spans(self, length: int) -> tuple[Span, ...]:
-        """The computed spans, each at most `length` tokens long; the other tokens were copied."""
-        return computed_spans(self.plan, len(self.token_ids), length)
 
-
-class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
+class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
     """
     Stores the KV of this process. The only writer of tree and tier.
 
@@ -192,24 +188,31 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
             self.telemetry.fallback(Component.COMMIT, FallbackReason.TOO_LARGE)
             return None
         draft, retained = self._drafted(computed)
+        plan = computed.plan
         with self._writing:
-            plan = computed.plan
-            if isinstance(plan, Plan) and not self._has_copies(plan):
+            if isinstance(plan, Plan) and any(copy.segment_id not in self.tier for copy in plan.copies):
                 if plan.first_approximate < plan.num_tokens or not computed.kv.is_whole:
                     self.telemetry.fallback(Component.COMMIT, FallbackReason.DONOR_GONE)
                     return None
                 # All KV in the slots is exact, copied or not: store all of it.
                 draft, retained = self._drafted(replace(computed, plan=NoPlan()))
-            return self._store(draft, retained)
+            if not self._has_room(retained):
+                return None
+            # KV before the node, so that no reader finds a node without KV.
+            self._put(draft.new_segments, retained)
+            insertion = self._insert(draft)
+            return insertion.node if insertion.created else None
 
     def _drafted(self, computed: Computed[KVT]) -> tuple[NodeDraft, list[KVT]]:
         """The node of a finished sequence, and the KV of its new segments."""
-        spans = self._spans(computed)
-        retained = [computed.kv.cut(span) for span in spans]
-        stored = self._stored(spans, retained)
-        parent = find_parent(computed.plan, self.tree.get)
-        namespace = computed.namespace
-        draft = draft_node(computed.token_ids, computed.plan, stored, namespace=namespace, parent=parent)
+        retained = [computed.kv.cut(span) for span in self._spans(computed)]
+        draft = draft_node(
+            computed.token_ids,
+            computed.plan,
+            self._stored(self._spans(computed), retained),
+            namespace=computed.namespace,
+            parent=find_parent(computed.plan, self.tree.get),
+        )
         return draft, retained
 
     def _stored(self, spans: Sequence[Span], retained: Sequence[KVT]) -> list[StoredSpan]:
@@ -219,18 +222,11 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
         ]
 
     def _spans(self, computed: Computed[KVT]) -> tuple[Span, ...]:
-        return computed.spans(self._segment_tokens(computed))
+        """The computed spans, cut into segments; the other tokens were copied."""
+        return computed_spans(computed.plan, len(computed.token_ids), self._segment_tokens(computed))
 
     def _segment_tokens(self, computed: Computed[KVT]) -> int:
         return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
-
-    def _store(self, draft: NodeDraft, retained: Sequence[KVT]) -> Node | None:
-        """Make room, then store KV before the node, so that no reader finds a node without KV."""
-        if not self._has_room(retained):
-            return None
-        self._put(draft.new_segments, retained)
-        insertion = self._insert(draft)
-        return insertion.node if insertion.created else None
 
     def _has_room(self, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
         """Whether the KV fits, after evicting other prompts if necessary."""
@@ -241,6 +237,3 @@ class MemoryKeeper(Keeper[HostTier[KVT]], Generic[KVT]):
     def _put(self, segments: Sequence[Segment], retained: Sequence[KVT]) -> None:
         for segment, kv in zip(segments, retained, strict=True):
             self.tier.put(segment.segment_id, kv, segment.checksum)
-
-    def _has_copies(self, plan: Plan) -> bool:
-        return all(copy.segment_id in self.tier for copy in plan.copies)

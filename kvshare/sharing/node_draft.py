@@ -7,9 +7,9 @@ Pure functions of a plan and its stored segments, for both engines.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from delta_tree import (
     UNKNOWN_DEVIATION,
@@ -66,13 +66,18 @@ def draft_node(
     Shapes:  token_ids (T,), prompt and answer, as far as their KV was computed
     `plan` is the plan as it was executed; its copies and `stored` cover every position once.
     """
-    exact_length = _exact_length(plan, len(token_ids))
-    deviation = 0.0 if isinstance(plan, NoPlan) else min(plan.deviation, UNKNOWN_DEVIATION)
+    exact_length, deviation = len(token_ids), 0.0
+    if isinstance(plan, Plan) and plan.first_approximate < plan.num_tokens:
+        # KV before the first approximate copy is exact.
+        exact_length, deviation = plan.first_approximate, min(plan.deviation, UNKNOWN_DEVIATION)
+    parts = [(entry.span.start, Piece(entry.segment_id, 0, len(entry.span))) for entry in stored]
+    for copy in plan.copies if isinstance(plan, Plan) else ():
+        parts.append((copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)))
     return NodeDraft(
         namespace=namespace,
         token_ids=token_ids,
         parent=parent,
-        pieces=_piece_table(plan, stored),
+        pieces=PieceTable(piece for _, piece in sorted(parts, key=itemgetter(0))),
         new_segments=describe(plan, stored, namespace),
         exact_length=exact_length,
         deviation=deviation if exact_length < len(token_ids) else 0.0,
@@ -83,18 +88,8 @@ def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -
     """The donor with most copied tokens, if it is still stored; else None."""
     if isinstance(plan, NoPlan) or not plan.copies:
         return None
-    given: Counter[NodeId] = Counter()
-    for copy in plan.copies:
-        given[copy.donor] += copy.length
-    parent, _ = given.most_common(1)[0]
+    parent, _ = plan.num_from.most_common(1)[0]
     return parent if node_of(parent) is not None else None
-
-
-def _exact_length(plan: Plan | NoPlan, num_tokens: int) -> int:
-    """KV before the first approximate copy is exact."""
-    if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
-        return num_tokens
-    return plan.first_approximate
 
 
 def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
@@ -118,12 +113,3 @@ def _generation(plan: Plan | NoPlan, span: Span) -> int:
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return 0
     return plan.generation if span.start >= plan.first_approximate else 0
-
-
-def _piece_table(plan: Plan | NoPlan, stored: Sequence[StoredSpan]) -> PieceTable:
-    parts = [(entry.span.start, Piece(entry.segment_id, 0, len(entry.span))) for entry in stored]
-    if isinstance(plan, Plan):
-        parts += [
-            (copy.target_start, Piece(copy.segment_id, copy.offset, copy.length)) for copy in plan.copies
-        ]
-    return PieceTable(piece for _, piece in sorted(parts, key=lambda part: part[0]))

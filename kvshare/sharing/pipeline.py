@@ -22,7 +22,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.keeper import Keeper, TierT
+from kvshare.sharing.keeper import PromptKeeper, TierT
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits, make_plan
 from kvshare.telemetry import Component, FallbackReason
@@ -57,35 +57,15 @@ class Lookup:
     unreadable: tuple[NodeId, ...] = ()
     unknown: tuple[int, ...] = ()
 
-    def after_waiting(self, seconds: float) -> Lookup:
-        """The same result, with the seconds spent waiting for a similar prompt."""
-        return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})
-
     def report(self, num_tokens: int) -> SharingReport:
         """How many tokens come from where, for usage and metrics."""
-        if isinstance(self.plan, NoPlan):
-            refused = self.plan
-            return SharingReport(
-                num_exact=0,
-                num_copied=0,
-                num_recomputed=num_tokens,
-                num_repaired=0,
-                decision=Decision.FULL,
-                reason=refused.reason,
-                prediction=refused.prediction,
-                first_difference=0,
-            )
-        return SharingReport(
-            num_exact=self.plan.exact_length,
-            num_copied=self.plan.num_copied,
-            num_recomputed=self.plan.num_recomputed,
-            num_repaired=self.plan.num_repaired,
-            decision=self.plan.decision,
-            reason=self.plan.reason,
-            donors=self.plan.donors,
-            prediction=self.plan.prediction,
-            first_difference=self.plan.placeholders[0].start,
-        )
+        plan = self.plan
+        if isinstance(plan, Plan):
+            counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
+            decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
+        else:
+            counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
+        return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)
 
 
 class Sharing:
@@ -98,7 +78,7 @@ class Sharing:
     def __init__(
         self,
         *,
-        keeper: Keeper[TierT],
+        keeper: PromptKeeper[TierT],
         nominator: Nominator,
         limits: PlannerLimits,
         cost: CostModel,
@@ -131,19 +111,20 @@ class Sharing:
         self._long_executor.shutdown(wait=True)
 
     async def find_plan(
-        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool = True
+        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool = True
     ) -> Lookup:
         """
         Nominate, plan and fetch for a prompt. Changes only the counters of failures. Never raises: an error
         gives NoPlan with a reason.
 
-        `by_meaning`: also search by embedding, if the prefill is long enough.
+        `by_embedding`: also search by embedding, if the prefill is long enough.
         """
         if not self.wants(prompt, mode):
-            return Lookup(NoPlan(self._unwanted(mode)))
+            unshared = Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
+            return Lookup(NoPlan(Reason.OFF if mode is SharingMode.OFF else unshared))
         began = time.perf_counter()
         try:
-            nomination = await self._nominate(namespace, prompt, mode, by_meaning=by_meaning)
+            nomination = await self._nominate(namespace, prompt, mode, by_embedding=by_embedding)
             is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
             lookup = await asyncio.get_running_loop().run_in_executor(
                 self._long_executor if is_long else self._executor,
@@ -210,12 +191,6 @@ class Sharing:
         is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
         return self.limits.can_share and mode is not SharingMode.OFF and is_long
 
-    def _unwanted(self, mode: SharingMode) -> Reason:
-        """Why a prompt was not looked up."""
-        if mode is SharingMode.OFF:
-            return Reason.OFF
-        return Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
-
     async def remember(self, node: Node, text: PromptText | None) -> None:
         """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
         await self.forget_evicted()
@@ -261,10 +236,10 @@ class Sharing:
             self.telemetry.fallback(Component(failure.component), FallbackReason(failure.reason))
 
     async def _nominate(
-        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_meaning: bool
+        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
     ) -> Nomination:
         prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
-        pays = by_meaning and prefill_s >= self.limits.dense_min_prefill_s
+        pays = by_embedding and prefill_s >= self.limits.dense_min_prefill_s
         nomination = await self.nominator.nominate(
             namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
         )
@@ -294,7 +269,14 @@ class Sharing:
                 break
             began = time.perf_counter()
             try:
-                plan = self._make_plan(token_ids, nodes, mode)
+                plan = make_plan(
+                    token_ids,
+                    nodes,
+                    self.tree.segment,
+                    approximate=mode is SharingMode.APPROX,
+                    limits=self.limits,
+                    rates=self.cost.rates,
+                )
             except UnknownSegmentError:
                 nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
@@ -312,16 +294,6 @@ class Sharing:
             found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
             nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
         return found
-
-    def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
-        return make_plan(
-            token_ids,
-            nodes,
-            self.tree.segment,
-            approximate=mode is SharingMode.APPROX,
-            limits=self.limits,
-            rates=self.cost.rates,
-        )
 
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()

@@ -10,6 +10,7 @@ A plan says for every position of a prompt where its KV comes from. Plans are im
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -145,6 +146,14 @@ class Plan:
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))
 
     @property
+    def num_from(self) -> Counter[NodeId]:
+        """How many tokens are copied from each donor."""
+        given: Counter[NodeId] = Counter()
+        for copy in self.copies:
+            given[copy.donor] += copy.length
+        return given
+
+    @property
     def first_approximate(self) -> int:
         """Position of the first approximate KV; num_tokens if all is exact."""
         starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
@@ -204,14 +213,11 @@ def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
 
 def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
     """The spans, with the one around `place` split there."""
-    parts = (part for span in spans for part in _halves(span, place))
-    return tuple(part for part in parts if part)
-
-
-def _halves(span: Span, place: int) -> tuple[Span, ...]:
-    if not span.start < place < span.end:
-        return (span,)
-    return Span(span.start, place), Span(place, span.end)
+    parts: list[Span] = []
+    for span in spans:
+        middle = min(max(place, span.start), span.end)
+        parts += [part for part in (Span(span.start, middle), Span(middle, span.end)) if part]
+    return tuple(parts)
 
 
 def clip(copy: Copy, span: Span) -> Copy | None:

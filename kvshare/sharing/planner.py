@@ -16,7 +16,7 @@ from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, co
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.settings import RepairSettings, Settings, SharingSettings
-from kvshare.sharing.approximation import Approximation, Repairing
+from kvshare.sharing.approximation import Approximation
 from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
@@ -53,6 +53,16 @@ class PlannerLimits:
         if self.sharing.calibration is not None:
             return self
         return replace(self, calibration=calibration_of(fingerprint))
+
+    def usable(self, node: Node) -> Node | None:
+        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
+        if node.deviation <= self.sharing.max_deviation:
+            return node
+        if not node.exact_length:
+            return None
+        return replace(
+            node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
+        )
 
     @classmethod
     def from_settings(
@@ -103,13 +113,7 @@ def make_plan(
         return NoPlan(Reason.SHORT_PROMPT)
     if not candidates:
         return NoPlan(Reason.NO_CANDIDATES)
-    repairing = Repairing(
-        settings=limits.repair,
-        calibration=limits.calibration,
-        max_deviation=sharing.max_deviation,
-        can_probe=limits.can_probe,
-    )
-    donors = [node for candidate in candidates if (node := repairing.usable(candidate)) is not None]
+    donors = [node for candidate in candidates if (node := limits.usable(candidate)) is not None]
     composed = partial(
         compose,
         token_ids,
@@ -128,12 +132,14 @@ def make_plan(
     prediction: Prediction | None = None
     accepted: list[Plan] = []
     while approximate and composition.approximate_donors:
-        plan = Approximation(composition, donors, token_ids, segment_of, repairing, rates).cheapest()
+        plan = Approximation(composition, donors, token_ids, segment_of, limits, rates).cheapest()
         prediction, refused = plan.prediction, _gate(plan, exact, limits)
         refusal = refusal or refused
         if refused is None:
             accepted.append(plan)
-        if len(composition.approximate_donors) == 1 or (refused is None and _is_light(plan)):
+        # With so few repairs another composition can hardly save more.
+        is_light = plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
+        if len(composition.approximate_donors) == 1 or (refused is None and is_light):
             break
         # The best donor alone may need less repair than all of them together.
         composition = composed(max_donors=1, may_move=limits.can_move_keys)
@@ -165,11 +171,6 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
         generation=0,
         estimate=rates.estimate(num_tokens=num_tokens, num_computed=num_tokens - length),
     )
-
-
-def _is_light(plan: Plan) -> bool:
-    """Whether the plan repairs so little that another composition can hardly save more."""
-    return plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:

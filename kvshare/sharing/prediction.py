@@ -31,6 +31,7 @@ _MOST_PIECES = 512  # pieces whose context is compared; of more, a sample
 FLOOR = 1e-6  # nats: below it KL is rounding
 _LEAST_SLOPE = 0.05
 _STEPS = 30  # some six are enough
+_RIDGE = 3.0
 
 Vector = NDArray[np.float64]
 
@@ -165,9 +166,7 @@ class Calibration:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
-def fit(
-    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
-) -> Calibration:
+def fit(values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64]) -> Calibration:
     """
     Fit weights to log10 of measured KL, then bias and slope to its mean.
 
@@ -178,24 +177,24 @@ def fit(
     Shapes:  values (N, F), kl (N,), groups (N,): ids of plans that belong together, such as those of one
              document
     """
-    unseen = typical_of_unseen(values, kl, groups, ridge=ridge)
+    unseen = typical_of_unseen(values, kl, groups)
     served = values[:, -1] > 0
     bias, slope = _mean_of(unseen[served], kl[served])
-    return replace(_typically(values, kl, ridge), bias=bias, slope=slope)
+    return replace(_typically(values, kl), bias=bias, slope=slope)
 
 
 def typical_of_unseen(
-    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64], *, ridge: float = 3.0
+    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """(N,) the typical KL of each plan, by weights fitted without its group; shapes as in `fit`."""
     found = np.zeros(len(groups))
     for group in np.unique(groups):
         inside = groups == group
-        found[inside] = _typically(values[~inside], kl[~inside], ridge).typical(values[inside])
+        found[inside] = _typically(values[~inside], kl[~inside]).typical(values[inside])
     return found
 
 
-def _typically(values: Vector, kl: NDArray[np.float64], ridge: float) -> Calibration:
+def _typically(values: Vector, kl: NDArray[np.float64]) -> Calibration:
     """A calibration without bias and slope."""
     low, high = np.percentile(values, (2, 98), axis=0)
     inside = np.clip(values, low, high)
@@ -203,7 +202,7 @@ def _typically(values: Vector, kl: NDArray[np.float64], ridge: float) -> Calibra
     design, target = (inside - mean) / scale, np.log10(kl + FLOOR)
     centre = target.mean()
     solved = np.linalg.solve(
-        design.T @ design + ridge * np.eye(design.shape[1]), design.T @ (target - centre)
+        design.T @ design + _RIDGE * np.eye(design.shape[1]), design.T @ (target - centre)
     )
     weights = solved / scale
     intercept = float(centre - weights @ mean)

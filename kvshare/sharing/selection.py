@@ -123,7 +123,8 @@ def scores(
     for piece in pieces:
         inside = slice(piece.start, piece.end)
         change = _between(piece, places, changed, everywhere)
-        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * _mendable(len(piece))
+        mendable = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(len(piece)) / _REACH)
+        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * mendable
     return found
 
 
@@ -182,9 +183,3 @@ def _between(
         return np.repeat(np.exp(everywhere)[:, None], len(piece), axis=1)
     inside, logarithms = np.arange(piece.start, piece.end), np.log(changed[:, own] + _LEAST)
     return np.exp([np.interp(inside, places[own], row) for row in logarithms])
-
-
-def _mendable(length: int) -> NDArray[np.float64]:
-    """(length,) 1 at the start of a piece, falling."""
-    found: NDArray[np.float64] = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(length) / _REACH)
-    return found

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from kvshare.conversation.chat import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.parser import AnswerParser
-from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest
 from kvshare.errors import EngineError
 from kvshare.reasons import cache_miss_reason

@@ -19,6 +19,7 @@ from kvshare.bench.fidelity.scenario import SEED, Scenario, tokenized
 from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from kvshare.bench.fidelity.suites import SUITES
 from kvshare.bench.fidelity.suites.library import Library
+from kvshare.engines.embedded.decoder import load_network
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ConfigError
@@ -54,7 +55,8 @@ class Laboratory:
         """Raises ModelError for a model that cannot be run layer by layer."""
 
         def load(dtype: str) -> LayeredModel:
-            return LayeredModel(EmbeddedModel.load(path, name=served.name, dtype=dtype, device=device))
+            network = load_network(path, dtype=dtype, device=device)
+            return LayeredModel(EmbeddedModel(network, name=served.name))
 
         path = served.path
         model, other = load("float32"), load("bfloat16") if noise else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.formats.reader import Cursor, Waiting
 
 _CLOSING = {"{": "}", "[": "]"}
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from kvshare.conversation.formats.calls import CallReader, Calls, Steps
-from kvshare.conversation.formats.cursor import Cursor, Waiting
+from kvshare.conversation.formats.reader import CallReader, Calls, Cursor, Steps, Waiting
 from kvshare.conversation.parameters import Parameters
 
 _NAME = re.compile(r"[^<>\n]*")
@@ -29,9 +26,6 @@ class QwenXmlReader(CallReader):
 
     markers = ("<tool_call>", "<function=")
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._parameters = {tool["function"]["name"]: Parameters(tool) for tool in tools}
-
     def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
         if marker == "<tool_call>" and not (yield from cursor.accept_after_space("<function=")):
             return False
@@ -40,7 +34,8 @@ class QwenXmlReader(CallReader):
             return False
         yield calls.begin(name)
         cursor.drop()
-        yield from self._read_parameters(cursor, calls, self._parameters.get(name, Parameters({})))
+        tools = {tool["function"]["name"]: tool for tool in self._tools}
+        yield from self._read_parameters(cursor, calls, Parameters(tools.get(name, {})))
         yield from cursor.accept_after_space("</tool_call>")
         return True
 
@@ -54,7 +49,9 @@ class QwenXmlReader(CallReader):
                     f"{opening}{json.dumps(key)}: {_cut_off(cursor.text[cursor.at :], types)}"
                 )
                 return
-            yield calls.arguments(f"{opening}{json.dumps(key)}: {_as_json(_inner(value), types)}")
+            # Without the line breaks after the opening tag and before the closing tag.
+            value = value.removeprefix("\n").removesuffix("\n")
+            yield calls.arguments(f"{opening}{json.dumps(key)}: {_as_json(value, types)}")
             cursor.drop()
             opening = ", "
         if (yield from cursor.accept_after_space("</function>")):
@@ -75,11 +72,6 @@ def _take_key(cursor: Cursor) -> Waiting[str | None]:
 def _take_name(cursor: Cursor) -> Waiting[str | None]:
     name = yield from cursor.take_run(_NAME)
     return name if name and (yield from cursor.accept(">")) else None
-
-
-def _inner(value: str) -> str:
-    """The value without the line breaks after the opening tag and before the closing tag."""
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:

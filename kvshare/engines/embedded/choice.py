@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvshare.engines.base import FinishReason, GenerationRequest
 from kvshare.engines.embedded.decoder import RunningSequence
 from kvshare.engines.embedded.grammar import Constraint
 from kvshare.engines.embedded.sampling import Draw, Sampler
-from kvshare.engines.embedded.text import Detokenizer, StopMatcher
+
+# GPT-2's byte-level alphabet: printable bytes are characters of their own, others are U+0100 and following.
+_BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]  # no annotations
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+    """The text and the bytes of a token. If it ends inside a character only the bytes are exact."""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text, text.encode()
+    piece = tokenizer.id_to_token(token_id) or ""
+    if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback of SentencePiece models
+        return text, bytes([int(piece[3:-1], 16)])
+    if all(character in _BYTES for character in piece):
+        return text, bytes(_BYTES[character] for character in piece)
+    return text, text.encode()
+
+
+class Detokenizer:
+    """The text of a growing token sequence. An incomplete character is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
+            # An invalid byte sequence, which a model may sample: start again after it.
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(slots=True)
+class StopMatcher:
+    """Holds text back while it could still become a stop string."""
+
+    stops: tuple[str, ...]
+    met: str | None = None  # the stop string that ended the text
+    _held: str = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """Add text. Returns the text that can be emitted, and whether a stop string was found."""
+        if not self.stops:
+            return text, False
+        self._held += text
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.met = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown, True
+        keep = max(self._overlap(stop) for stop in self.stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def flush(self) -> str:
+        """The text that was held back, when no more follows; empty after a stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _overlap(self, stop: str) -> int:
+        """The length of the longest suffix of the held text with which `stop` begins."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,44 +93,28 @@ class Decoding:
     max_tokens: int
     constraint: Constraint | None = None  # in its first state
 
-    def choice(self, request: GenerationRequest, index: int, kv: RunningSequence) -> Choice:
-        """A choice that has no token yet."""
-        sampling = request.sampling
-        stops = frozenset(sampling.stop_token_ids)
-        return Choice(
-            index=index,
-            kv=kv,
-            sampler=Sampler(
-                sampling,
-                self.draw,
-                choice=index,
-                prompt=request.prompt.token_ids,
-                ends=stops | self.eos_token_ids,
-            ),
-            detokenizer=Detokenizer(self.tokenizer, skip_special_tokens=sampling.skip_special_tokens),
-            stops=StopMatcher(sampling.stop),
-            constraint=None if self.constraint is None else self.constraint.fork(),
-            ends=stops if sampling.ignore_eos else stops | self.eos_token_ids,
-            min_tokens=sampling.min_tokens,
-            max_tokens=self.max_tokens,
-        )
 
-
-@dataclass(slots=True)
 class Choice:
     """The state of one choice: its tokens so far, and why it ended."""
 
-    index: int
-    kv: RunningSequence
-    sampler: Sampler
-    detokenizer: Detokenizer
-    stops: StopMatcher
-    constraint: Constraint | None
-    ends: frozenset[int]  # tokens that end the choice and are not part of its text
-    min_tokens: int  # in the first so many tokens stop strings are ignored
-    max_tokens: int
-    generated: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    def __init__(
+        self, request: GenerationRequest, decoding: Decoding, *, index: int, kv: RunningSequence
+    ) -> None:
+        """`kv` holds the prompt."""
+        self.index, self.kv = index, kv
+        self.generated: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        sampling = self._sampling = request.sampling
+        self.stops = StopMatcher(sampling.stop)
+        stops = frozenset(sampling.stop_token_ids)
+        ends = stops | decoding.eos_token_ids
+        self._ends = stops if sampling.ignore_eos else ends  # they are not part of the text
+        self._max_tokens = decoding.max_tokens
+        self._constraint = None if decoding.constraint is None else decoding.constraint.fork()
+        self._sampler = Sampler(
+            sampling, decoding.draw, choice=index, prompt=request.prompt.token_ids, ends=ends
+        )
+        self._detokenizer = Detokenizer(decoding.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
 
     def take(self, logits: torch.Tensor) -> tuple[int, str]:
         """
@@ -69,18 +122,18 @@ class Choice:
 
         Shapes:  logits (V,) float32
         """
-        token_id = self.sampler.sample(
-            logits, None if self.constraint is None else self.constraint.forbidden()
+        token_id = self._sampler.sample(
+            logits, None if self._constraint is None else self._constraint.forbidden()
         )
         self.generated.append(token_id)
         text, stopped = "", True
-        if token_id not in self.ends:
-            text, stopped = self._emittable(self.detokenizer.add(token_id))
-            if self.constraint is not None and not stopped:
-                stopped = self.constraint.take(token_id)
+        if token_id not in self._ends:
+            text, stopped = self._emittable(self._detokenizer.add(token_id))
+            if self._constraint is not None and not stopped:
+                stopped = self._constraint.take(token_id)
         if stopped:
             self.finish_reason = FinishReason.STOP
-        elif len(self.generated) >= self.max_tokens:
+        elif len(self.generated) >= self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
             text += self.stops.flush()
@@ -88,6 +141,6 @@ class Choice:
 
     def _emittable(self, text: str) -> tuple[str, bool]:
         """The part of new text that can be emitted, and whether a stop string ends it."""
-        if len(self.generated) <= self.min_tokens:
+        if len(self.generated) <= self._sampling.min_tokens:  # stop strings are ignored
             return text, False
         return self.stops.add(text)

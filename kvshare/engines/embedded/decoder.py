@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from delta_tree import TokenIds
+from delta_tree import TokenIds, token_ids
 from kvshare.engines.embedded.sampling import DRAW_FIELDS
 from kvshare.errors import ModelError
 from kvshare.kv.frequencies import rope_digest
@@ -118,9 +118,9 @@ class DecoderModel(ABC, Generic[SequenceT]):
         ids = [configured] if isinstance(configured, int) else list(configured or [])
         return frozenset(ids if tokenizer_eos is None else [*ids, tokenizer_eos])
 
-    def probe_tokens(self) -> list[int]:
+    def probe_tokens(self) -> TokenIds:
         """Up to 16 different tokens to test the model with, fewer if its context is shorter."""
-        return [(3 + 7 * place) % self.vocab_size for place in range(min(16, self.max_model_len))]
+        return token_ids((3 + 7 * np.arange(min(16, self.max_model_len))) % self.vocab_size)
 
     @property
     def tolerance(self) -> float:
@@ -194,9 +194,3 @@ def _sampling_defaults(network: PreTrainedModel) -> dict[str, float]:
     config = network.generation_config
     values = {} if config is None else config.to_diff_dict()
     return {name: values[name] for name in DRAW_FIELDS if values.get(name) is not None}
-
-
-def layer_kinds(config: Any) -> Sequence[str]:
-    """The kind of each layer; empty if the configuration does not list them."""
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    return kinds

@@ -25,9 +25,8 @@ from kvshare.engines.base import (
 from kvshare.engines.embedded.choice import Decoding
 from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
+from kvshare.engines.embedded.scheduler import Task
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
-from kvshare.engines.embedded.task import Task
-from kvshare.engines.served import ServedEngine
 from kvshare.errors import (
     ContextLengthError,
     EngineError,
@@ -37,6 +36,7 @@ from kvshare.errors import (
 )
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
+from kvshare.runtime import ServedEngine
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
 from delta_tree import Span, TokenIds, token_ids
-from kvshare.engines.embedded.decoder import DecoderModel, layer_kinds, load_network, relative_error
+from kvshare.engines.embedded.decoder import DecoderModel, relative_error
 from kvshare.engines.embedded.prefill import Prefill
 from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.errors import ModelError, UnshareableError
@@ -116,7 +115,8 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     def __init__(self, model: PreTrainedModel, *, name: str, max_model_len: int | None = None) -> None:
         """Raises UnshareableError for a model that does not give the same logits with partial attention."""
         super().__init__(model, name=name, max_model_len=max_model_len)
-        if foreign := set(layer_kinds(model.config)) - _KINDS:
+        kinds = getattr(model.config, "layer_types", None) or ()  # not every configuration lists them
+        if foreign := set(kinds) - _KINDS:
             raise UnshareableError(
                 f"{name} has layers of kind {', '.join(sorted(foreign))}, which have no KV of single tokens"
             )
@@ -139,19 +139,6 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         )
         if self.unsupported_reason:
             log.warning("%s: only text at the same position is shared: %s", name, self.unsupported_reason)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        name: str,
-        device: str = "auto",
-        dtype: str = "float32",
-        max_model_len: int | None = None,
-    ) -> EmbeddedModel:
-        """Load a Hugging Face name or folder, see `load_network`. Raises ModelError."""
-        return cls(load_network(path, device=device, dtype=dtype), name=name, max_model_len=max_model_len)
 
     @property
     def fingerprint(self) -> str:
@@ -215,7 +202,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     def _unmodified(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
         """Logits (N, V) with the model's own eager attention, and the shapes of the rows of each layer."""
-        tokens, cache = self._probe_tokens(), DynamicCache()
+        tokens, cache = self.probe_tokens(), DynamicCache()
         self.network.set_attn_implementation("eager")
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self.network.parameters()).device)
         with torch.inference_mode():
@@ -235,7 +222,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
         Raises:  UnshareableError if they differ: the model needs more of its attention than ours supports
         """
-        tokens = self._probe_tokens()
+        tokens = self.probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
         found = self.logits(current, tokens, keep=len(tokens))
         if missing := set(range(self.layout.num_layers)) - set(current.forms):
@@ -254,7 +241,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         Attention depends on relative positions only, so hidden states are the same and every layer can be
         compared.
         """
-        tokens = self._probe_tokens()
+        tokens = self.probe_tokens()
         room = self.max_model_len - len(tokens)
         near = self._computed_at(tokens, 0)
         far = {shift: self._computed_at(tokens, shift) for shift in sorted({min(s, room) for s in _SHIFTS})}
@@ -275,9 +262,6 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         self.logits(current, tokens, keep=1, moved_by=shift)
         self.forms = current.forms
         return kv
-
-    def _probe_tokens(self) -> TokenIds:
-        return token_ids(self.probe_tokens())
 
 
 def _rows(stored: torch.Tensor) -> tuple[int, int]:

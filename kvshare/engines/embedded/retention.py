@@ -6,8 +6,8 @@ import asyncio
 
 from delta_tree import Node
 from kvshare.engines.base import GenerationRequest
+from kvshare.engines.embedded.scheduler import Task
 from kvshare.engines.embedded.server import EmbeddedServer
-from kvshare.engines.embedded.task import Task
 from kvshare.sharing.arrivals import Arrivals
 
 
@@ -62,16 +62,13 @@ class Retention:
                 return
             node, found = await runtime.write(self._complete, task)
             self._request.stored.node = None if found is None else int(found.node_id)
-            if (
-                node is None
-            ):  # it was stored already, or did not fit; other prompts may have been evicted anyway
+            if node is None:
+                # It was stored already, or did not fit; other prompts may have been evicted anyway.
                 await runtime.sharing.forget_evicted()
-            else:
-                whole = node.num_tokens >= self._request.prompt.num_tokens
-                if whole:
-                    await runtime.remember(node, self._request.prompt.text)
-                else:  # its end was evicted: an embedding of the whole prompt would not fit
-                    await runtime.sharing.remember(node, None)
+            elif node.num_tokens >= self._request.prompt.num_tokens:
+                await runtime.remember(node, self._request.prompt.text)
+            else:  # its end was evicted: an embedding of the whole prompt would not fit
+                await runtime.sharing.remember(node, None)
         finally:
             self.give_up()
             runtime.keeper.release(task.plan)

@@ -99,13 +99,10 @@ class Sampler:
         else:
             shares = probabilities(logits, self._draw)
             token_id = int(torch.multinomial(shares, 1, generator=self._generator))
-        self._note(token_id)
-        return token_id
-
-    def _note(self, token_id: int) -> None:
         self._counts[token_id] += 1
         if self._seen is not None:
             self._seen[token_id] = True
+        return token_id
 
     def _lengthened(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask the tokens that end an answer while it is too short, unless its grammar allows no others."""

@@ -25,10 +25,9 @@ from typing import Any, TypeVar
 import torch
 
 from delta_tree import DeltaTree, token_ids
-from kvshare.engines.embedded.decoder import DecoderModel
-from kvshare.engines.embedded.expansion import context_share
+from kvshare.engines.embedded.decoder import DecoderModel, load_network
 from kvshare.engines.embedded.grammar import Grammars
-from kvshare.engines.embedded.loading import load_served
+from kvshare.engines.embedded.loading import context_share, served
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.tokenizer import PromptEncoder
@@ -124,14 +123,9 @@ def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderMo
     if settings.engine.num_threads is not None:
         torch.set_num_threads(settings.engine.num_threads)
     encoder = PromptEncoder.load(path)
-    model = load_served(
-        path,
-        name=chosen.served_name or source.name,
-        device=chosen.device,
-        dtype=chosen.dtype,
-        max_model_len=chosen.max_model_len,
-    )
-    return model, encoder
+    network = load_network(path, device=chosen.device, dtype=chosen.dtype)
+    name = chosen.served_name or source.name
+    return served(network, name=name, max_model_len=chosen.max_model_len), encoder
 
 
 def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[str, str]:

@@ -157,16 +157,11 @@ class PromptEncoder:
             message = f"token id {bad[0]} is not in the vocabulary of {size} tokens"
             raise RequestError(message, param=param, quoted=[str(bad[0])])
 
-    def _check_length(self, text: str) -> None:
-        """Raises ContextLengthError if the text is too long even if all its tokens are the longest ones."""
-        at_least = len(text) // (_NORMALISED_AWAY * self._longest_token)
-        if self._max_model_len is not None and at_least > self._max_model_len:
-            raise ContextLengthError(
-                num_prompt_tokens=at_least, max_tokens=1, max_model_len=self._max_model_len
-            )
-
     def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
-        self._check_length(text)
+        """Raises ContextLengthError if the text is too long even if all its tokens are the longest ones."""
+        at_least, limit = len(text) // (_NORMALISED_AWAY * self._longest_token), self._max_model_len
+        if limit is not None and at_least > limit:
+            raise ContextLengthError(num_prompt_tokens=at_least, max_tokens=1, max_model_len=limit)
         # Unlike `encode`, `encode_batch` releases the GIL, so other requests continue meanwhile.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)

@@ -53,7 +53,7 @@ class UnsharedModel(DecoderModel[OwnCache]):
         self._why = why
         parameter = next(network.parameters())
         self.layout = KVLayout((), parameter.dtype, parameter.device)
-        self._takes_positions = "position_ids" in _parameters(network)
+        self._parameters = inspect.signature(network.forward).parameters
         self._verify_cache()
         log.warning("%s is served without sharing: %s", name, why)
 
@@ -74,15 +74,12 @@ class UnsharedModel(DecoderModel[OwnCache]):
     @torch.inference_mode()
     def append(self, kv: OwnCache, tokens: Sequence[int], position: int) -> torch.Tensor:
         """Compute tokens at the end of a sequence. Returns the logits after the last one, (1, V) float32."""
-        return self._logits(kv, tokens, position, logits_to_keep=1)
-
-    def _logits(self, kv: OwnCache, tokens: Sequence[int], position: int, **options: Any) -> torch.Tensor:
-        device = self.layout.device
-        if self._takes_positions:
+        device, options = self.layout.device, dict[str, Any]()
+        if "position_ids" in self._parameters:
             places = torch.arange(position, position + len(tokens), device=device)
             options["position_ids"] = places.unsqueeze(0)
-        if "logits_to_keep" not in _parameters(self.network):
-            options.pop("logits_to_keep", None)
+        if "logits_to_keep" in self._parameters:
+            options["logits_to_keep"] = 1
         output = self.network(
             input_ids=torch.tensor([list(tokens)], device=device), use_cache=True, **kv.arguments, **options
         )
@@ -97,16 +94,13 @@ class UnsharedModel(DecoderModel[OwnCache]):
         Longer continuations are not compared, as no prompt is computed in parts: several models lose their
         state then.
         """
-        tokens = self.probe_tokens()
+        tokens: list[int] = self.probe_tokens().tolist()
         first = max(1, len(tokens) - _CONTINUED)
         kv = OwnCache()
         try:
-            with torch.inference_mode():
-                found = [self._logits(kv, tokens[:first], 0)]
-                found += [self._logits(kv, [tokens[at]], at) for at in range(first, len(tokens))]
-                expected = [
-                    self._logits(OwnCache(), tokens[:end], 0) for end in range(first, len(tokens) + 1)
-                ]
+            found = [self.append(kv, tokens[:first], 0)]
+            found += [self.append(kv, [tokens[at]], at) for at in range(first, len(tokens))]
+            expected = [self.append(OwnCache(), tokens[:end], 0) for end in range(first, len(tokens) + 1)]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             raise ModelError(f"{self.name} cannot compute: {type(exc).__name__}: {exc}") from exc
         error = relative_error(torch.cat(found), torch.cat(expected))
@@ -128,7 +122,3 @@ class WholePrefill:
         """See `RunningPrefill`. There is one pass only: not every model can continue from a state."""
         tokens: list[int] = self._prompt.tolist()
         return len(tokens), self._model.append(self._kv, tokens, 0)[-1]
-
-
-def _parameters(network: PreTrainedModel) -> frozenset[str]:
-    return frozenset(inspect.signature(network.forward).parameters)

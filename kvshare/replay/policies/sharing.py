@@ -140,7 +140,7 @@ class SharingPolicy(CachePolicy):
             namespace,
             Prompt(request.token_ids, prompt_text(request)),
             SharingMode.APPROX,
-            by_meaning=self.sharing.uses_embedding,
+            by_embedding=self.sharing.uses_embedding,
         )
         plan = _with_repairs_chosen(lookup.plan)
         donors = plan.donors if isinstance(plan, Plan) else ()

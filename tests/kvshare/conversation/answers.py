@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvshare.conversation.chat import Chat
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, Part, Reasoning, Text
 from kvshare.conversation.parser import joined, parser_for
-from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.tools import ToolFormat
 
 WEATHER_SCHEMA = {

@@ -13,10 +13,18 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tokenizers import AddedToken, Tokenizer
 
-from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.chat import (
+    CallArguments,
+    CallBegins,
+    Chat,
+    Part,
+    Reasoning,
+    Text,
+    ToolChoice,
+    ToolUse,
+)
 from kvshare.conversation.grammar import grammar_of
 from kvshare.conversation.lark import Grammar
-from kvshare.conversation.parts import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.tools import ToolFormat
 from kvshare.demo import MODEL_PATH
 from kvshare.errors import RequestError

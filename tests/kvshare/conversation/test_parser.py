@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, Text, ToolChoice, ToolUse
 from kvshare.conversation.parser import parser_for
-from kvshare.conversation.parts import CallArguments, CallBegins, Text
 from kvshare.conversation.tools import ToolFormat
 from tests.kvshare.conversation.answers import CHAT, plain, read, read_plain
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, ToolChoice, ToolUse
 from kvshare.conversation.parser import parser_for
-from kvshare.conversation.parts import CallArguments, CallBegins
 from kvshare.conversation.tools import ToolFormat, fit_to_template, takes_tools, tool_format, with_tool_block
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.conversation.answers import CHAT, TOOLS

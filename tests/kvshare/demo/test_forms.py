@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvshare.demo.pairs import near_duplicate_pairs
-from kvshare.demo.questions import Kind, ask, queries
+from kvshare.demo.pairs import Kind, ask, near_duplicate_pairs, queries
 from kvshare.demo.sheets import Sheet, changed_slots, edit_sheet, make_sheet, to_messages
 
 

@@ -23,8 +23,8 @@ from transformers import (
 from delta_tree import Span, token_ids
 from kvshare.bench.random_models import TINY, tiny_model
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.decoder import chosen_dtype
-from kvshare.engines.embedded.expansion import context_share
+from kvshare.engines.embedded.decoder import chosen_dtype, load_network
+from kvshare.engines.embedded.loading import context_share
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
@@ -217,17 +217,17 @@ def test_learned_positions_are_served_exactly_without_moving() -> None:
 def test_a_model_that_is_not_there_is_named(path: str) -> None:
     """The error names what was asked for."""
     with pytest.raises(ModelError, match=path):
-        EmbeddedModel.load(path, name="x")
+        EmbeddedModel(load_network(path), name="x")
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     """A config without weights, or rubbish, is a ModelError and no traceback of transformers."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError):
-        EmbeddedModel.load(tmp_path, name="x")
+        EmbeddedModel(load_network(tmp_path), name="x")
     (tmp_path / "config.json").write_text("no json")
     with pytest.raises(ModelError):
-        EmbeddedModel.load(tmp_path, name="x")
+        EmbeddedModel(load_network(tmp_path), name="x")
 
 
 def test_revisions_tell_checkpoints_apart() -> None:
@@ -244,7 +244,7 @@ def test_revisions_tell_checkpoints_apart() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bundled_model_loads_in_both_number_formats(dtype: str) -> None:
     """And its keys can be moved in both."""
-    model = EmbeddedModel.load(MODEL_PATH, name="demo", device="cpu", dtype=dtype)
+    model = EmbeddedModel(load_network(MODEL_PATH, device="cpu", dtype=dtype), name="demo")
     assert str(model.layout.dtype) == f"torch.{dtype}"
     assert model.layout.can_move, model.unsupported_reason
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.text import Detokenizer, StopMatcher, token_text
+from kvshare.engines.embedded.choice import Detokenizer, StopMatcher, token_text
 
 
 @given(text=st.text(alphabet="abc", max_size=40), cuts=st.lists(st.integers(0, 40)), data=st.data())

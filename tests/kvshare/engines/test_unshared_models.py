@@ -16,12 +16,11 @@ from delta_tree import TokenIds, token_ids
 from kvshare.bench.random_models import TINY
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import Delta, Event, GenerationRequest, SamplingParams, Started
-from kvshare.engines.embedded.decoder import DecoderModel
+from kvshare.engines.embedded.decoder import DecoderModel, load_network
 from kvshare.engines.embedded.engine import EmbeddedEngine
-from kvshare.engines.embedded.loading import load_served, served
+from kvshare.engines.embedded.loading import served, verification_document
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.engines.embedded.unshared import UnsharedModel
-from kvshare.engines.embedded.verification import verification_document
 from kvshare.errors import ModelError
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
@@ -182,5 +181,5 @@ def test_a_cache_that_does_not_continue_a_prompt_is_refused() -> None:
 
 def test_a_folder_is_loaded_either_way(tmp_path: Path) -> None:
     network("bloom").save_pretrained(tmp_path)
-    assert not load_served(tmp_path, name="bloom", device="cpu").can_share
-    assert load_served(MODEL_PATH, name="demo", device="cpu").can_share
+    assert not served(load_network(tmp_path, device="cpu"), name="bloom").can_share
+    assert served(load_network(MODEL_PATH, device="cpu"), name="demo").can_share

@@ -8,9 +8,8 @@ from textwrap import dedent
 
 import yaml
 
-from kvshare.rules.rewrite import Rule, apply_rules
-from kvshare.rules.texts import CHAT
-from kvshare.settings import load_settings
+from kvshare.rules.rewrite import CHAT, apply_rules
+from kvshare.settings import RuleSettings, load_settings
 
 _ROOT = Path(__file__).parents[3]
 _TOP = """You are an agent.
@@ -24,11 +23,11 @@ now 2026-11-23T12:{minute}:00Z
 _REST = "A lot that is always the same."
 
 
-def rules_in(text: str) -> list[Rule]:
-    return [Rule.from_settings(rule) for rule in load_settings(overrides=yaml.safe_load(text)).rules]
+def rules_in(text: str) -> tuple[RuleSettings, ...]:
+    return load_settings(overrides=yaml.safe_load(text)).rules
 
 
-def system_behind(rules: list[Rule], hexadecimal: str, minute: int) -> str:
+def system_behind(rules: tuple[RuleSettings, ...], hexadecimal: str, minute: int) -> str:
     top = _TOP.format(hexadecimal=hexadecimal, minute=minute)
     messages = [{"role": "system", "content": top + _REST}, {"role": "user", "content": "Go on."}]
     found = apply_rules(rules, {"messages": messages}, CHAT)
@@ -40,7 +39,7 @@ def system_behind(rules: list[Rule], hexadecimal: str, minute: int) -> str:
 def test_the_examples_of_the_documentation_make_prompts_alike() -> None:
     """With all of them the system's text is the same whatever nonce and clock say."""
     blocks = re.findall(r"```yaml\n(.*?)```", (_ROOT / "docs" / "rules.md").read_text("utf-8"), re.DOTALL)
-    rules = [rule for block in blocks for rule in rules_in(block)]
+    rules = tuple(rule for block in blocks for rule in rules_in(block))
     assert len(rules) == 6
     texts = {system_behind(rules, f"{number:08x}", 10 + number) for number in (1, 255)}
     assert len(texts) == 1

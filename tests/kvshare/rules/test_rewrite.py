@@ -11,18 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshare.rules.pattern import MAX_LINE
-from kvshare.rules.rewrite import Rewritten, Rule, apply_rules
-from kvshare.rules.texts import CHAT, shape_of, texts_of
-from kvshare.settings import load_settings
+from kvshare.rules.rewrite import CHAT, Rewritten, apply_rules, shape_of, texts_of
+from kvshare.settings import RuleSettings, load_settings
 
 NONCE = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
 CLOCK = {"name": "clock", "match": r"^Now: \d+$", "action": "move"}
 
 
-def rules(*entries: dict[str, Any]) -> list[Rule]:
+Rules = tuple[RuleSettings, ...]
+
+
+def rules(*entries: dict[str, Any]) -> tuple[RuleSettings, ...]:
     """As the settings would have them."""
     settings = load_settings(overrides={"rules": list(entries)})
-    return [Rule.from_settings(entry) for entry in settings.rules]
+    return settings.rules
 
 
 def chat(*messages: tuple[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def all_lines(body: dict[str, Any]) -> list[str]:
 
 
 @given(_chats, _rules)
-def test_rules_change_nothing_but_texts_of_their_roles(body: dict[str, Any], acting: list[Rule]) -> None:
+def test_rules_change_nothing_but_texts_of_their_roles(body: dict[str, Any], acting: Rules) -> None:
     """The body that was given stays; the model's words and messages of other roles do, but for the end."""
     before = copy.deepcopy(body)
     found = apply_rules(acting, body, CHAT)
@@ -93,7 +95,7 @@ def test_rules_change_nothing_but_texts_of_their_roles(body: dict[str, Any], act
 
 
 @given(_chats, _rules)
-def test_rules_that_have_acted_leave_nothing_to_do(body: dict[str, Any], acting: list[Rule]) -> None:
+def test_rules_that_have_acted_leave_nothing_to_do(body: dict[str, Any], acting: Rules) -> None:
     """Each alone: what it pinned is pinned, what it moved is at the end. Of `first` a second line is left."""
     for rule in acting:
         if not rule.first:

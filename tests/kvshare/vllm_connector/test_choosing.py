@@ -94,6 +94,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
     """Two engines that share no attention code: the same positions, the same first token's distribution."""
     import torch
 
+    from kvshare.engines.embedded.decoder import load_network
     from kvshare.engines.embedded.model import EmbeddedModel
     from kvshare.engines.embedded.prefill import Prefill
     from kvshare.kv.attention import PartialPass
@@ -103,9 +104,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
     made = scene(donor, tokens, text, copies)
     answer, event = made.ask(vllm, max_tokens=1, logprobs=20)
 
-    model = EmbeddedModel.load(
-        str(vllm.model), name="tiny", device="cpu", dtype="float32", max_model_len=None
-    )
+    model = EmbeddedModel(load_network(str(vllm.model), device="cpu"), name="tiny")
     with torch.inference_mode():
         source = model.new_sequence(len(tokens))
         model.compute(PartialPass(source, (Span(0, len(tokens)),)), np.array(tokens, np.int32))

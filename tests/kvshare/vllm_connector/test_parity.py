@@ -116,6 +116,7 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
     import torch
 
     from delta_tree import Copy, NodeId, Span, gaps
+    from kvshare.engines.embedded.decoder import load_network
     from kvshare.engines.embedded.model import EmbeddedModel
     from kvshare.kv.attention import PartialPass
 
@@ -126,9 +127,7 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
     answer, event = vllm.shared(recipient, moved, max_tokens=1, logprobs=20)
     assert event.used == (0, 1, 2, 3)
 
-    model = EmbeddedModel.load(
-        str(vllm.model), name="tiny", device="cpu", dtype="float32", max_model_len=None
-    )
+    model = EmbeddedModel(load_network(str(vllm.model), device="cpu"), name="tiny")
     source = model.new_sequence(len(tokens))
     with torch.inference_mode():
         model.compute(PartialPass(source, (Span(0, len(tokens)),)), np.array(tokens, dtype=np.int32))

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, ToolChoice, ToolUse
 from kvshare.conversation.grammar import grammar_of
 from kvshare.conversation.lark import Grammar
 from kvshare.conversation.parser import joined, parser_for
-from kvshare.conversation.parts import CallArguments, CallBegins
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.base import (
     Delta,

@@ -1,14 +1,19 @@
-"""A position in the text of an answer that is still growing."""
+"""The interface of readers of tool calls, and the growing text of an answer that they read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+from uuid import uuid4
+
+from kvshare.conversation.chat import CallArguments, CallBegins, Part
 
 _T = TypeVar("_T")
 
 Waiting = Generator[None, None, _T]  # yields when it needs more text
+Steps = Generator[Part | None, None, _T]  # None: more text is needed
 
 
 class Cursor:
@@ -86,3 +91,36 @@ class Cursor:
         """Remove the text before the cursor."""
         self.text = self.text[self.at :]
         self.at = self.scanned = 0
+
+
+class Calls:
+    """Numbers the calls of one answer, and makes their ids."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    def begin(self, name: str) -> CallBegins:
+        self.num_begun += 1
+        return CallBegins(self.num_begun - 1, f"call_{uuid4().hex[:24]}", name)
+
+    def arguments(self, text: str) -> CallArguments:
+        """More of the last call's arguments."""
+        return CallArguments(self.num_begun - 1, text)
+
+
+class CallReader(ABC):
+    """Reads the tool calls of one format. `tools`: those that may be called."""
+
+    markers: ClassVar[tuple[str, ...]]  # begin a call anywhere in the answer
+    first_markers: ClassVar[tuple[str, ...]] = ()  # begin a call at the start of the answer
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tools = tools
+
+    @abstractmethod
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        """
+        Read the calls after `marker`, as far as they are well formed.
+
+        Returns whether a call has begun. If so the cursor is after what was read; the rest is text.
+        """

@@ -1,12 +1,20 @@
-"""Reads tool calls that are JSON objects."""
+"""
+Reads tool calls that are JSON objects.
+
+    Hermes     <tool_call>{"name": .., "arguments": {..}}</tool_call>
+    Llama 3    {"name": .., "parameters": {..}} at the start of an answer, or after <|python_tag|>
+    Mistral    [TOOL_CALLS][{"name": .., "arguments": {..}}, ..], and the newer [TOOL_CALLS]name[ARGS]{..}
+"""
 
 from __future__ import annotations
 
-from kvshare.conversation.formats.calls import Calls, Steps
-from kvshare.conversation.formats.cursor import Cursor, Waiting
+import re
+
 from kvshare.conversation.formats.json_value import JsonValue, string_content, take_string, take_value
+from kvshare.conversation.formats.reader import CallReader, Calls, Cursor, Steps, Waiting
 
 _ARGUMENTS = ("arguments", "parameters")
+_WORD = re.compile(r"[^\s\[\]{}<>\"]*")
 _KEYS = {"name", "type", "id", *_ARGUMENTS}
 
 
@@ -125,3 +133,49 @@ def _as_object(raw: str) -> str:
     if raw == "null":
         return "{}"
     return string_content(raw) or raw
+
+
+class HermesReader(CallReader):
+    markers = ("<tool_call>",)
+
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        begun = yield from read_call(cursor, calls, marked=True)
+        if begun:
+            yield from cursor.accept_after_space("</tool_call>")
+        return begun
+
+
+class Llama3Reader(CallReader):
+    markers = ("<|python_tag|>",)
+    first_markers = ("{",)
+
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        marked = marker in self.markers
+        if not marked:
+            cursor.at -= len(marker)  # the marker is the opening bracket of the call
+        return (yield from read_calls(cursor, calls, separator=";", marked=marked))
+
+
+class MistralReader(CallReader):
+    markers = ("[TOOL_CALLS]",)
+
+    def read(self, cursor: Cursor, calls: Calls, marker: str) -> Steps[bool]:
+        if not (yield from cursor.accept_after_space("[")):
+            return (yield from _read_named(cursor, calls))
+        begun = yield from read_calls(cursor, calls, separator=",", marked=True)
+        if begun:
+            yield from cursor.accept_after_space("]")
+        return begun
+
+
+def _read_named(cursor: Cursor, calls: Calls) -> Steps[bool]:
+    """Read `name[ARGS]{..}`. Some models write `name{..}`, or `name[CALL_ID]id[ARGS]{..}`."""
+    yield from cursor.skip_space()
+    name = yield from cursor.take_run(_WORD)
+    if (yield from cursor.accept("[CALL_ID]")):
+        yield from cursor.take_run(_WORD)
+    if not name or not ((yield from cursor.accept("[ARGS]")) or (yield from cursor.peek()) == "{"):
+        return False
+    yield calls.begin(name)
+    yield from stream_arguments(cursor, calls)
+    return True
