@@ -22,7 +22,7 @@ from kvshare.cli.checkout import checkout_commit
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measured" / "coverage.json"
-FLOORS: dict[str, float] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FLOORS: dict[str, float] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 
 def package_of(file: str, packages: Iterable[str] = FLOORS) -> str:
@@ -59,13 +59,9 @@ def main() -> None:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         data.json_report(outfile=file.name)
         packages = by_package(json.load(file))
-    document = {
-        "command": "make coverage",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": checkout_commit(),
-        "packages": packages,
-    }
-    DOCUMENT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    head = {"command": "make coverage", "date": date, "commit": checkout_commit()}
+    DOCUMENT.write_text(json.dumps({**head, "packages": packages}, indent=1) + "\n", encoding="utf-8")
     for package, count in packages.items():
         sys.stdout.write(f"{package:24} {count['percent']:6} %   floor {FLOORS[package]:4} %\n")
     sys.exit("\n".join(below_floor(packages)) or None)

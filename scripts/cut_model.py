@@ -6,13 +6,12 @@ Writes some layers of a model as a smaller model, a second one for the fidelity 
 SmolLM2 still writes sentences without layers 18 to 23. With only its first 20 or 26 layers it does not.
 """
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(
@@ -30,9 +29,7 @@ def main(
     if kinds := getattr(network.config, "layer_types", None):
         network.config.layer_types = [kinds[number] for number in chosen]
     network.save_pretrained(out)
-    for path in model.iterdir():
-        if not (out / path.name).exists() and path.suffix in {".json", ".jinja"} and "index" not in path.name:
-            shutil.copy(path, out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
 
 
 def _numbers(part: str) -> range:

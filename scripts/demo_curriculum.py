@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from kvshare.demo.pairs import KINDS, ask, queries
-from kvshare.demo.sheets import MAX_RECORDS, REMARK, Sheet, make_sheet, to_messages
+from kvshare.demo.sheets import MAX_RECORDS, REMARK, make_sheet, to_messages
 
 NOISE_LENGTHS = (24, 48, 96)
 TEXT_PLACES_PER_ROW = 24
@@ -26,18 +27,12 @@ TEXT_PLACES_PER_ROW = 24
 class Stage:
     """The data of one stage of training, and when the next stage begins."""
 
-    enough: float
-    """The share of answer tokens that must be right before the next stage begins."""
-    num_tokens: int
-    """About how many tokens a batch holds; many small steps teach the first stages faster."""
-    kind_weights: tuple[float, float, float] = (0.5, 0.3, 0.2)
-    """How often each kind of question is asked, in the order of KINDS."""
-    noise: float = 0.0
-    """Share of batches that are repeated random tokens."""
-    recitals: float = 0.0
-    """Share of batches that are slot lines written twice, in two orders."""
-    whole_forms: float = 0.0
-    """Share of the other batches with complete forms; the rest have only slot lines."""
+    enough: float  # share of answer tokens that must be right before the next stage begins
+    num_tokens: int  # of a batch, about; many small steps teach the first stages faster
+    kind_weights: tuple[float, float, float] = (0.5, 0.3, 0.2)  # of the questions, in the order of KINDS
+    noise: float = 0.0  # share of batches that are repeated random tokens
+    recitals: float = 0.0  # share of batches that are slot lines written twice, in two orders
+    whole_forms: float = 0.0  # share of the other batches with complete forms; the rest have only slot lines
     min_records: int = 1
     max_records: int = MAX_RECORDS
     num_questions: int = 20
@@ -139,8 +134,10 @@ def converse(
         questions[question.query] = question
     first, *others = questions.values()
     messages = to_messages(sheet, first.text)
-    if not whole_form:
-        messages[1]["content"] = f"{_slot_lines(rng, sheet)}\n\n{first.text}"
+    if not whole_form:  # slot lines only, shuffled, so that records differ by their labels alone
+        lines = [sheet.line(slot) for slot in sheet.slots if slot.field != REMARK]
+        rng.shuffle(lines)
+        messages[1]["content"] = "\n".join([*lines, "", first.text])
     messages.append({"role": "assistant", "content": first.answer})
     for question in others:
         messages.append({"role": "user", "content": question.text})
@@ -149,13 +146,6 @@ def converse(
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     starts = [index + 1 for index, token in enumerate(ids) if token == assistant]
     return Row(ids, [(start, ids.index(tokenizer.eos_token_id, start) + 1) for start in starts])
-
-
-def _slot_lines(rng: random.Random, sheet: Sheet) -> str:
-    """A sheet's slot lines only, shuffled, so that records differ by their labels alone."""
-    lines = [sheet.line(slot) for slot in sheet.slots if slot.field != REMARK]
-    rng.shuffle(lines)
-    return "\n".join(lines)
 
 
 def next_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: Stage) -> Batch:
@@ -180,12 +170,11 @@ def next_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: St
 
 def _pack(rng: random.Random, rows: list[Row], pad: int, num_text_places: int) -> Batch:
     """The rows, padded to one width; `num_text_places` random positions of each are learned, too."""
-    width = max(len(row.ids) for row in rows)
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True, padding_value=pad)
     answers: list[int] = []
     text: list[int] = []
     for index, row in enumerate(rows):
-        base = index * width - 1  # the place before a token predicts it
+        base = index * ids.shape[1] - 1  # the place before a token predicts it
         answers.extend(base + place for start, end in row.answers for place in range(start, end))
         text.extend(base + rng.randrange(1, len(row.ids)) for _ in range(num_text_places))
-    ids = torch.tensor([row.ids + [pad] * (width - len(row.ids)) for row in rows])
     return Batch(ids, torch.tensor(answers), torch.tensor(text, dtype=torch.int64))

@@ -1,5 +1,5 @@
 """
-Draws the README's two charts from docs/measured/ into docs/images/.
+Draws the README's two charts, which draw_readme.yaml describes, from docs/measured/ into docs/images/.
 
     .venv/bin/python scripts/draw_readme.py
 """
@@ -8,27 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
-PANELS = {  # document -> title
-    "vllm-ttft": "vLLM, 4,000 tokens,\n10 % changed in 5 places",
-    "vllm-ttft-30000": "vLLM, 30,000 tokens,\n1 % changed in 5 places",
-}
-SPEEDUPS = {  # key in the document -> label and colour
-    "prefix_cache_speedup": ("vLLM's prefix cache", "#8a94a0"),
-    "ideal_speedup": ("equal-compute prefix hit", "#b84f00"),
-    "speedup": ("KVShare", "#00785f"),
-}
-WORKLOADS = ("template", "header", "window", "resubmit", "rag", "agent")
-POLICIES = {
-    "prefix": ("prefix cache", "#8a94a0"),
-    "chunks": ("chunk reuse", "#b84f00"),
-    "kvshare": ("KVShare", "#00785f"),
-    "oracle": ("oracle: the most possible", "#20262d"),
-}
+CHARTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+PANELS, SPEEDUPS, WORKLOADS, POLICIES = (
+    CHARTS[part] for part in ("panels", "speedups", "workloads", "policies")
+)
 
 
 def document(name: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,16 +25,6 @@ from kvshare.demo.sheets import MAX_RECORDS, make_sheet, to_messages
 
 MAX_ANSWER_TOKENS = 6
 HELD_OUT_SEED = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The model's answer to one held-out question."""
-
-    question: Question
-    num_records: int
-    num_prompt_tokens: int
-    said: str
 
 
 def held_out_questions(count: int, *, seed: int) -> Iterator[tuple[Question, int, list[dict[str, str]]]]:
@@ -51,51 +41,40 @@ def held_out_questions(count: int, *, seed: int) -> Iterator[tuple[Question, int
 
 
 @torch.inference_mode()
-def evaluate(folder: Path, count: int, *, seed: int = HELD_OUT_SEED) -> list[Outcome]:
-    """Ask the model in that folder `count` held-out questions."""
+def evaluate(folder: Path, count: int, *, seed: int = HELD_OUT_SEED) -> dict[str, Any]:
+    """Accuracy of the model in that folder: overall, by kind, by number of records, and by both together."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    outcomes = []
+    groups: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    lengths = []
     for question, num_records, messages in held_out_questions(count, seed=seed):
         prompt: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
         )
-        said = model.generate(prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)[0, prompt.shape[1] :]
-        text = str(tokenizer.decode(said, skip_special_tokens=True)).strip()
-        outcomes.append(Outcome(question, num_records, prompt.shape[1], text))
-    return outcomes
-
-
-def summary(outcomes: list[Outcome]) -> dict[str, object]:
-    """
-    Accuracy overall, by kind, by number of records, and by both together.
-
-    Raises:  ValueError if there are no outcomes
-    """
-    if not outcomes:
-        raise ValueError("no outcomes to sum up")
-    groups: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for outcome in outcomes:
-        kind, size = outcome.question.query.kind, str(outcome.num_records)
+        lengths.append(prompt.shape[1])
+        said = model.generate(prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)[0, lengths[-1] :]
+        is_right = str(tokenizer.decode(said, skip_special_tokens=True)).strip() == question.answer
+        kind, size = question.query.kind, str(num_records)
         names = {"by_kind": kind, "by_records": size, "by_kind_and_records": f"{kind}, {size}"}
         for grouping, name in {"all": "all", **names}.items():
-            groups[grouping][name].append(outcome.said == outcome.question.answer)
+            groups[grouping][name].append(is_right)
     shares = {
-        grouping: {name: round(sum(right) / len(right), 4) for name, right in sorted(members.items())}
+        grouping: {name: round(fmean(right), 4) for name, right in sorted(members.items())}
         for grouping, members in groups.items()
     }
-    lengths = [outcome.num_prompt_tokens for outcome in outcomes]
     return {
-        "num_questions": len(outcomes),
+        "num_questions": len(lengths),
         "prompt_tokens": {"shortest": min(lengths), "longest": max(lengths)},
         "accuracy": shares.pop("all")["all"],
         **shares,
     }
 
 
-def main(model: Path = MODEL_PATH, questions: int = 1100, seed: int = HELD_OUT_SEED) -> None:
+def main(
+    model: Path = MODEL_PATH, questions: Annotated[int, typer.Option(min=1)] = 1100, seed: int = HELD_OUT_SEED
+) -> None:
     """Held-out accuracy of the demo model, as JSON."""
-    typer.echo(json.dumps(summary(evaluate(model, questions, seed=seed)), indent=2))
+    typer.echo(json.dumps(evaluate(model, questions, seed=seed), indent=2))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "measured"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-ROWS: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+ROWS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 TABLE = re.compile(r"(<!-- measured:begin ([\w -]+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
 
 TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
@@ -57,19 +55,18 @@ def filled(text: str) -> str:
     return TABLE.sub(lambda match: match[1] + table(match[2].split()) + match[3], text)
 
 
-def run(name: str) -> None:
-    """Run the benchmark and store its document."""
-    kvshare = Path(sys.executable).with_name("kvshare")
-    command = [str(kvshare), "bench", *ROWS[name]["command"].split(), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    (FOLDER / f"{name}.json").write_text(done.stdout, encoding="utf-8")
+def kvshare(*arguments: str | Path) -> str:
+    """What this command of `kvshare` prints. Raises CalledProcessError if it fails."""
+    command: list[str | Path] = [Path(sys.executable).with_name("kvshare"), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
 
 
 def main() -> None:
     arguments = sys.argv[1:]
     if arguments != ["--write"]:
         for name in arguments or ROWS:
-            run(name)
+            document = kvshare("bench", *ROWS[name]["command"].split(), "--json")
+            (FOLDER / f"{name}.json").write_text(document, encoding="utf-8")
     for path in QUOTING:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ import yaml
 
 from kvshare.replay.readers import ReadReport, read_file
 
-KEYS = {"ada": "north", "ben": "north", "cleo": "south", "dan": "south"}
+KEYS = {"kvs-test-ada": "north", "kvs-test-ben": "north", "kvs-test-cleo": "south", "kvs-test-dan": "south"}
 SOURCES = ("exact", "copied", "recomputed", "repaired")
 Messages = list[Any]
 
@@ -67,43 +68,36 @@ def main(
 
 def _config(folder: str) -> dict[str, Any]:
     keys = [
-        {"name": name, "sha256": hashlib.sha256(_key(name).encode()).hexdigest(), "tenant": tenant}
-        for name, tenant in KEYS.items()
+        {"name": key, "sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant}
+        for key, tenant in KEYS.items()
     ]
-    return {
-        "auth": {"keys": keys},
-        "model": {"path": "demo"},  # the requests name it, and its 4,096 tokens are part of the figures
-        "store": {"path": f"{folder}/store"},
-        "server": {"port": 0},
-    }
-
-
-def _key(name: str) -> str:
-    return f"kvs-test-{name}"
+    model = {"path": "demo"}  # the requests name it, and its 4,096 tokens are part of the figures
+    store = {"path": f"{folder}/store"}
+    return {"auth": {"keys": keys}, "model": model, "store": store, "server": {"port": 0}}
 
 
 async def _send_all(url: str, requests: list[Messages], max_tokens: int, concurrency: int) -> dict[str, Any]:
     """Each key sends its share of the requests, `concurrency` at a time; all keys at once."""
     outcomes, tokens, decisions = Counter[str](), Counter[str](), Counter[str]()
 
-    async def send(client: openai.AsyncOpenAI, slots: asyncio.Semaphore, messages: Messages) -> None:
-        async with slots:
-            outcome, usage = await _send(client, messages, max_tokens)
-        outcomes[outcome] += 1
-        if usage is not None:
-            details = (usage.model_extra or {})["kvshare"]
-            tokens.update({source: details[source] for source in SOURCES})
-            tokens.update(prompt=usage.prompt_tokens, completion=usage.completion_tokens)
-            decisions[details["decision"]] += 1
+    async def send_share(key: str, share: Iterator[Messages]) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            await asyncio.gather(*(send_some(client, share) for _ in range(concurrency)))
 
-    async def send_share(name: str, share: list[Messages]) -> None:
-        slots, base_url = asyncio.Semaphore(concurrency), f"{url}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=_key(name), max_retries=0) as client:
-            await asyncio.gather(*(send(client, slots, messages) for messages in share))
+    async def send_some(client: openai.AsyncOpenAI, share: Iterator[Messages]) -> None:
+        for messages in share:
+            outcome, usage = await _send(client, messages, max_tokens)
+            outcomes[outcome] += 1
+            if usage is not None:
+                details = (usage.model_extra or {})["kvshare"]
+                tokens.update({source: details[source] for source in SOURCES})
+                tokens.update(prompt=usage.prompt_tokens, completion=usage.completion_tokens)
+                decisions[details["decision"]] += 1
 
     random.Random(0).shuffle(requests)
     began = time.perf_counter()
-    await asyncio.gather(*(send_share(key, requests[at :: len(KEYS)]) for at, key in enumerate(KEYS)))
+    shares = (iter(requests[at :: len(KEYS)]) for at in range(len(KEYS)))
+    await asyncio.gather(*map(send_share, KEYS, shares))
     return {
         "requests": len(requests),
         "outcomes": dict(outcomes),

@@ -20,11 +20,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from measure import TEMPLATES
+from measure import TEMPLATES, kvshare
 
 FOLDER = Path(__file__).parents[1] / "docs" / "measured" / "replay"
-PROGRAM = Path(sys.executable).with_name("kvshare")
-CONFIG: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CONFIG: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 LOGS, WORKLOADS, VIEWS, KEPT = (CONFIG[key] for key in ("logs", "workloads", "views", "kept"))
 Document = dict[str, Any]
 
@@ -42,6 +41,9 @@ def main(
         raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}")
     out.mkdir(parents=True, exist_ok=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if not (out / "tekken").exists():
+        script = Path(__file__).with_name("tekken_tokenizer.py")
+        subprocess.run([sys.executable, script, out / "tekken"], check=True, stdout=subprocess.DEVNULL)
     view, runs = VIEWS["limits" if limits else "stores" if stores else "found"], []
     for name in names or (*LOGS, *WORKLOADS):
         log = LOGS.get(name) or _workload(name, data, out)
@@ -64,55 +66,41 @@ def table(columns: dict[str, str], rows: Iterable[Document]) -> Iterator[str]:
 def rows(runs: Iterable[tuple[str, Document]], kind: str) -> Iterator[Document]:
     """The values for the cells of each row; a row is a run, or a policy of one."""
     for title, document in runs:
-        arms = document["arms"]
-        arm = {each["arm"]: each for each in arms}
+        arm = {each["arm"]: each for each in document["arms"]}
         ours = arm.get("kvshare") or arm.get("kvshare-fingerprints")
-        stores = [list(group) for _, group in groupby(arms, lambda each: each["arm"])]
-        for own in stores if kind == "arm" else [arms]:
-            yield {"title": title, "data": document["data"], "arms": own, "arm": arm, "ours": ours}
+        for _, own in groupby(document["arms"], lambda each: kind == "arm" and each["arm"]):
+            yield {"title": title, "data": document["data"], "arms": list(own), "arm": arm, "ours": ours}
 
 
 def _workload(name: str, data: Path, out: Path) -> Document:
     """Makes the log of a workload."""
     path = (out / f"{name}.jsonl.gz").resolve()
     sources = [text for source in WORKLOADS[name] for text in ("--source", str(data / source))]
-    subprocess.run([PROGRAM, "workload", name, "--out", path, *sources, "--requests", "1000"], check=True)
+    kvshare("workload", name, "--out", path, *sources, "--requests", "1000")
     return {"title": f"`{name}`", "files": [path], "arms": CONFIG["workload_arms"]}
-
-
-def _tokenizer(out: Path) -> Path:
-    folder = out / "tekken"
-    if not folder.exists():
-        script = Path(__file__).with_name("tekken_tokenizer.py")
-        subprocess.run([sys.executable, script, folder], check=True, stdout=subprocess.DEVNULL)
-    return folder
 
 
 def _replay(name: str, log: Document, arms: list[str], data: Path, out: Path) -> Document:
     """Runs a replay, and writes and returns what is retained of its document."""
     files = [data / file for file in log["files"]]  # a workload's path is absolute
-    command: list[str | Path] = [PROGRAM, "replay", *files, *log["options"], "--arms", ",".join(arms)]
-    command += ["--tokenizer", _tokenizer(out), "--out", out / name, "--json"]
-    run = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    document = kept(json.loads(run.stdout))
+    folders: list[str | Path] = ["--tokenizer", out / "tekken", "--out", out / name]
+    run = kvshare("replay", *files, *log["options"], "--arms", ",".join(arms), *folders, "--json")
+    document = kept(json.loads(run))
     (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document
 
 
 def kept(whole: Document) -> Document:
     """The members of a results.json that the tables need."""
-    arms = [{**_picked(arm, "arm"), "by": _groups(arm["by"])} for arm in whole["arms"]]
-    return {**_picked(whole, "document"), "arms": arms, "times": _picked(whole["times"], "times")}
 
+    def picked(document: Document, kind: str) -> Document:
+        return {key: document[key] for key in KEPT[kind]}
 
-def _groups(by: Document) -> Document:
-    return {
-        kind: {key: _picked(figures, "group") for key, figures in by[kind].items()} for kind in KEPT["by"]
-    }
+    def groups(by: Document) -> Document:
+        return {kind: {key: picked(own, "group") for key, own in by[kind].items()} for kind in KEPT["by"]}
 
-
-def _picked(whole: Document, kind: str) -> Document:
-    return {key: whole[key] for key in KEPT[kind]}
+    arms = [{**picked(arm, "arm"), "by": groups(arm["by"])} for arm in whole["arms"]]
+    return {**picked(whole, "document"), "arms": arms, "times": picked(whole["times"], "times")}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ A source is a log in any format that `kvshare replay` reads, a workload with or 
 tests/kvshare/replay/test_same_as_served.py. Exit status 1: they differ.
 """
 
-import argparse
 import asyncio
 import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests are no part of the package
 
@@ -28,57 +29,48 @@ from tests.kvshare.replay.test_same_as_served import CAPACITY_TOKENS, LOGS, MAX_
 from vector_index import Embedder
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("sources", nargs="*", default=LOGS)
-    parser.add_argument("--requests", type=int, default=300, help="in all, as many from each source")
-    parser.add_argument("--capacity-tokens", type=int, default=CAPACITY_TOKENS, help="a multiple of 7")
-    parser.add_argument("--max-prompt-tokens", type=int, default=MAX_PROMPT_TOKENS)
-    parser.add_argument("--embedder", choices=("words", "bundled"), default="words", help="words: a toy")
-    parser.add_argument("--without-vllm", action="store_true")
-    parser.add_argument("--json", action="store_true", help="the configuration, too")
-    arguments = parser.parse_args()
-    document = asyncio.run(_measure(arguments))
-    json.dump(document if arguments.json else document["runs"], sys.stdout, indent=1)
-    sys.stdout.write("\n")
-    return int(any(sum(run["different"].values()) for run in document["runs"]))
-
-
-async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    runs = []
-    for by_embedding in (False, True):
+def main(
+    sources: Annotated[list[str] | None, typer.Argument(show_default=" ".join(LOGS))] = None,
+    requests: Annotated[int, typer.Option(help="In all, as many from each source.")] = 300,
+    capacity_tokens: Annotated[int, typer.Option(help="A multiple of 7.")] = CAPACITY_TOKENS,
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    embedder: Annotated[Literal["words", "bundled"], typer.Option(help="words: a toy.")] = "words",
+    without_vllm: Annotated[bool, typer.Option("--without-vllm")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The configuration, too.")] = False,
+) -> None:
+    """Compare the decisions of replay, the embedded engine and vLLM with one replica, request by request."""
+    sources = sources or list(LOGS)
+    runs: list[dict[str, Any]] = []
+    for own in (None, Embedder() if embedder == "bundled" else FakeEmbedder()):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            paths = [_log(source, folder, arguments) for source in arguments.sources]
-            requests = stream(paths, num_requests=arguments.requests, max_tokens=arguments.max_prompt_tokens)
-            embedder = Embedder() if arguments.embedder == "bundled" else FakeEmbedder()
-            stage = Stage(folder, arguments.capacity_tokens, embedder if by_embedding else None)
-            found = await compared(stage, requests, vllm=not arguments.without_vllm)
-        runs.append({"search_by_embedding": by_embedding, "requests": len(requests), **_run(found)})
-    return {
+            paths = [_log(source, folder, requests // len(sources)) for source in sources]
+            sent = stream(paths, num_requests=requests, max_tokens=max_prompt_tokens)
+            stage = Stage(folder, capacity_tokens, own)
+            found = asyncio.run(compared(stage, sent, vllm=not without_vllm))
+        runs.append({"search_by_embedding": own is not None, "requests": len(sent), **_run(found)})
+    names = [Path(source).name if Path(source).is_file() else source.partition("=")[0] for source in sources]
+    document = {
         "benchmark": "same-as-served",
         "config": {
-            "sources": [source.partition("=")[0] for source in map(_name, arguments.sources)],
-            "capacity_tokens": arguments.capacity_tokens,
-            "max_prompt_tokens": arguments.max_prompt_tokens,
-            "embedder": arguments.embedder,
+            "sources": names,
+            "capacity_tokens": capacity_tokens,
+            "max_prompt_tokens": max_prompt_tokens,
+            "embedder": embedder,
         },
         "runs": runs,
         "environment": environment(),
     }
+    typer.echo(json.dumps(document if as_json else runs, indent=1))
+    raise typer.Exit(int(any(sum(run["different"].values()) for run in runs)))
 
 
-def _log(source: str, folder: Path, arguments: argparse.Namespace) -> Path:
+def _log(source: str, folder: Path, num_requests: int) -> Path:
+    """The file itself, or a log that is made in the folder."""
     name, _, file = source.partition("=")
     if Path(source).is_file():
         return Path(source)
-    share = arguments.requests // len(arguments.sources)
-    return sample_logs.write(name, folder, num_requests=share, sources=[Path(file)] if file else [])
-
-
-def _name(source: str) -> str:
-    """Without its folder."""
-    return Path(source).name if Path(source).is_file() else source
+    return sample_logs.write(name, folder, num_requests=num_requests, sources=[Path(file)] if file else [])
 
 
 def _run(found: dict[str, Comparison]) -> dict[str, Any]:
@@ -90,14 +82,13 @@ def _run(found: dict[str, Comparison]) -> dict[str, Any]:
         pairs = zip(vllm.decisions, embedded.decisions, strict=True)
         different["vllm, embedded"] = sum(a != b for a, b in pairs)
         answers = sum(a != b for a, b in zip(vllm.answers, embedded.answers, strict=True))
-    totals = summary(found["embedded"].served.decisions)
     return {
         "different": different,
         "different_answers_of_the_engines": answers,
         "searches_by_embedding": found["embedded"].num_embedded,
-        "totals": totals,
+        "totals": summary(found["embedded"].served.decisions),
     }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

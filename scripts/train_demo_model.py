@@ -14,8 +14,8 @@ import os
 import random
 import time
 from collections import deque
-from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -31,24 +31,17 @@ log = logging.getLogger(__name__)
 
 PEAK_RATE = 1.5e-3
 WARMUP_STEPS = 50
-DECAY_SHARE = 0.3
-"""Over this last share of the time the learning rate falls to 0."""
+DECAY_SHARE = 0.3  # of the time, at its end: the learning rate falls to 0
 TEXT_WEIGHT = 0.05
 REPORT_EVERY = 20
 
 EMBEDDING_STD = 0.06
-CONSTANT = 0.36
-"""The first coordinate of every embedding; it shifts all logits equally."""
-SHARPNESS = 6.7
-"""Length of the constant part of queries and keys, per frequency."""
-NUM_TURNED = 6
-"""How many of the fastest rotations are used to attend to a neighbouring token."""
-NUM_FAST = 10
-"""How many of the fastest rotations are not used to match words over hundreds of tokens."""
-MATCH = 6.0
-"""How strongly equal words attract attention."""
-COPY = 8.0
-"""Weight of a copied word in the output, relative to the last word of the prompt."""
+CONSTANT = 0.36  # the first coordinate of every embedding; it shifts all logits equally
+SHARPNESS = 6.7  # length of the constant part of queries and keys, per frequency
+NUM_TURNED = 6  # of the fastest rotations: those that are used to attend to a neighbouring token
+NUM_FAST = 10  # of the fastest rotations: those that are not used to match words over hundreds of tokens
+MATCH = 6.0  # how strongly equal words attract attention
+COPY = 8.0  # weight of a copied word in the output, relative to the last word of the prompt
 
 
 def build_model() -> LlamaForCausalLM:
@@ -153,14 +146,11 @@ def train(folder: Path, *, minutes: float, seed: int) -> None:
     model = build_model()
     torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")
     optimizer = build_optimizer(model)
-    stage = 0
+    stage, step = 0, 0
     recent: deque[float] = deque(maxlen=30)
     began = time.monotonic()
     with (folder / "training_log.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
-        for step in count():
-            share_left = 1 - (time.monotonic() - began) / (60 * minutes)
-            if share_left <= 0:
-                break
+        while (share_left := 1 - (time.monotonic() - began) / (60 * minutes)) > 0:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step, share_left=share_left)
             batch = next_batch(random.Random(f"train-{seed}-{step}"), tokenizer, STAGES[stage])
@@ -170,10 +160,11 @@ def train(folder: Path, *, minutes: float, seed: int) -> None:
                 line = json.dumps({"step": step, "stage": stage, **figures})
                 lines.write(line + "\n")
                 log.info("%s", line)
-            learned = len(recent) == recent.maxlen and sum(recent) / len(recent) >= STAGES[stage].enough
+            learned = len(recent) == recent.maxlen and fmean(recent) >= STAGES[stage].enough
             if learned and stage + 1 < len(STAGES):
                 stage += 1
                 recent.clear()
+            step += 1
     assert model.generation_config is not None
     model.generation_config.do_sample = False
     model.save_pretrained(folder)

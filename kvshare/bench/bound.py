@@ -1,5 +1,6 @@
 """
-A lower bound for the time of a partly shared prefill, counted rather than measured.
+A lower bound for the time of a partly shared prefill, counted rather than measured, and the bandwidth of
+copies, on which it depends.
 
 Computed tokens cost their floating-point operations at the rate of a full prefill. Copied tokens cost their
 bytes at the bandwidth of memcpy. Looking up, planning and sending cost nothing.
@@ -7,6 +8,7 @@ bytes at the bandwidth of memcpy. Looking up, planning and sending cost nothing.
 
 from __future__ import annotations
 
+import timeit
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from delta_tree import Span, merge
 from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.vllm_protocol.messages import Finished
+
+_COPIED_BYTES = 256 * 2**20  # more than any processor's cache
+_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +134,7 @@ class Bound:
 
 
 def bound_figures(bounds: Sequence[Bound], *, full_s: float, shared_s: float) -> Mapping[str, Any]:
-    """
-    Medians over the repeats of one arm, for a document.
-
-    `of_bound`: the bound's seconds over those measured, which is at most 1 but for noise.
-    """
+    """Medians over an arm's repeats. `of_bound`: bound over measured seconds, at most 1 but for noise."""
     seconds = median(bound.seconds(full_s) for bound in bounds)
     return {
         "of_bound": seconds / shared_s,
@@ -148,9 +149,47 @@ def bound_figures(bounds: Sequence[Bound], *, full_s: float, shared_s: float) ->
 
 
 def throughput_bound(prefill_s: float, decode_s: float, flop_share: float) -> float:
-    """
-    The best ratio of requests a second where prefill costs only this share.
-
-    (P + D) / (c P + D) of the CPU seconds that prefill and decoding take without sharing.
-    """
+    """(P + D) / (c P + D): the best ratio of requests a second where prefill costs only a share c of P."""
     return (prefill_s + decode_s) / (flop_share * prefill_s + decode_s)
+
+
+def copy_rates(num_bytes: int = _COPIED_BYTES) -> dict[str, float | None]:
+    """
+    Bytes a second within host memory, and to and from a CUDA device with pinned and pageable host memory:
+    medians of some copies of this size. Without a device all but `host_to_host` are None.
+    """
+    target, source = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    found: dict[str, float | None] = {"num_bytes": num_bytes}
+    found["host_to_host"] = num_bytes / median(_copy_seconds(target, source))
+    has_device = torch.cuda.is_available()
+    for name in ("pinned", "pageable"):
+        found |= dict.fromkeys((f"to_device_{name}", f"to_host_{name}"))
+        if has_device:
+            host, device = source.pin_memory() if name == "pinned" else source, source.cuda()
+            found[f"to_device_{name}"] = num_bytes / median(_copy_seconds(device, host))
+            found[f"to_host_{name}"] = num_bytes / median(_copy_seconds(host, device))
+    if has_device:
+        torch.cuda.empty_cache()  # a vLLM is started beside this process
+    return found
+
+
+def copied_bytes_per_s(num_threads: int, num_bytes: int = _COPIED_BYTES) -> float:
+    """Bandwidth of memcpy between two buffers in host memory, the best of some copies."""
+    target, source = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return num_bytes / min(_copy_seconds(target, source))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _copy_seconds(target: torch.Tensor, source: torch.Tensor) -> list[float]:
+    """Of each copy but the first, which touches the pages."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    return timeit.repeat(copy, number=1, repeat=_COPIES + 1)[1:]

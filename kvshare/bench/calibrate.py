@@ -70,14 +70,24 @@ def run(
     laboratory.log = log
     known = [suite for suite in SUITES if suite not in (_CHAINED, _LOG)]
     wanted = known if suites is None else chosen(suites, known, "--suites")
-    shards, stage = Shards(rows), _stage(plans, wanted, with_log=log is not None)
+    own = {} if log is None else {_LOG: plans * len(wanted)}
+    stage = Stage(
+        name="calibration",
+        half=0,
+        plans={**dict.fromkeys(wanted, plans), **own},
+        rules=tuple(dict.fromkeys(name for names in _RULES.values() for name in names)),
+        budgets=_BUDGETS,
+    )
+    shards = Shards(rows)
     if not shards.models or (rows / stage.name).exists():
         counts = work(laboratory, shards, [stage], minutes=minutes)
         if counts["left"]:
             raise LogError(f"{rows}: {counts['left']} plans are left to measure; run the same command again")
-    plans_of_model = read_plans(rows, half=0, model=laboratory.name)
-    measured = [plan for plan in plans_of_model if plan.suite in stage.plans]
-    made = [(plan, shape) for plan in measured if (shape := _shape(laboratory, plan)) is not None]
+    made = [
+        (plan, shape)
+        for plan in read_plans(rows, half=0, model=laboratory.name)
+        if plan.suite in stage.plans and (shape := _shape(laboratory, plan)) is not None
+    ]
     found = {rule: _arms(made, names) for rule, names in _RULES.items()}
     for rule, arms in found.items():
         if len(arms.kl) < _FEWEST:
@@ -100,17 +110,6 @@ def run(
     }
 
 
-def _stage(plans: int, suites: Sequence[str], *, with_log: bool) -> Stage:
-    own = {_LOG: plans * len(suites)} if with_log else {}
-    return Stage(
-        name="calibration",
-        half=0,
-        plans={**dict.fromkeys(suites, plans), **own},
-        rules=tuple(dict.fromkeys(name for names in _RULES.values() for name in names)),
-        budgets=_BUDGETS,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measured arms: features (N, F) and mean KL (N,), by suite and source document."""
@@ -131,11 +130,7 @@ class Measured:
 
 
 def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
-    """
-    The arms of these rules whose budget limits what they repair.
-
-    Other budgets include what choosing costs, which is no property of the repair.
-    """
+    """The arms of these rules whose budget limits what they repair, and not what choosing costs as well."""
     found = [
         (shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"], plan.suite, plan.source)
         for plan, shape in made
@@ -163,14 +158,11 @@ def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
 
 
 def evaluated(arms: Measured) -> dict[str, Any]:
-    """
-    The share of the variance that is explained, expected and measured means, and each suite as the others
-    predict it.
-    """
+    """The explained share of the variance, expected and measured means, each suite as others predict it."""
     by_source = typical_of_unseen(arms.values, arms.kl, arms.folds)
-    groups = np.unique(arms.suites, return_inverse=True)[1]
-    of_others = groups if groups.any() else arms.folds  # with a single suite there are no others
-    by_suite = typical_of_unseen(arms.values, arms.kl, of_others)
+    suites, groups = np.unique(arms.suites, return_inverse=True)
+    # With a single suite there are no others.
+    by_suite = typical_of_unseen(arms.values, arms.kl, groups if len(suites) > 1 else arms.folds)
     fitted = arms.fitted()
     return {
         "arms": len(arms.kl),
@@ -187,8 +179,8 @@ def evaluated(arms: Measured) -> dict[str, Any]:
                 "measured": float(gmean(arms.kl[inside] + FLOOR)),
                 "predicted": float(gmean(by_suite[inside] + FLOOR)),
             }
-            for suite in np.unique(arms.suites)
-            for inside in [arms.suites == suite]
+            for number, suite in enumerate(suites)
+            for inside in [groups == number]
         },
     }
 

@@ -36,20 +36,20 @@ def run(
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        source = CountedStore(DeltaTree.open(None, identity="bench"))
+        source = CountedStore()
         num_templates = min(_TEMPLATES, max(1, stored // _VARIANTS))
         variants = Variants(rng, source, num_templates=num_templates, num_tokens=prompt_tokens)
-        half = _Store(Path(folder) / "half.sqlite3", _filled(source, variants, stored // 2))
-        full = _Store(Path(folder) / "full.sqlite3", _filled(source, variants, stored))
+        half = _opened(Path(folder) / "half.sqlite3", _filled(source, variants, stored // 2))
+        full = _opened(Path(folder) / "full.sqlite3", _filled(source, variants, stored))
         full.tier.max_bytes = half.tier.max_bytes = full.tier.num_bytes
         fill_s = time.perf_counter() - began
         stores = (half, full)
         seconds = [
-            [[store.time_commit(variants) for _ in range(min(commits, _BLOCK))] for store in stores]
+            [[_commit_s(store, variants) for _ in range(min(commits, _BLOCK))] for store in stores]
             for _ in range(max(1, commits // _BLOCK))
         ]
         in_half, in_full = np.array(seconds).transpose(1, 0, 2)  # (blocks, commits of a block) each
-        arms = {"half_full": half.describe(in_half), "full": full.describe(in_full)}
+        arms = {"half_full": _figures(half, in_half), "full": _figures(full, in_full)}
         for store in stores:
             store.tree.close()
     return {
@@ -65,41 +65,37 @@ def _filled(store: CountedStore, variants: Variants, num_prompts: int) -> Change
     """The first `num_prompts`, as a change that writes them into an empty file."""
     tree = store.tree
     while tree.stats().num_nodes < num_prompts:
-        variant = variants.draw()
-        tree.touch(variants.templates[variant.number].node_id)
-        store.store(variant.tokens, variant.plan)
+        _commit_s(store, variants)
     nodes = tree.nodes()
     lines = ((node.node_id, tree.ancestors(node.node_id)) for node in nodes)
-    return Change(
-        put_segments=tree.segments(),
-        put_nodes=nodes,
-        parents={node_id: line[0] for node_id, line in lines if line},
-    )
+    parents = {node_id: line[0] for node_id, line in lines if line}
+    return Change(put_segments=tree.segments(), put_nodes=nodes, parents=parents)
 
 
-class _Store(CountedStore):
+def _opened(path: Path, content: Change) -> CountedStore:
     """A store with a metadata file, filled in one transaction: one per prompt would take most of an hour."""
+    with closing(Storage.open(path, identity="bench", read_only=False)) as storage:
+        storage.write([content], ())
+    store = CountedStore(DeltaTree.open(path, identity="bench"))
+    for segment in content.put_segments:
+        store.tier.put(segment.segment_id, WeightlessKV(segment.num_bytes), 0)
+    return store
 
-    def __init__(self, path: Path, content: Change) -> None:
-        with closing(Storage.open(path, identity="bench", read_only=False)) as storage:
-            storage.write([content], ())
-        super().__init__(DeltaTree.open(path, identity="bench"))
-        for segment in content.put_segments:
-            self.tier.put(segment.segment_id, WeightlessKV(segment.num_bytes), 0)
 
-    def time_commit(self, variants: Variants) -> float:
-        """Seconds to store a new prompt, as a server does after its answer."""
-        variant = variants.draw()
-        self.tree.touch(variants.templates[variant.number].node_id)  # as when the plan was taken
-        began = time.perf_counter()
-        self.store(variant.tokens, variant.plan)
-        return time.perf_counter() - began
+def _commit_s(store: CountedStore, variants: Variants) -> float:
+    """Seconds to store a new prompt, as a server does after its answer."""
+    variant = variants.draw()
+    store.tree.touch(variants.templates[variant.number].node_id)  # as when the plan was taken
+    began = time.perf_counter()
+    store.store(variant.tokens, variant.plan)
+    return time.perf_counter() - began
 
-    def describe(self, seconds: NDArray[np.float64]) -> dict[str, float]:
-        """Percentiles of all commits, and what the store holds after them."""
-        counts = self.keeper.telemetry.counts()
-        return {
-            **percentiles(seconds.ravel().tolist()),
-            "num_prompts": self.tree.stats().num_nodes,
-            "evictions_per_commit": counts.evictions[EvictionCause.CAPACITY] / seconds.size,
-        }
+
+def _figures(store: CountedStore, seconds: NDArray[np.float64]) -> dict[str, float]:
+    """Percentiles of all commits, and what the store holds after them."""
+    evictions = store.keeper.telemetry.counts().evictions[EvictionCause.CAPACITY]
+    return {
+        **percentiles(seconds.ravel().tolist()),
+        "num_prompts": store.tree.stats().num_nodes,
+        "evictions_per_commit": evictions / seconds.size,
+    }

@@ -32,11 +32,7 @@ _PAUSE_S = 1.0  # of an active client, at most; half of it on average
 _BATCH = 100  # idle streams that are opened at a time
 _ARMS = ("alone", "among_idle")
 _PATH = "/v1/chat/completions"
-_BODY = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "yes?"}],
-    "kvshare": {"mode": "off"},
-}
+_BODY = {"model": MODEL, "messages": [{"role": "user", "content": "yes?"}], "kvshare": {"mode": "off"}}
 
 
 async def run(
@@ -78,25 +74,22 @@ def _servers(folder: Path) -> tuple[servers.Server, servers.Server]:
 
 @asynccontextmanager
 async def _idle_streams(http: aiohttp.ClientSession, url: str, number: int) -> AsyncIterator[None]:
-    """`number` streams that have brought their first token. They are read until the block ends."""
-    reading: list[asyncio.Task[None]] = []
+    """`number` streams that have brought their first token and stay open until the block ends."""
+    streams: list[aiohttp.ClientResponse] = []
+
+    async def begin() -> None:
+        body = {**_BODY, "stream": True, "slow": True}
+        stream = await http.post(url + _PATH, json=body, raise_for_status=True)
+        streams.append(stream)
+        await stream.content.readany()
+
     try:
-        while len(reading) < number:
-            begun = [asyncio.Event() for _ in range(min(_BATCH, number - len(reading)))]
-            reading += [asyncio.create_task(_read_slowly(http, url, event)) for event in begun]
-            await asyncio.gather(*(event.wait() for event in begun))
+        while missing := number - len(streams):
+            await asyncio.gather(*(begin() for _ in range(min(_BATCH, missing))))
         yield
     finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _read_slowly(http: aiohttp.ClientSession, url: str, begun: asyncio.Event) -> None:
-    body = {**_BODY, "stream": True, "slow": True}
-    async with http.post(url + _PATH, json=body, raise_for_status=True) as response:
-        async for _ in response.content.iter_any():
-            begun.set()
+        for stream in streams:
+            stream.close()
 
 
 async def _active(

@@ -35,15 +35,14 @@ _CHANGED, _EDITS = 0.1, 5
 
 
 class CountedStore:
-    """A tree and the keeper that stores prompts in it, without a limit."""
+    """A tree, by default in memory, and the keeper that stores prompts in it, without a limit."""
 
-    def __init__(self, tree: DeltaTree) -> None:
-        self.tree = tree
+    def __init__(self, tree: DeltaTree | None = None) -> None:
+        self.tree = DeltaTree.open(None, identity="bench") if tree is None else tree
         self.tier = WeightlessTier(None)
-        self.keeper = MemoryKeeper(tree, self.tier, min_tokens=1)
-        self.limits = replace(
-            PlannerLimits.from_settings(load_settings(), can_probe=True), calibration=of_default_model()
-        )
+        self.keeper = MemoryKeeper(self.tree, self.tier, min_tokens=1)
+        limits = PlannerLimits.from_settings(load_settings(), can_probe=True)
+        self.limits = replace(limits, calibration=of_default_model())
 
     def plan(self, tokens: TokenIds, base: Node) -> Plan | NoPlan:
         """The plan for a prompt with a single donor."""
@@ -51,9 +50,8 @@ class CountedStore:
 
     def store(self, tokens: TokenIds, plan: Plan | NoPlan = _NO_DONOR) -> Node:
         """Store a prompt as an engine does: its donor's pieces where the plan copies, else new segments."""
-        node = self.keeper.commit(
-            Computed(NAMESPACE, tokens, plan, WeightlessSequence(RATES.bytes_per_token))
-        )
+        kv = WeightlessSequence(RATES.bytes_per_token)
+        node = self.keeper.commit(Computed(NAMESPACE, tokens, plan, kv))
         assert node is not None
         return node
 
@@ -85,26 +83,20 @@ class Variant(NamedTuple):
 
 
 class Variants:
-    """
-    Prompts that each differ from a stored template, in any number.
-
-    All variants of a template differ from it in the same places, so they have one plan.
-    """
+    """Prompts that each differ from a stored template: always in the same places, so they have one plan."""
 
     def __init__(
         self, rng: np.random.Generator, store: CountedStore, *, num_templates: int, num_tokens: int
     ) -> None:
         self._rng = rng
-        self._random = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
-        self.templates = [store.store(self._random(num_tokens)) for _ in range(num_templates)]
-        self._plans = [store.plan(self._edited(template), template) for template in self.templates]
+        draw = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
+        self._edited = partial(edited, changed=_CHANGED, edits=_EDITS, draw=draw)
+        self.templates = [store.store(draw(num_tokens)) for _ in range(num_templates)]
+        self._plans = [store.plan(self._edited(each.token_ids), each) for each in self.templates]
 
     def draw(self) -> Variant:
         number = int(self._rng.integers(len(self.templates)))
-        return Variant(number, self._edited(self.templates[number]), self._plans[number])
-
-    def _edited(self, template: Node) -> TokenIds:
-        return edited(template.token_ids, changed=_CHANGED, edits=_EDITS, draw=self._random)
+        return Variant(number, self._edited(self.templates[number].token_ids), self._plans[number])
 
 
 def nomination_s(lookup: Lookup) -> float:

@@ -23,7 +23,6 @@ from kvshare.bench.direct import SEGMENT, compute, copied, greedy
 from kvshare.bench.harness import Answer, ask, running_engine
 from kvshare.conversation.chat import Chat
 from kvshare.demo.pairs import Pair, near_duplicate_pairs
-from kvshare.engines.embedded.choice import Detokenizer
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.requests import Decision, Prompt, SharingMode
 
@@ -33,19 +32,17 @@ _HELD_OUT_SEED = 20_000
 
 async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]:
     """Accuracy of every arm over the same pairs, by kind of question, with what sharing saved."""
-    answers: list[tuple[Pair, Mapping[str, str]]] = []
-    reports = []
+    answers, reports = [], []
     async with running_engine(None, {"index.dense": False}) as engine:
         for number, pair in enumerate(near_duplicate_pairs(seed, pairs)):
             shared, found = await _answers(engine, pair, tenant=f"pair-{number}")
             answers.append((pair, found))
             reports.append(shared.report)
     decisions = [report.decision for report in reports]
+    stale = fmean(found["full_reuse"] == pair.stale_answer for pair, found in answers)
     return {
         **_accuracy(answers),
-        "full_reuse_gave_the_donors_answer": fmean(
-            found["full_reuse"] == pair.stale_answer for pair, found in answers
-        ),
+        "full_reuse_gave_the_donors_answer": stale,
         "kvshare_computed_fraction": fmean(each.num_missed / each.num_prompt_tokens for each in reports),
         "kvshare_exact_fraction": fmean(each.num_exact / each.num_prompt_tokens for each in reports),
         "decisions": {decision: decisions.count(decision) for decision in Decision},
@@ -54,11 +51,7 @@ async def run(*, pairs: int = 150, seed: int = _HELD_OUT_SEED) -> dict[str, Any]
 
 
 async def _answers(engine: EmbeddedEngine, pair: Pair, tenant: str) -> tuple[Answer, Mapping[str, str]]:
-    """
-    KVShare's answer, and the text of every arm's.
-
-    `tenant`: another one for each pair, so that a recipient has this donor and no other.
-    """
+    """KVShare's answer, and the text of every arm's. Each pair has its own `tenant`: no other donors."""
     configured = engine.sharing.limits
     bare = configured.repair.model_copy(update={"edit_window": 0, "relocated_head": 0, "tail": 1})
     donor = await engine.encode_chat(Chat(tuple(pair.donor_messages)))
@@ -82,10 +75,10 @@ def _accuracy(answers: list[tuple[Pair, Mapping[str, str]]]) -> dict[str, Any]:
     """Of every arm, in all and by kind of question."""
     arms, kinds = list(answers[0][1]), dict.fromkeys(pair.kind for pair, _ in answers)
 
-    def right(arm: str, kind: str | None = None) -> float:
-        return fmean(found[arm] == pair.answer for pair, found in answers if kind in (None, pair.kind))
+    def right(arm: str, *kinds: str) -> float:
+        return fmean(found[arm] == pair.answer for pair, found in answers if pair.kind in kinds)
 
-    accuracy = {arm: right(arm) for arm in arms}
+    accuracy = {arm: right(arm, *kinds) for arm in arms}
     return {
         "accuracy": accuracy,
         "by_kind": {arm: {kind: right(arm, kind) for kind in kinds} for arm in arms},
@@ -99,16 +92,15 @@ def _full_reuse(engine: EmbeddedEngine, donor: Prompt, recipient: Prompt) -> str
     """Copy the donor's KV below the recipient, replaced values and all; compute the question alone."""
     model, num_tokens = engine.server.shared_model, recipient.num_tokens
     source, target = model.new_sequence(donor.num_tokens), model.new_sequence(num_tokens + _MAX_TOKENS)
-    whole = Span(0, donor.num_tokens)
+    whole, ends = Span(0, donor.num_tokens), engine.server.eos_token_ids
     compute(model, source, (whole,), donor.token_ids)
     copies = _copies(donor.token_ids, recipient.token_ids)
     target.write_copies(copies, {SEGMENT: source.cut(whole)})
     computed = gaps([copy.target for copy in copies], num_tokens)
     logits = compute(model, target, computed, recipient.token_ids)[-1]
-    ends = engine.server.eos_token_ids
     tokens, _ = greedy(model, target, num_tokens, logits, limit=_MAX_TOKENS, ends=ends)
-    detokenizer = Detokenizer(engine.server.encoder.backend)
-    return "".join(detokenizer.add(token) for token in tokens if token not in ends).strip()
+    text: str = engine.server.encoder.backend.decode(tokens, skip_special_tokens=True)
+    return text.strip()
 
 
 def _copies(donor: TokenIds, recipient: TokenIds) -> list[Copy]:

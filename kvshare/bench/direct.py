@@ -53,9 +53,8 @@ def greedy(
 
 def compute(model: EmbeddedModel, kv: SequenceKV, runs: tuple[Span, ...], tokens: TokenIds) -> torch.Tensor:
     """One pass over these runs of a prompt. Returns the logits after each of their positions: (N, V)."""
-    current = PartialPass(kv, runs)
     ids = np.concatenate([tokens[run.start : run.end] for run in runs])
-    return model.logits(current, ids, keep=current.num_queries)
+    return model.logits(PartialPass(kv, runs), ids, keep=len(ids))
 
 
 def scattered_runs(rng: np.random.Generator, num_tokens: int) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,7 @@ def by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def interval(values: Sequence[float]) -> dict[str, float] | None:
     """Student's 95 % interval of the mean over repeats; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return _around(float(np.mean(values)), float(sem(values)), len(values) - 1)
+    return None if len(values) < 2 else _around(float(np.mean(values)), sem(values), len(values) - 1)
 
 
 def intervals(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float] | None]:
@@ -51,12 +49,12 @@ def trend(values: Sequence[float]) -> tuple[float, dict[str, float] | None]:
     line = linregress(np.arange(len(values)), np.log(values))
     if len(values) < 3:
         return float(np.expm1(line.slope)), None
-    found = _around(float(line.slope), float(line.stderr), len(values) - 2)
+    found = _around(line.slope, line.stderr, len(values) - 2)
     return float(np.expm1(line.slope)), {end: float(np.expm1(value)) for end, value in found.items()}
 
 
 def _around(middle: float, error: float, freedom: int) -> dict[str, float]:
-    reach = float(t.ppf((1 + _CONFIDENCE) / 2, freedom)) * error
+    reach = float(t.ppf((1 + _CONFIDENCE) / 2, freedom) * error)
     return {"low": middle - reach, "high": middle + reach}
 
 
@@ -82,7 +80,7 @@ def per_prompt(memory: dict[str, int], num_prompts: int) -> dict[str, float]:
 def shard_bytes(folder: Path) -> dict[str, int]:
     """Bytes on disk of a Qdrant shard: each part of its segments, its write-ahead log, and the total."""
     sizes: Counter[str] = Counter()
-    for path in _files(folder):
+    for path in filter(Path.is_file, folder.rglob("*")):
         parts = path.relative_to(folder).parts
         inside = parts.index("segments") + 2 if "segments" in parts else 0
         sizes[parts[min(inside, len(parts) - 1)]] += 512 * path.stat().st_blocks
@@ -92,13 +90,6 @@ def shard_bytes(folder: Path) -> dict[str, int]:
 def drop_from_page_cache(folder: Path) -> None:
     """Make the next reader of these files wait for the disk, as after a restart of the machine."""
     os.sync()
-    for path in _files(folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

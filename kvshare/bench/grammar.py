@@ -28,7 +28,10 @@ async def run(
 ) -> dict[str, Any]:
     """Decoded tokens a second in both arms, and their ratio, pair by pair."""
     settings = {"model.path": model, "index.dense": False, "engine.num_threads": threads}
-    grammars = {"free": None, "grammar": _grammar(tokens)}
+    # A list of more people than the answer has tokens; no white space, which a model may repeat for ever.
+    own = {"minItems": tokens, "x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "array", "items": _TEXTS["person"], **own}
+    grammars = {"free": None, "grammar": Grammar(f"start: json\njson: %json {json.dumps(schema)}")}
     async with running_engine(None, settings) as engine:
         prompt = await engine.encode_chat(Chat(({"role": "user", "content": _TEXTS["question"]},)))
         request = partial(ask, engine, prompt.token_ids, mode=SharingMode.OFF, ignore_eos=True)
@@ -47,10 +50,3 @@ async def run(
         "ratio": median(ratios),
         "ratio_interval": interval(ratios),
     }
-
-
-def _grammar(tokens: int) -> Grammar:
-    """A list of more people than the answer has tokens; no white space, which a model may repeat for ever."""
-    own = {"minItems": tokens, "x-guidance": {"whitespace_flexible": False}}
-    schema = {"type": "array", "items": _TEXTS["person"], **own}
-    return Grammar(f"start: json\njson: %json {json.dumps(schema)}")

@@ -1,31 +1,39 @@
-"""What the benchmarks share: a running engine, a timed request, near-duplicates, arms that take turns."""
+"""
+What the benchmarks share: a running engine or server, a timed request, near-duplicates, arms that take turns.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from aiohttp import ClientTimeout
+from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from delta_tree import TokenIds, token_ids
 from kvshare.conversation.lark import Grammar
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams, Started
+from kvshare.engines.embedded.decoder import DecoderModel
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.engines.embedded.server import load_model
 from kvshare.engines.embedded.tokenizer import PromptEncoder
-from kvshare.errors import ConfigError
+from kvshare.errors import ConfigError, EngineError
 from kvshare.requests import SharingMode, SharingReport
 from kvshare.served_model import DEMO
 from kvshare.settings import Settings, load_settings
 
+Client = TestClient[Any, Any]
 T = TypeVar("T")
 
 
@@ -39,13 +47,13 @@ async def running_engine(
     A given model gets the demo model's tokenizer: a random model needs no more than token ids.
     """
 
-    def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
-        assert model is not None
+    def load(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
+        if model is None:
+            return load_model(settings, stopping)
         return EmbeddedModel(model, name="bench"), PromptEncoder.load(MODEL_PATH)
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = bench_settings(folder, overrides or {})
-        engine = EmbeddedEngine(settings) if model is None else EmbeddedEngine(settings, load=load)
+        engine = EmbeddedEngine(bench_settings(folder, overrides or {}), load=load)
         await engine.start()
         try:
             yield engine
@@ -53,10 +61,29 @@ async def running_engine(
             await engine.stop()
 
 
+@asynccontextmanager
+async def serving(overrides: Mapping[str, object]) -> AsyncIterator[tuple[Client, EmbeddedEngine]]:
+    """The front over an engine with an empty store: its client, and the engine. Raises EngineError."""
+    # The front is a layer above this package; only its benchmarks import it.
+    from proxy.app import build_app
+
+    patient = ClientTimeout(total=None)  # a long prompt takes minutes on a busy machine
+    with tempfile.TemporaryDirectory() as folder:
+        settings = bench_settings(folder, overrides)
+        engine = EmbeddedEngine(settings)
+        async with TestClient(TestServer(build_app(settings, engine)), timeout=patient) as client:
+            while (status := await (await client.get("/ready")).json())["status"] != "ready":
+                if status["status"] == "failed":
+                    raise EngineError(f"the server did not start: {status['detail']}")
+                await asyncio.sleep(0.1)
+            yield client, engine
+
+
 def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
-    """The default settings with the demo model in float32 and the store in this folder."""
+    """Defaults with the demo model in float32, this store, and the overrides that are not None."""
     defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
-    return load_settings(overrides={**defaults, **overrides})
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return load_settings(overrides={**defaults, **given})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +113,9 @@ async def ask(
 ) -> Answer:
     """One greedy request. It returns when its prompt is stored, so that no arm pays for another's."""
     prompt = await engine.encode_tokens(tokens.tolist())
-    request = GenerationRequest(
-        request_id="bench",
-        namespace=engine.namespace(tenant=tenant, scope="tenant"),
-        prompt=prompt,
-        sampling=SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, grammar=grammar, ignore_eos=ignore_eos
-        ),
-        mode=mode,
-        store=store,
-    )
+    sampling = SamplingParams(max_tokens, temperature=0.0, grammar=grammar, ignore_eos=ignore_eos)
+    namespace = engine.namespace(tenant=tenant, scope="tenant")
+    request = GenerationRequest("bench", namespace, prompt, sampling, mode=mode, store=store)
     events: list[tuple[float, Event]] = []
     began = time.perf_counter()
     await engine.generate(request, lambda event: events.append((time.perf_counter() - began, event)))
@@ -107,6 +127,13 @@ async def ask(
         token_times_s=[seconds for seconds, _ in deltas],
         text="".join(text for _, text in deltas),
     )
+
+
+async def timed(work: Awaitable[T]) -> tuple[T, float]:
+    """What it returns, and the seconds until then."""
+    began = time.perf_counter()
+    found = await work
+    return found, time.perf_counter() - began
 
 
 def random_prompt(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> TokenIds:
@@ -148,11 +175,7 @@ async def alternate(
 
 
 def chosen(names: str, known: Collection[str], option: str) -> list[str]:
-    """
-    Names with commas, in their order.
-
-    Raises:  ConfigError, which names the option, for a name that is not known
-    """
+    """Names with commas, in their order. Raises ConfigError, with the option, for one that is not known."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise ConfigError(option, f"there are {', '.join(known)}; got {unknown[0]!r}")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -24,6 +24,7 @@ from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.generate import SAMPLES
 
 Messages = tuple[Message, ...]
+Both = tuple[Messages, Messages]  # the stored prompt, and the one that is asked
 
 REORDERED = ("reordered", "reordered, other question")
 _LONGEST, _SHORTEST = 4000, 1200  # characters of a text: 300 to 1,000 tokens of English
@@ -36,8 +37,7 @@ _VALUE = re.compile(r"(?<![\w.,])\d[\d.,]*\d(?!\w)|(?<=[a-z,] )[A-Z][a-z]{3,}\b"
 _WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Two prompts as messages; `kind` says what differs."""
 
     kind: str
@@ -48,16 +48,13 @@ class Pair:
 def make_pairs(data: Path | None, *, edits: int, reordered: int, seed: int) -> list[Pair]:
     """
     `edits` pairs that differ by an edit, of each kind in turn, and `reordered` pairs whose passages are in
-    another order. Each text is used once.
-
-    Raises:  ConfigError where there are too few texts
+    another order. Each text is used once. Raises ConfigError where there are too few.
     """
     draw = random.Random(f"pairs:{seed}")
     texts, passages = _texts(data), _passages(data)
     draw.shuffle(texts)
     draw.shuffle(passages)
-    pairs = list(islice(_edited(texts, draw), edits))
-    pairs += islice(_reordered(iter(passages), draw), reordered)
+    pairs = [*islice(_edited(texts, draw), edits), *islice(_reordered(passages, draw), reordered)]
     if len(pairs) < edits + reordered:
         source = "the folder" if data is not None else "the project's own samples"
         problem = f"the texts of {source} suffice for {len(pairs)} pairs; expected {edits} + {reordered}"
@@ -70,17 +67,16 @@ def _edited(texts: list[str], draw: random.Random) -> Iterator[Pair]:
     kinds = dict(_EDITS)
     while kinds:
         for kind, edit in list(kinds.items()):
-            tried = ((index, edit(text, draw)) for index, text in enumerate(texts))
-            found = next(((index, both) for index, both in tried if both is not None), None)
-            if found is None:
+            for index, text in enumerate(texts):
+                if (both := edit(text, draw)) is not None:
+                    del texts[index]
+                    yield Pair(kind, *both)
+                    break
+            else:
                 del kinds[kind]
-                continue
-            index, both = found
-            del texts[index]
-            yield Pair(kind, *both)
 
 
-def _values(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+def _values(text: str, draw: random.Random) -> Both | None:
     """One to three numbers or names are replaced."""
     found = list(_VALUE.finditer(text))
     if len(found) < 3:
@@ -100,7 +96,7 @@ def _other_value(value: str, draw: random.Random) -> str:
     return draw.choice([place for place in sources.PLACES if place != value])
 
 
-def _header(text: str, draw: random.Random) -> tuple[Messages, Messages]:
+def _header(text: str, draw: random.Random) -> Both:
     """Date and user, which stand in front of everything, are replaced."""
     heads = [_WORDS["header"].format(date=sources.date(draw), person=sources.person(draw)) for _ in range(2)]
     question = f"{text}\n\n{draw.choice(_WORDS['ask'])}"
@@ -110,7 +106,7 @@ def _header(text: str, draw: random.Random) -> tuple[Messages, Messages]:
     return stored, asked
 
 
-def _dropped(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+def _dropped(text: str, draw: random.Random) -> Both | None:
     """A sentence is dropped."""
     sentences = _SENTENCE.split(text)
     if len(sentences) < 5:
@@ -119,13 +115,7 @@ def _dropped(text: str, draw: random.Random) -> tuple[Messages, Messages] | None
     return _both(" ".join(sentences), " ".join(sentences[:gone] + sentences[gone + 1 :]), draw)
 
 
-def _inserted(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
-    """A sentence is inserted."""
-    both = _dropped(text, draw)
-    return None if both is None else (both[1], both[0])
-
-
-def _dialogue(text: str, draw: random.Random) -> tuple[Messages, Messages] | None:
+def _dialogue(text: str, draw: random.Random) -> Both | None:
     """The two oldest turns of a chat are dropped."""
     sentences = _SENTENCE.split(text)
     if len(sentences) < 12:
@@ -139,25 +129,25 @@ def _dialogue(text: str, draw: random.Random) -> tuple[Messages, Messages] | Non
     return (system, *chat, question), (system, *chat[2:], question)
 
 
-_EDITS: Mapping[str, Callable[[str, random.Random], tuple[Messages, Messages] | None]] = {
+_EDITS: Mapping[str, Callable[[str, random.Random], Both | None]] = {
     "values": _values,
     "header": _header,
     "sentence dropped": _dropped,
-    "sentence inserted": _inserted,
+    "sentence inserted": lambda text, draw: (both := _dropped(text, draw)) and both[::-1],
     "oldest turns dropped": _dialogue,
 }
 
 
-def _both(text: str, other: str, draw: random.Random) -> tuple[Messages, Messages]:
+def _both(text: str, other: str, draw: random.Random) -> Both:
     ask = draw.choice(_WORDS["ask"])
     stored, asked = (({"role": "user", "content": f"{each}\n\n{ask}"},) for each in (text, other))
     return stored, asked
 
 
-def _reordered(passages: Iterator[str], draw: random.Random) -> Iterator[Pair]:
+def _reordered(passages: list[str], draw: random.Random) -> Iterator[Pair]:
     """Passages in another order; in one pair of every `_OTHER_QUESTION` the question differs, too."""
-    number = 0
-    while len(found := list(islice(passages, _NUM_PASSAGES))) == _NUM_PASSAGES:
+    for number in range(len(passages) // _NUM_PASSAGES):
+        found = passages[number * _NUM_PASSAGES : (number + 1) * _NUM_PASSAGES]
         order = found[:]
         while order == found:
             draw.shuffle(order)
@@ -165,14 +155,12 @@ def _reordered(passages: Iterator[str], draw: random.Random) -> Iterator[Pair]:
         first = draw.choice(found)
         second = draw.choice([text for text in found if text != first]) if other else first
         yield Pair(REORDERED[other], _documents(found, first), _documents(order, second))
-        number += 1
 
 
 def _documents(passages: Sequence[str], meant: str) -> Messages:
     """Passages, and a question that one of them answers: what follows its first words."""
-    start = " ".join(meant.split()[:6])
     shown = "\n\n".join(f"Document:\n{passage}" for passage in passages)
-    ask = _WORDS["question"].format(start=start)
+    ask = _WORDS["question"].format(start=" ".join(meant.split()[:6]))
     system = {"role": "system", "content": _WORDS["documents"]}
     return system, {"role": "user", "content": f"{shown}\n\n{ask}"}
 
@@ -183,17 +171,18 @@ def _texts(data: Path | None) -> list[str]:
     else:
         notes = [data / "medical_notes" / f"{name}.jsonl.gz" for name in ("aci_bench", "mts_dialog")]
         found = sources.texts([*notes, data / "wildchat_user_4k" / "wildchat_user.jsonl.gz"])
-    fitting = (shortened(text, _LONGEST) for text in found if _is_english(text))
+    english = (text for text in found if sum(map(str.isascii, text)) >= _ENGLISH * len(text))
+    fitting = (shortened(text, _LONGEST) for text in english)
     return list(dict.fromkeys(text for text in fitting if len(text) >= _SHORTEST))
 
 
 def _passages(data: Path | None) -> list[str]:
-    if data is None:
-        found = [passage.text for passage in sources.bare_passages([SAMPLES / "tool_results.jsonl"])]
-        questions = sources.questions([SAMPLES / "questions.jsonl"])
-        found += [passage.text for question in questions for passage in question.passages]
-    else:
+    if data is not None:
         found = list(_news(data / "wmt19"))
+    else:
+        bare = sources.bare_passages([SAMPLES / "tool_results.jsonl"])
+        questions = sources.questions([SAMPLES / "questions.jsonl"])
+        found = [passage.text for passage in chain(bare, *(each.passages for each in questions))]
     return list(dict.fromkeys(shortened(text, _PASSAGE) for text in found))
 
 
@@ -206,7 +195,3 @@ def _news(folder: Path) -> Iterator[str]:
             if len(passage) >= _PASSAGE:
                 yield passage
                 passage = ""
-
-
-def _is_english(text: str) -> bool:
-    return sum(letter.isascii() for letter in text) >= _ENGLISH * len(text)

@@ -9,17 +9,19 @@ token, and so are the first token's 20 most likely candidates.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+from scipy.special import rel_entr
+
 from kvshare.bench.fidelity.measures import num_agreed, rounded
-from kvshare.bench.front import Client, serving
-from kvshare.bench.harness import environment
-from kvshare.bench.pair_texts import REORDERED, Messages, Pair, make_pairs
+from kvshare.bench.harness import Client, environment, serving
+from kvshare.bench.pair_texts import REORDERED, Messages, make_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
 
 _TOP = 20  # candidates of the first token, as many as the API gives
@@ -52,10 +54,6 @@ class Compared:
     kind: str
     shared: Answer
     full: Answer
-
-    @property
-    def is_shared(self) -> bool:
-        return self.shared.decision == "approx"
 
     @property
     def is_equal(self) -> bool:
@@ -105,92 +103,72 @@ async def run(
     edits = default_edits if edits is None else edits
     reordered = default_reordered if reordered is None else reordered
     pairs = make_pairs(data, edits=edits, reordered=reordered, seed=seed)
-    overrides: dict[str, object] = {"model.path": model, "engine.num_threads": threads}
-    if max_deviation is not None:
-        overrides["sharing.max_deviation"] = max_deviation
+    overrides = {"model.path": model, "engine.num_threads": threads, "sharing.max_deviation": max_deviation}
+    compared = []
     async with serving(overrides) as (client, engine):
-        compared = [await _compare(client, engine, pair, answer_tokens) for pair in pairs]
-    return {**_summary(compared), "seed": seed, "environment": environment()}
-
-
-async def _compare(client: Client, engine: EmbeddedEngine, pair: Pair, answer_tokens: int) -> Compared:
-    await _ask(client, engine, pair.stored, {}, 1)
-    shared = await _ask(client, engine, pair.asked, {"no_store": True}, answer_tokens)
-    full = await _ask(client, engine, pair.asked, {"mode": "off", "no_store": True}, answer_tokens)
-    return Compared(pair.kind, shared, full)
+        ask = partial(_ask, client, engine)
+        for pair in pairs:
+            await ask(pair.stored, 1)
+            shared = await ask(pair.asked, answer_tokens, no_store=True)
+            full = await ask(pair.asked, answer_tokens, no_store=True, mode="off")
+            compared.append(Compared(pair.kind, shared, full))
+    kinds = dict.fromkeys(pair.kind for pair in pairs)
+    return {
+        "all_edits": _figures(compared, kinds.keys() - {*REORDERED}),
+        "all_reordered": _figures(compared, REORDERED),
+        "by_kind": {kind: _figures(compared, [kind]) for kind in kinds},
+        "seed": seed,
+        "environment": environment(),
+    }
 
 
 async def _ask(
-    client: Client, engine: EmbeddedEngine, messages: Messages, options: Mapping[str, object], limit: int
+    client: Client, engine: EmbeddedEngine, messages: Messages, limit: int, **sharing: object
 ) -> Answer:
-    body = {
-        "model": engine.card.model_id,
-        "messages": list(messages),
-        "max_tokens": limit,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": _TOP,
-        "kvshare": dict(options),
-    }
+    """`sharing`: members of the body's `kvshare`. It returns once what was stored can be found."""
+    greedy = {"temperature": 0, "logprobs": True, "top_logprobs": _TOP, "max_tokens": limit}
+    body = {"model": engine.card.model_id, "messages": list(messages), **greedy, "kvshare": sharing}
     async with client.post("/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         document = await response.json()
-    await engine.settle()  # what was stored can be found from here on
+    await engine.settle()
     said = document["choices"][0]["logprobs"]["content"]
     usage = document["usage"]
-    return Answer(
-        tokens=tuple(_name(token) for token in said),
-        candidates=tuple({_name(top): top["logprob"] for top in token["top_logprobs"]} for token in said),
+    return Answer(  # tokens as bytes: as text, parts of different letters look alike
+        tokens=tuple(bytes(token["bytes"]) for token in said),
+        candidates=tuple(
+            {bytes(top["bytes"]): top["logprob"] for top in token["top_logprobs"]} for token in said
+        ),
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         decision=usage["kvshare"]["decision"],
     )
 
 
-def _name(token: Mapping[str, Any]) -> bytes:
-    """A token's bytes: as text, parts of different letters look alike."""
-    return bytes(token["bytes"])
-
-
 def candidates_kl(full: Mapping[bytes, float], shared: Mapping[bytes, float]) -> float:
-    """
-    A lower limit for the KL of one token's distributions, nats: over the candidates that both list, with all
-    other tokens as a single one.
-    """
-    both = full.keys() & shared.keys()
-    terms = [(math.exp(full[token]), math.exp(shared[token])) for token in both]
-    rest = [max(1e-12, 1.0 - sum(column)) for column in zip((0.0, 0.0), *terms, strict=True)]
-    kl: float = sum(p * math.log(p / q) for p, q in [*terms, (rest[0], rest[1])] if p > 0)
-    return max(0.0, kl)
+    """A lower limit for the KL of one token, nats: all that not both list is one more candidate."""
+    listed = full.keys() & shared.keys()
+    p, q = (np.exp([own[token] for token in listed]) for own in (full, shared))
+    rest = [max(1e-12, 1.0 - each.sum()) for each in (p, q)]
+    return max(0.0, float(rel_entr([*p, rest[0]], [*q, rest[1]]).sum()))
 
 
-def _summary(compared: Sequence[Compared]) -> dict[str, Any]:
-    kinds: defaultdict[str, list[Compared]] = defaultdict(list)
-    for each in compared:
-        kinds[each.kind].append(each)
-    return {
-        "all_edits": _figures(each for each in compared if each.kind not in REORDERED),
-        "all_reordered": _figures(each for each in compared if each.kind in REORDERED),
-        "by_kind": {kind: _figures(found) for kind, found in kinds.items()},
-    }
-
-
-def _figures(compared: Iterable[Compared]) -> dict[str, Any]:
-    """Of some pairs; `approximate` are those whose shared KV was not exact."""
-    pairs = list(compared)
-    approximate = [each for each in pairs if each.is_shared]
+def _figures(compared: Sequence[Compared], kinds: Collection[str]) -> dict[str, Any]:
+    """Of the pairs of these kinds; `approximate` are those whose shared KV was not exact."""
+    pairs = [each for each in compared if each.kind in kinds]
+    approximate = [each for each in pairs if each.shared.decision == "approx"]
     leads = [lead for each in approximate if (lead := each.lead) is not None]
     first_kl = [candidates_kl(each.full.candidates[0], each.shared.candidates[0]) for each in approximate]
     found: dict[str, Any] = {"pairs": len(pairs), "approximate": len(approximate)}
     if pairs:
-        found["equal"] = sum(each.is_equal for each in pairs) / len(pairs)
+        found["equal"] = fmean(each.is_equal for each in pairs)
         found["prompt_tokens"] = fmean(each.full.prompt_tokens for each in pairs)
         found["nearly_tied"] = {
-            f"{nats:g}": sum(each.full.closest < nats for each in pairs) / len(pairs) for nats in _NEARLY
+            f"{nats:g}": fmean(each.full.closest < nats for each in pairs) for nats in _NEARLY
         }
     if approximate:
         found["of_approximate"] = {
-            "equal": sum(each.is_equal for each in approximate) / len(approximate),
+            "equal": fmean(each.is_equal for each in approximate),
             "used": sum(each.shared.cached_tokens for each in approximate)
             / sum(each.shared.prompt_tokens for each in approximate),
             "first_token_kl": rounded(fmean(first_kl)),

@@ -41,13 +41,8 @@ def run(
     answer_tokens: int = 32,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """
-    The tables, with `rows` prompts of each data set, cut to `prompt_tokens`.
-
-    Raises:  ConfigError for an unknown table or a missing folder; ModelError
-    """
-    wanted = chosen(tables, TABLES, "--tables")
-    names = [name for name in TABLES if name in wanted]
+    """Tables of `rows` prompts of each data set, cut to `prompt_tokens`. Raises ConfigError, ModelError."""
+    names = sorted(set(chosen(tables, TABLES, "--tables")), key=TABLES.index)
     if data is None or not data.is_dir():
         raise ConfigError("--data", f"expected a folder with wmt19, rag_cacheblend, ...; got {data}")
     if prompt_tokens < _SHORTEST:
@@ -64,19 +59,6 @@ def run(
         answer_tokens=answer_tokens,
         seed=seed,
     )
-    return {
-        "model": served.name,
-        "data": data.name,
-        "samsum": None if samsum is None else samsum.name,
-        "tables": _measured(bench, names),
-        "absent": bench.absent,
-        **_notes(bench, served.name, names),
-        "environment": environment(),
-    }
-
-
-def _measured(bench: Bench, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """By name, in the order of the papers."""
     found = {}
     if "kvshare-1" in names:
         found["kvshare-1"] = papers.kvshare_1(bench)
@@ -84,7 +66,15 @@ def _measured(bench: Bench, names: Sequence[str]) -> dict[str, list[dict[str, An
         found["cacheblend-12"] = papers.cacheblend_12(bench)
     if {"cachecraft-20", "cachecraft-21"} & set(names):
         found["cachecraft-20"], found["cachecraft-21"] = papers.cachecraft(bench)
-    return {name: found[name] for name in names}
+    return {
+        "model": served.name,
+        "data": data.name,
+        "samsum": None if samsum is None else samsum.name,
+        "tables": {name: found[name] for name in names},
+        "absent": bench.absent,
+        **_notes(bench, served.name, names),
+        "environment": environment(),
+    }
 
 
 def _notes(bench: Bench, name: str, names: Sequence[str]) -> dict[str, Any]:

@@ -44,14 +44,13 @@ def _oracles(name: str, num_tokens: int, seed: int) -> dict[str, float]:
     expected = _reference(name, tokens, seed)
     positions = torch.cat([torch.arange(run.start, run.end) for run in runs])
     whole, cut = Span(0, num_tokens), num_tokens // 2
-    correct, foreign = model.new_sequence(num_tokens), model.new_sequence(num_tokens)
+    correct, foreign, written = (model.new_sequence(num_tokens) for _ in range(3))
     everything = compute(model, correct, (whole,), tokens)
     scattered = compute(model, _poisoned(correct, runs), runs, tokens)
     compute(model, foreign, (whole,), other)
     joint = compute(model, _poisoned(foreign, runs), runs, tokens)
     apart_kv = _poisoned(foreign, runs)
     apart = torch.cat([compute(model, apart_kv, (run,), tokens) for run in runs])
-    written = model.new_sequence(num_tokens)
     written.write_copies([copied(0, num_tokens, target_start=0)], {SEGMENT: correct.cut(whole)})
     behind = (Span(cut, num_tokens),)
     tail = compute(model, _poisoned(written, behind), behind, tokens)
@@ -88,10 +87,9 @@ def _moved_error(model: EmbeddedModel, tokens: TokenIds) -> float:
     if model.unsupported_reason:
         return float("inf")
     num_tokens, shift = min(64, len(tokens)), min(173, len(tokens))
-    near = model.new_sequence(num_tokens)
-    compute(model, near, (Span(0, num_tokens),), tokens)
-    far = model.new_sequence(num_tokens + shift)
+    near, far = model.new_sequence(num_tokens), model.new_sequence(num_tokens + shift)
     padded = token_ids(np.concatenate([tokens[:shift], tokens[:num_tokens]]))
+    compute(model, near, (Span(0, num_tokens),), tokens)
     compute(model, far, (Span(0, num_tokens + shift),), padded)
     return max(
         _distance(plane.moved(here, shift)[0], there[0, shift:])

@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from kvshare.demo import MODEL_PATH
@@ -33,32 +26,24 @@ VOCAB_SIZE: int = TINY["vocab_size"]
 PLAIN: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["plain"]
 OTHERS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["others"]
 LLAMAS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["llamas"]
-_TIMED: list[str] = _CONFIGURATIONS["timed"]
+_TIMED: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["timed"]
 
 DEMO_VOCAB_SIZE = 1536  # of the demo model's tokenizer, which every model on disk gets
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def _config(**fields: Any) -> PreTrainedConfig:
-    """Of a tiny model, unless the fields say otherwise."""
-    config: PreTrainedConfig = AutoConfig.for_model(**{**TINY, **fields})
-    return config
-
-
 ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    name: partial(_config, **fields) for name, fields in {**PLAIN, **OTHERS}.items()
+    name: partial(AutoConfig.for_model, **{**TINY, **fields}) for name, fields in {**PLAIN, **OTHERS}.items()
 }
 
 
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, max_position_embeddings: int = 1024
 ) -> PreTrainedModel:
-    """A model of an architecture, its weights so large that attention is far from uniform."""
-    torch.manual_seed(seed)
+    """A model of an architecture, whose answers depend on the whole prompt."""
     config = ARCHITECTURES[name]()
     config.max_position_embeddings = max_position_embeddings
-    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # no types
-    tiny: PreTrainedModel = _spread(model, 0.12).train(False)
+    tiny = _built(config, seed, std=0.12)
     tiny.to(dtype)  # type: ignore[arg-type]  # wrapped without types
     return tiny
 
@@ -76,46 +61,29 @@ def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) ->
 
 def llama(size: str, *, max_position_embeddings: int, vocab_size: int, seed: int = 0) -> PreTrainedModel:
     """The answers of "small" depend on the whole prompt; the others are large enough to time."""
-    torch.manual_seed(seed)
     config = llama_config(size, max_position_embeddings=max_position_embeddings, vocab_size=vocab_size)
-    model: PreTrainedModel = LlamaForCausalLM(config).train(False)  # type: ignore[no-untyped-call]  # no types
-    return _spread(model, 0.08) if size == "small" else model
+    return _built(config, seed, std=0.08 if size == "small" else None)
 
 
 def timing_model(family: str = "llama", *, prompt_tokens: int, seed: int = 0) -> PreTrainedModel:
-    """
-    The "timing" Llama for prompts of this length, or another family without experts in its size, with windows
-    of 1,024 tokens.
-
-    Raises:  ConfigError for an unknown family
-    """
+    """The "timing" Llama, or another family in its size, with windows of 1,024 tokens. Raises ConfigError."""
     sizes: dict[str, Any] = {"max_position_embeddings": prompt_tokens + 64, "vocab_size": 16_384}
     if family == "llama":
         return llama("timing", seed=seed, **sizes)
     if family not in _TIMED:
         raise ConfigError("--family", f"expected llama or one of {', '.join(_TIMED)}, got {family!r}")
-    own, timing = OTHERS[family], LLAMAS["timing"]
-    sizes |= {**timing, "head_dim": timing["hidden_size"] // timing["num_attention_heads"]}
-    if "sliding_window" in own:
-        sizes["sliding_window"] = _CONFIGURATIONS["timed_window"]
-    if "layer_types" in own:
-        sizes["layer_types"] = (own["layer_types"] * timing["num_hidden_layers"])[
-            : timing["num_hidden_layers"]
-        ]
+    config = AutoConfig.for_model(**{**TINY, **OTHERS[family], **LLAMAS["timing"], **_TIMED[family], **sizes})
+    return _built(config, seed)
+
+
+def _built(config: PreTrainedConfig, seed: int, *, std: float | None = None) -> PreTrainedModel:
+    """With a `std`, weights are so large that attention is far from uniform."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(**{**own, **sizes}))  # type: ignore[no-untyped-call]
-    found: PreTrainedModel = model.train(False)
-    return found
-
-
-def _spread(model: PreTrainedModel, std: float) -> PreTrainedModel:
-    """Draw weights so large that attention is far from uniform: a token depends on the whole prompt."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).train(False)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "sinks" in name:
-                parameter.normal_(0.0, 1.0)
-            elif "norm" not in name:
-                parameter.normal_(0.0, std)  # biases too: Qwen2's are zero by default
+            if std is not None and "norm" not in name:  # biases too: Qwen2's are zero by default
+                parameter.normal_(0.0, 1.0 if "sinks" in name else std)
     return model
 
 

@@ -6,19 +6,20 @@ log and no model: prompts that look like text are drawn from a seed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import count, islice, takewhile
 from typing import Any
 
 import numpy as np
 
-from delta_tree import token_ids
+from delta_tree import TokenIds, token_ids
 from kvshare.bench.figures import grown, memory_bytes, percentiles
-from kvshare.bench.text_like import TextLikePrompts, common_words
+from kvshare.bench.text_like import as_text, common_words, text_like_prompts
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
-from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest
+from kvshare.replay.requests import LoggedRequest, Outcome, TokenizedRequest, batches
 from kvshare.settings import load_settings
 from vector_index import Embedder
 
@@ -41,13 +42,13 @@ def run(
     Replay `stored` requests and `requests` more, one at a time.
 
     The last `requests` are measured, and as many after 1,000, 10,000, ... `keep` is the time of storing: the
-    tree, fingerprints, indexing. What a server does not do is left out: finding out what the gate cost.
+    tree, fingerprints, indexing. What the gate cost is not computed, as in a server.
     `threads` are the embedder's, all cores if None; beside other work a single one is faster.
     """
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
     embeddings = None if embedder is None else BatchEmbeddings(embedder)
-    bench = PolicyContext(
+    context = PolicyContext(
         settings=load_settings(),
         bytes_per_token=_BYTES_PER_TOKEN,
         prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
@@ -55,87 +56,69 @@ def run(
         explain_losses=False,
     )
     options = SharingOptions(nominate="both" if dense else "fingerprints")
-    arm = SharingPolicy("bench", bench, sharing=options)
-    prompts = TextLikePrompts(np.random.default_rng(seed), prompt_tokens)
-    stream = _Stream(arm, prompts, words)
-    before = memory_bytes()
-    windows = []
-    try:
-        for stop in _stops(stored):
-            stream.replay(max(0, stop - stream.num_observed))
-            windows.append(stream.measure(requests))
+    drawn = _requests(text_like_prompts(np.random.default_rng(seed), prompt_tokens), words)
+    powers = (_FIRST_STOP * 10**power for power in count())
+    num_stored, windows = 0, []
+    with closing(SharingPolicy("bench", context, sharing=options)) as policy:
+        before = memory_bytes()
+        for stop in (*takewhile(lambda stop: stop < stored, powers), stored):
+            _replay(policy, islice(drawn, max(0, stop - num_stored)))
+            num_stored = max(stop, num_stored)
+            measured = _measured(policy, islice(drawn, requests), prompt_tokens)
+            windows.append({"stored": num_stored, **measured})
+            num_stored += requests
         memory = grown(before)
-    finally:
-        arm.close()
+    rate = None if embeddings is None else round(embeddings.num_texts / embeddings.seconds, 1)
     return {
         "requests_per_s": windows[-1]["requests_per_s"],
         "plan_p99_ms": windows[-1]["plan"]["p99_ms"],
         "windows": windows,
-        "embedded_texts_per_s": None
-        if embeddings is None
-        else round(embeddings.num_texts / embeddings.seconds, 1),
+        "embedded_texts_per_s": rate,
         "memory_bytes": memory,
     }
 
 
-class _Stream:
-    """Requests that a policy observes one by one, embedded in batches where it searches by embedding."""
-
-    def __init__(self, arm: SharingPolicy, prompts: TextLikePrompts, words: Sequence[str]) -> None:
-        self._arm = arm
-        self._prompts = prompts
-        self._words = words
-        self.num_observed = 0
-
-    def replay(self, num_requests: int) -> list[tuple[Outcome, float]]:
-        """Each request's outcome, and the seconds it took with its share of the batch's embedding."""
-        results: list[tuple[Outcome, float]] = []
-        embeddings = self._arm.context.embeddings
-        waiting = (self._next() for _ in range(num_requests))
-        while batch := list(islice(waiting, _BATCH)):
-            began = time.perf_counter()
-            if embeddings is not None:
-                embeddings.prepare(batch)
-            embedding_s = (time.perf_counter() - began) / len(batch)
-            for request in batch:
-                began = time.perf_counter()
-                outcome = self._arm.observe(request)
-                results.append((outcome, embedding_s + time.perf_counter() - began))
-        return results
-
-    def measure(self, num_requests: int) -> dict[str, Any]:
-        """Rates and times of the next requests."""
-        num_stored, cpu_began = self.num_observed, time.process_time()
-        results = self.replay(num_requests)
-        cpu_s = time.process_time() - cpu_began  # drawing the prompts is in it: a few percent
-        return {
-            "stored": num_stored,
-            "requests_per_s": round(num_requests / sum(seconds for _, seconds in results), 1),
-            "cpu_ms_per_request": round(1e3 * cpu_s / num_requests, 3),
-            "nominate": percentiles([outcome.lookup_s for outcome, _ in results]),
-            "plan": percentiles([outcome.plan_s for outcome, _ in results]),
-            "keep": percentiles(
-                [seconds - outcome.lookup_s - outcome.plan_s for outcome, seconds in results]
-            ),
-            "hit_rate": sum(outcome.num_hit for outcome, _ in results)
-            / (num_requests * self._prompts.num_tokens),
-        }
-
-    def _next(self) -> TokenizedRequest:
-        number, tokens = self.num_observed, self._prompts.draw()
-        self.num_observed += 1
+def _requests(prompts: Iterator[TokenIds], words: Sequence[str]) -> Iterator[TokenizedRequest]:
+    """A request for each prompt; it has a text if there are words for it."""
+    for number, tokens in enumerate(prompts):
         name = f"conversation {number}"
-        return TokenizedRequest(
+        yield TokenizedRequest(
             index=number,
             logged=LoggedRequest(source="bench", line=number + 1, conversation=name, turn=0, user=name),
             token_ids=tokens,
             answer_ids=token_ids([]),
-            text=self._prompts.text(tokens, self._words) if self._words else "",
+            text=as_text(tokens, words) if words else "",
             time_s=float(number),
         )
 
 
-def _stops(stored: int) -> list[int]:
-    """How many requests are in the store when a window begins: 1,000, 10,000, ... and `stored`."""
-    powers = (_FIRST_STOP * 10**power for power in count())
-    return [*takewhile(lambda stop: stop < stored, powers), stored]
+def _replay(policy: SharingPolicy, requests: Iterator[TokenizedRequest]) -> list[tuple[Outcome, float]]:
+    """Each request's outcome, and the seconds it took with its share of the batch's embedding."""
+    results: list[tuple[Outcome, float]] = []
+    embeddings = policy.context.embeddings
+    for batch in batches(requests, _BATCH):
+        began = time.perf_counter()
+        if embeddings is not None:
+            embeddings.prepare(batch)
+        embedding_s = (time.perf_counter() - began) / len(batch)
+        for request in batch:
+            began = time.perf_counter()
+            outcome = policy.observe(request)
+            results.append((outcome, embedding_s + time.perf_counter() - began))
+    return results
+
+
+def _measured(policy: SharingPolicy, requests: Iterator[TokenizedRequest], num_tokens: int) -> dict[str, Any]:
+    """Rates and times of these requests, which have so many tokens each."""
+    cpu_began = time.process_time()
+    results = _replay(policy, requests)
+    cpu_s = time.process_time() - cpu_began  # drawing the prompts is in it: a few percent
+    outcomes, seconds = zip(*results, strict=True)
+    return {
+        "requests_per_s": round(len(results) / sum(seconds), 1),
+        "cpu_ms_per_request": round(1e3 * cpu_s / len(results), 3),
+        "nominate": percentiles([outcome.lookup_s for outcome in outcomes]),
+        "plan": percentiles([outcome.plan_s for outcome in outcomes]),
+        "keep": percentiles([taken - outcome.lookup_s - outcome.plan_s for outcome, taken in results]),
+        "hit_rate": sum(outcome.num_hit for outcome in outcomes) / (len(results) * num_tokens),
+    }

@@ -12,7 +12,7 @@ On a random-weight Llama of about 100 M parameters. Prompts differ from the stor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,20 +41,17 @@ SETTINGS = load_settings(overrides={"repair.rule": "attention", "sharing.max_dev
 def run(
     *, prompt_tokens: int = 4000, changed: float = 0.1, edits: int = 5, repeats: int = 7, seed: int = 0
 ) -> dict[str, Any]:
-    """
-    Medians of paired times over `repeats` prompts of each kind.
-
-    Raises:  ConfigError for prompts of which nothing is shared
-    """
+    """Medians of times over `repeats` prompts of each kind. Raises ConfigError where nothing is shared."""
     rng = np.random.default_rng(seed)
     draw = partial(random_prompt, rng, vocab_size=_VOCAB_SIZE)
     model = EmbeddedModel(timing_model(prompt_tokens=prompt_tokens, seed=seed), name="timing")
-    kinds: Mapping[str, Callable[[TokenIds], TokenIds]] = {
-        "edited": lambda donor: edited(donor, changed=changed, edits=edits, draw=draw),
-        "reordered": lambda donor: reordered(donor, rng, _VOCAB_SIZE),
+    kinds = {
+        "edited": partial(edited, changed=changed, edits=edits, draw=draw),
+        "reordered": partial(reordered, rng=rng, vocab_size=_VOCAB_SIZE),
     }
     measured = {
-        kind: _measured(model, lambda: draw(prompt_tokens), change, repeats) for kind, change in kinds.items()
+        kind: _measured(model, partial(draw, prompt_tokens), change, repeats)
+        for kind, change in kinds.items()
     }
     return {"engine": "embedded", **measured, "environment": environment()}
 
@@ -95,11 +92,7 @@ class Recipient:
 
     @property
     def unselected(self) -> tuple[Span, ...]:
-        """
-        What is computed without a choice: the placeholders, and copied tokens at the starts of pieces.
-
-        As many in all as the plan computes, including those by which it chooses.
-        """
+        """Placeholders and starts of pieces, as many tokens as the plan computes, to choose repairs too."""
         plan, order = self.plan, self.plan.order
         assert order is not None
         order = replace(order, probes=(), num_tokens=order.num_tokens + plan.num_selecting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ async def run(
     draw = partial(random_prompt, np.random.default_rng(seed), vocab_size=_VOCAB_SIZE)
     model = tiny_model("llama", max_position_embeddings=prompt_tokens + 64)
     async with running_engine(model, {"index.dense": False}) as engine:
-        base = draw(prompt_tokens)
-        variants = (edited(base, changed=changed, edits=edits, draw=draw) for _ in range(prompts - 1))
-        for prompt in chain([base], variants):
+        prompt = base = draw(prompt_tokens)
+        for _ in range(prompts):
             await ask(engine, prompt, mode=SharingMode.APPROX, store=True)
+            prompt = edited(base, changed=changed, edits=edits, draw=draw)
         sharing = engine.sharing
         whole = prompts * prompt_tokens * sharing.cost.rates.bytes_per_token
         return {

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,56 +52,50 @@ async def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    overrides: dict[str, object] = {"model.path": model}
-    if max_deviation is not None:
-        overrides["sharing.max_deviation"] = max_deviation
+    overrides = {"model.path": model, "sharing.max_deviation": max_deviation}
+    served = []
     async with running_engine(overrides=overrides) as engine:
         with RequestStream([log]) as stream:
-            served = [
-                await _serve(
-                    engine, await _encoded(engine, request), free_tokens, is_measured=number % every == 0
-                )
-                for number, request in enumerate(islice(stream, requests))
-            ]
+            for number, request in enumerate(islice(stream, requests)):
+                prompt = await _encoded(engine, request)
+                served.append(await _serve(engine, prompt, free_tokens, is_measured=number % every == 0))
     return {"log": log.name, **_summary(served), "environment": environment()}
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request. `measured`: KL and further figures where the full prefill was computed, else None."""
+class Served(NamedTuple):
+    """One request. `measured`: KL and further figures where the full prefill was computed, else empty."""
 
     report: SharingReport
-    measured: Mapping[str, float] | None
+    measured: Mapping[str, float]
 
 
 async def _encoded(engine: EmbeddedEngine, request: LoggedRequest) -> Prompt:
     if request.messages is not None:
-        return await engine.encode_chat(Chat(tuple(request.messages)))
+        return await engine.encode_chat(Chat(request.messages))
     if request.prompt is not None:
         return await engine.encode_text(request.prompt)
-    return await engine.encode_tokens(list(request.token_ids or ()))
+    return await engine.encode_tokens(request.token_ids or ())
 
 
 async def _serve(engine: EmbeddedEngine, prompt: Prompt, free_tokens: int, *, is_measured: bool) -> Served:
-    server, sharing = engine.server, engine.sharing
-    runtime, network = server.runtime, server.shared_model
+    sharing, keeper, network = engine.sharing, engine.server.runtime.keeper, engine.server.shared_model
     namespace = engine.namespace(tenant="bench", scope="tenant").digest
     lookup = await sharing.find_plan(namespace, prompt, SharingMode.APPROX)
-    runtime.keeper.hold(lookup.plan)
+    keeper.hold(lookup.plan)
     kv = network.new_sequence(prompt.num_tokens + NUM_FORCED + free_tokens)
     if isinstance(lookup.plan, Plan):
         with torch.inference_mode():
             kv.write_copies(lookup.plan.copies, lookup.segments)
     plan, logits = prefilled(network, prompt.token_ids, lookup.plan, kv)
     sharing.note_use(lookup)
-    node = runtime.keeper.commit(Computed(namespace, prompt.token_ids, plan, kv))
+    node = keeper.commit(Computed(namespace, prompt.token_ids, plan, kv))
     if node is not None:
         await sharing.remember(node, prompt.text)
-    runtime.keeper.release(lookup.plan)
+    keeper.release(lookup.plan)
     report = lookup.report(prompt.num_tokens)
-    if not is_measured or report.decision != "approx":
-        return Served(report, None)
-    return Served(report, _measured(engine, prompt.token_ids, kv, logits, free_tokens))
+    is_measured = is_measured and report.decision == "approx"
+    measured = _measured(engine, prompt.token_ids, kv, logits, free_tokens) if is_measured else {}
+    return Served(report, measured)
 
 
 def _measured(
@@ -130,7 +123,7 @@ def _measured(
 def _summary(served: Sequence[Served]) -> dict[str, Any]:
     reports = [each.report for each in served]
     tokens = sum(report.num_prompt_tokens for report in reports)
-    measured = [each for each in served if each.measured is not None]
+    measured = [each for each in served if each.measured]
     fresh = [each for each in measured if each.report.prediction and not each.report.prediction.inherited]
     return {
         "requests": len(served),
@@ -146,10 +139,9 @@ def _summary(served: Sequence[Served]) -> dict[str, Any]:
 
 def _means(measured: Sequence[Served]) -> dict[str, Any]:
     """Of the measured requests: what was expected, and what was found."""
-    rows = [each.measured for each in measured if each.measured is not None]
-    if not rows:
+    if not measured:
         return {"plans": 0}
-    reports = [each.report for each in measured]
+    reports, rows = zip(*measured, strict=True)
     kl = [row["kl"] for row in rows]
     return {
         "plans": len(rows),

@@ -22,17 +22,19 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.bench.bound import Bound, ModelSize, bound_figures, spans_of
-from kvshare.bench.copies import copied_bytes_per_s
+from kvshare.bench.bound import Bound, ModelSize, bound_figures, copied_bytes_per_s, spans_of
 from kvshare.bench.harness import Answer, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
 from kvshare.chat_model import EXAMPLE_TEXT
 from kvshare.demo.pairs import near_duplicate_pairs
 from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.errors import ConfigError
 from kvshare.requests import SharingMode
 
 _EQUAL_COMPUTE = "ideal"  # the arm's key
+_ARMS = ("full", "shared", "exact_prefix", _EQUAL_COMPUTE)
+_PARTS = ("exact", "copied", "recomputed", "repaired")
 _FORMS = 64  # behind the example text
 _VOCAB_SIZE = 1000  # of the tokens drawn; the model's own is larger
 
@@ -54,35 +56,38 @@ async def run(
     Raises:  ConfigError for prompts longer than the real text is, and for an unknown family; ModelError
     """
     rng = np.random.default_rng(seed)
-    arms: dict[str, list[Answer]] = {name: [] for name in ("full", "shared", "exact_prefix", _EQUAL_COMPUTE)}
-    bounds = []
+    rows, bounds = [], []
     given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
     random_model = timing_model(family, prompt_tokens=prompt_tokens, seed=seed) if model is None else None
     async with running_engine(random_model, given) as engine:
+        served = engine.server.shared_model
+        bound_of = partial(
+            Bound.of,
+            ModelSize.of_network(served.network, served.layout.reaches),
+            num_tokens=prompt_tokens,
+            bytes_per_token=served.layout.bytes_per_token,
+            bytes_per_s=copied_bytes_per_s(torch.get_num_threads()),
+        )
         donor, draw = _text(engine, rng, prompt_tokens, is_real=model is not None)
-        bound_of = _bounds(engine, prompt_tokens)
         await ask(engine, donor, mode=SharingMode.OFF, store=True)
-        for repeat in range(repeats + 1):
+        for _ in range(repeats + 1):
             recipient = edited(donor, changed=changed, edits=edits, draw=draw)
             full = await ask(engine, recipient, mode=SharingMode.OFF)
-            with _computed_positions(engine) as positions:
+            with _computed_positions(served) as passes:
                 shared = await ask(engine, recipient, mode=SharingMode.APPROX)
             prefix = await ask(engine, recipient, mode=SharingMode.EXACT)
-            computed = shared.report.num_missed
-            same_head = token_ids(np.concatenate([donor[: prompt_tokens - computed], draw(computed)]))
+            num_computed, num_copied = shared.report.num_missed, shared.report.num_cached
+            same_head = token_ids(np.concatenate([donor[:num_copied], draw(num_computed)]))
             equal_compute = await ask(engine, same_head, mode=SharingMode.EXACT)
-            if repeat == 0:
-                continue  # caches and allocator are warm from here on
-            bounds.append(bound_of(positions, shared))
-            for name, answer in zip(arms, (full, shared, prefix, equal_compute), strict=True):
-                arms[name].append(answer)
-        dtype = str(engine.server.model.layout.dtype).removeprefix("torch.")
-        name = engine.server.model.name if model else f"random weights, 100 M, {family}"
+            rows.append(dict(zip(_ARMS, (full, shared, prefix, equal_compute), strict=True)))
+            # Where repairs are chosen, probes are computed as well. The first positions cost the least.
+            computed = spans_of(np.unique(np.concatenate(passes))[:num_computed])
+            bounds.append(bound_of(computed, num_copied=num_copied))
     return {
         "engine": "embedded",
-        "model": name,
-        "dtype": dtype,
-        **_summary(arms, bounds, prompt_tokens),
+        "model": served.name if model else f"random weights, 100 M, {family}",
+        "dtype": str(served.layout.dtype).removeprefix("torch."),
+        **_summary(rows[1:], bounds[1:], prompt_tokens),  # after the first, caches and allocator are warm
         "environment": environment(),
     }
 
@@ -111,49 +116,25 @@ def _text(
 
 
 @contextmanager
-def _computed_positions(engine: EmbeddedEngine) -> Iterator[list[NDArray[np.int64]]]:
+def _computed_positions(model: EmbeddedModel) -> Iterator[list[NDArray[np.int64]]]:
     """The positions that each forward pass in this block computes."""
     passes: list[NDArray[np.int64]] = []
 
     def note(_: torch.nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
         passes.append(given["position_ids"].flatten().cpu().numpy())
 
-    hook = engine.server.shared_model.network.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with model.network.register_forward_pre_hook(note, with_kwargs=True):
         yield passes
-    finally:
-        hook.remove()
 
 
-def _bounds(engine: EmbeddedEngine, num_tokens: int) -> Callable[[list[NDArray[np.int64]], Answer], Bound]:
-    """What makes the bound of one shared prompt, over a memory bandwidth that is measured once."""
-    model = engine.server.shared_model
-    size = ModelSize.of_network(model.network, model.layout.reaches)
-    bytes_per_s = copied_bytes_per_s(torch.get_num_threads())
-
-    def bound_of(passes: list[NDArray[np.int64]], shared: Answer) -> Bound:
-        # Where repairs are chosen, probes are computed as well. The first positions cost the least.
-        computed = np.unique(np.concatenate(passes))[: shared.report.num_missed]
-        return Bound.of(
-            size,
-            spans_of(computed),
-            num_tokens=num_tokens,
-            num_copied=shared.report.num_cached,
-            bytes_per_token=model.layout.bytes_per_token,
-            bytes_per_s=bytes_per_s,
-        )
-
-    return bound_of
-
-
-def _summary(arms: dict[str, list[Answer]], bounds: list[Bound], num_tokens: int) -> dict[str, Any]:
+def _summary(rows: list[dict[str, Answer]], bounds: list[Bound], num_tokens: int) -> dict[str, Any]:
     """
     `of_bound`: share of the bound's speedup that is reached. `of_equal_compute`: time of the equal-compute
     prefix hit over that of `shared`. The last recipient's tokens and stages stand for all.
     """
-    ttft = {name: median([answer.first_token_s for answer in answers]) for name, answers in arms.items()}
+    ttft = {name: median([row[name].first_token_s for row in rows]) for name in _ARMS}
     speedups = {name: ttft["full"] / seconds for name, seconds in ttft.items()}
-    last = arms["shared"][-1]
+    last = rows[-1]["shared"]
     report = last.report
     of_equal_compute = ttft[_EQUAL_COMPUTE] / ttft["shared"]
     return {
@@ -165,12 +146,7 @@ def _summary(arms: dict[str, list[Answer]], bounds: list[Bound], num_tokens: int
         "of_ideal": of_equal_compute,
         "exact_prefix_speedup": speedups["exact_prefix"],
         "recomputed_fraction": report.num_missed / num_tokens,
-        "tokens": {
-            "exact": report.num_exact,
-            "copied": report.num_copied,
-            "recomputed": report.num_recomputed,
-            "repaired": report.num_repaired,
-        },
+        "tokens": {part: getattr(report, f"num_{part}") for part in _PARTS},
         "decision": report.decision,
         "median_ttft_s": ttft,
         "shared_stage_ms": {stage: 1e3 * value for stage, value in last.finished.stage_seconds.items()},

@@ -29,18 +29,14 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    if (await request.json()).get("slow"):
-        return await _slow(request)
-    choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
-    return web.json_response({**_HEAD, "object": "chat.completion", "choices": [choice]})
-
-
-async def _slow(request: web.Request) -> web.StreamResponse:
-    """A stream that goes on until the client disconnects."""
+    """An answer, or a stream that goes on until the client disconnects."""
+    if not (await request.json()).get("slow"):
+        choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+        return web.json_response({**_HEAD, "object": "chat.completion", "choices": [choice]})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
-    frame = json.dumps({**_HEAD, "object": "chat.completion.chunk", "choices": [choice]})
+    part = {"index": 0, "delta": {"content": "a"}, "finish_reason": None}
+    frame = json.dumps({**_HEAD, "object": "chat.completion.chunk", "choices": [part]})
     while True:
         await response.write(f"data: {frame}\n\n".encode())
         await asyncio.sleep(SLOW_TOKEN_S)
@@ -48,11 +44,9 @@ async def _slow(request: web.Request) -> web.StreamResponse:
 
 def main() -> None:
     raise_open_files()
-    app = web.Application()
-    app.router.add_get("/health", health)
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/v1/chat/completions", chat)
-    port = int(sys.argv[1])
+    app, port = web.Application(), int(sys.argv[1])
+    routes = [web.get("/health", health), web.get("/v1/models", models)]
+    app.add_routes([*routes, web.post("/v1/chat/completions", chat)])
     web.run_app(app, host="127.0.0.1", port=port, backlog=_BACKLOG, print=None, handler_cancellation=True)
 
 

@@ -126,8 +126,7 @@ def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
     package = "kvshare.bench.vllm" if engine == VLLM else "kvshare.bench"
-    name = "plan_agent" if benchmark.name == "plan" and given.pop("workload", None) else benchmark.name
-    return f"{package}.{name}"
+    return f"{package}.{benchmark.name}"
 
 
 for _benchmark in BENCHMARKS:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvshare.bench import copies
+from kvshare.bench.bound import copy_rates
 from kvshare.bench.vllm import break_even, decoding, parity, soak, syncs
 from kvshare.bench.vllm.session import EditedT
 from kvshare.bench.vllm.stack import (
@@ -154,7 +154,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     if not config.names:
         raise ConfigError("--backends", f"expected names with commas, got {config.backends!r}")
-    bandwidths = copies.measure()
+    bandwidths = copy_rates()
     found = [_measured(name, config).to_json() for name in config.names]
     whole = document("gpu", stack_options(config, config.names[0]), config)
     del whole["servers"]["vllm"]["attention_backend"]

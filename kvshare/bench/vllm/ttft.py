@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delta_tree import TokenIds
-from kvshare.bench.bound import Bound, ModelSize, bound_figures, computed_spans
-from kvshare.bench.copies import copied_bytes_per_s
+from kvshare.bench.bound import Bound, ModelSize, bound_figures, computed_spans, copied_bytes_per_s
 from kvshare.bench.figures import by_name, intervals
 from kvshare.bench.harness import median
 from kvshare.bench.vllm import reports

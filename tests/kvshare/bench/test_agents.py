@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from kvshare.bench import agents
-from kvshare.bench.agent_transcript import RULES, AgentSession
+from kvshare.bench.agents import RULES, session
 
 
 def texts_of(messages: list[dict[str, Any]]) -> list[str]:
@@ -23,14 +23,14 @@ def texts_of(messages: list[dict[str, Any]]) -> list[str]:
 
 def test_front_changes_with_every_turn_and_the_rules_take_that_out_of_the_way() -> None:
     """Nonce and clock are new each turn; without the lines that rules match all systems are one."""
-    systems = [body["system"] for body in AgentSession(seed=3).requests()]
+    systems = [body["system"] for body in session(seed=3)]
     assert len(set(systems)) == len(systems) == 20
     pattern = "|".join(rule["match"] for rule in RULES)
     assert len({re.sub(pattern, "", system) for system in systems}) == 1
 
 
 def test_only_the_last_turn_has_its_thoughts() -> None:
-    for number, body in enumerate(AgentSession(seed=3, num_turns=6).requests()):
+    for number, body in enumerate(session(seed=3, num_turns=6)):
         thoughts = [place for place, text in enumerate(texts_of(body["messages"])) if "<think>" in text]
         last_answer = len(texts_of(body["messages"])) - 3
         assert thoughts == ([last_answer] if number else [])
@@ -38,7 +38,7 @@ def test_only_the_last_turn_has_its_thoughts() -> None:
 
 def test_results_change_a_little_and_seldom() -> None:
     """Between two turns at most one earlier result has another number, and over a session some have."""
-    bodies = list(AgentSession(seed=3).requests())
+    bodies = list(session(seed=3))
     changes = []
     for before, after in pairwise(bodies):
         old, new = texts_of(before["messages"]), texts_of(after["messages"])
@@ -51,7 +51,7 @@ def test_results_change_a_little_and_seldom() -> None:
 
 
 def test_the_same_seed_makes_the_same_session() -> None:
-    first, again, other = (list(AgentSession(seed).requests()) for seed in (1, 1, 2))
+    first, again, other = (list(session(seed)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 

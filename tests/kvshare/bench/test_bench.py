@@ -9,7 +9,6 @@ from kvshare.bench import (
     grammar,
     parity,
     plan,
-    plan_agent,
     proxy,
     selection,
     storage,
@@ -102,7 +101,7 @@ async def test_planning_is_measured_with_and_without_meaning() -> None:
 
 async def test_long_prompts_are_planned_beside_short_ones() -> None:
     """Through the sharing core as it serves: candidates, copies, and the wait of a short prompt."""
-    document = await plan_agent.run(stored=12, prompt_tokens=12_000, queries=3)
+    document = await plan.run(workload="agent", stored=12, prompt_tokens=12_000, queries=3)
     assert document["p99_ms"] >= document["p50_ms"] >= document["planning"]["p50_ms"] > 0
     assert document["blocked_p99_ms"] > 0
     assert document["candidates"] > 1
@@ -112,11 +111,11 @@ async def test_long_prompts_are_planned_beside_short_ones() -> None:
 
 async def test_shorter_transcripts_have_fewer_edits() -> None:
     """So that there is a plan for each; too short ones are refused."""
-    document = await plan_agent.run(stored=12, prompt_tokens=4000, queries=3)
+    document = await plan.run(workload="agent", stored=12, prompt_tokens=4000, queries=3)
     assert document["edits"] == 100
     assert document["copied_fraction"] > 0.3
     with pytest.raises(ConfigError, match="--prompt-tokens: must be at least 2000, got 400"):
-        await plan_agent.run(prompt_tokens=400)
+        await plan.run(workload="agent", prompt_tokens=400)
 
 
 @pytest.mark.slow

@@ -9,8 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaForCausalLM
 
 from delta_tree import SegmentId, Span
-from kvshare.bench.bound import Bound, ModelSize, computed_spans, spans_of, throughput_bound
-from kvshare.bench.copies import copied_bytes_per_s
+from kvshare.bench.bound import (
+    Bound,
+    ModelSize,
+    computed_spans,
+    copied_bytes_per_s,
+    spans_of,
+    throughput_bound,
+)
 from kvshare.bench.random_models import llama_config
 from kvshare.kv.layout import ALL_EARLIER, Reach
 from kvshare.vllm_protocol.messages import Finished, Stored

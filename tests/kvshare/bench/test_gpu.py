@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshare.bench import copies
+from kvshare.bench.bound import copy_rates
 from kvshare.bench.random_models import LLAMAS
 from kvshare.bench.vllm import break_even, decoding, gpu, stack, syncs
 from kvshare.bench.vllm.decoding import Decoded
@@ -95,7 +95,7 @@ def test_host_waits_are_counted_by_place() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_only_host_copies_have_a_rate() -> None:
     """The others are there, and null."""
-    found = copies.measure(num_bytes=1 << 20)
+    found = copy_rates(num_bytes=1 << 20)
     rate = found["host_to_host"]
     assert rate is not None
     assert rate > 0
@@ -168,8 +168,8 @@ def test_a_backend_that_does_not_start_costs_the_others_nothing(
         raise EngineError("plain vLLM ended while starting: no such backend")
 
     monkeypatch.setattr(gpu, "pair", failing)
-    rates = copies.measure(num_bytes=1 << 20)
-    monkeypatch.setattr(copies, "measure", lambda: rates)
+    rates = copy_rates(num_bytes=1 << 20)
+    monkeypatch.setattr(gpu, "copy_rates", lambda: rates)
     document = gpu.run(gpu.Config(model="small", backends="ONE,TWO"))
     assert [each["backend"] for each in document["backends"]] == ["ONE", "TWO"]
     assert document["passed"] is False

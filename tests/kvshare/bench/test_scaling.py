@@ -9,8 +9,8 @@ import pytest
 
 from kvshare.bench import index, replay
 from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
-from kvshare.bench.index_corpus import Corpus
-from kvshare.bench.text_like import TextLikePrompts, common_words
+from kvshare.bench.index import Corpus
+from kvshare.bench.text_like import as_text, common_words, text_like_prompts
 from kvshare.errors import ConfigError
 from kvshare.replay.policies.losses import LossFinder
 from vector_index import Embedder
@@ -84,18 +84,18 @@ def test_a_replay_with_meanings_embeds_every_request() -> None:
 
 def test_prompts_like_text_repeat_passages_and_themselves() -> None:
     """Equal seeds give equal prompts; half hold the system prompt, some are rewritten earlier ones."""
-    first, second = (TextLikePrompts(np.random.default_rng(3), 300) for _ in range(2))
-    drawn = [first.draw() for _ in range(100)]
-    assert all(np.array_equal(prompt, second.draw()) for prompt in drawn)
+    first, second = (text_like_prompts(np.random.default_rng(3), 300) for _ in range(2))
+    drawn = list(islice(first, 100))
+    assert all(np.array_equal(prompt, next(second)) for prompt in drawn)
     assert all(len(prompt) == 300 for prompt in drawn)
     system = max(drawn, key=lambda prompt: sum(np.array_equal(p[24:100], prompt[24:100]) for p in drawn))
     assert 30 < sum(np.array_equal(prompt[24:100], system[24:100]) for prompt in drawn) < 80
     near = sum((a == b).mean() > 0.85 for n, a in enumerate(drawn) for b in islice(drawn, n))
     assert near > 5
     words = [f"word{number}" for number in range(20_000)]
-    assert first.text(drawn[0], words).split() == [words[token] for token in drawn[0][150:]]
+    assert as_text(drawn[0], words).split() == [words[token] for token in drawn[0][150:]]
     with pytest.raises(ConfigError, match="at least 64"):
-        TextLikePrompts(np.random.default_rng(3), 10)
+        next(text_like_prompts(np.random.default_rng(3), 10))
 
 
 @pytest.mark.model

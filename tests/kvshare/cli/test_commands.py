@@ -30,7 +30,6 @@ BENCHES = [
     "proxy",
 ]
 VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference"]
-CHOOSING = {"plan": {"workload"}}  # options that say which benchmark runs
 COMMANDS = [
     "serve",
     "vllm",
@@ -194,20 +193,13 @@ def check_options(name: str, engine: str) -> None:
         assert offered <= {field.name for field in fields(config)}
         return
     run = importlib.import_module(f"kvshare.bench.{name}").run
-    assert offered - CHOOSING.get(name, set()) == set(inspect.signature(run).parameters)
+    assert offered == set(inspect.signature(run).parameters)
 
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
     """Those that run in this process."""
     check_options(name, "embedded")
-
-
-def test_both_workloads_of_bench_plan_take_the_same() -> None:
-    """`--workload agent` runs another benchmark with the same options."""
-    modules = [importlib.import_module(f"kvshare.bench.{name}") for name in ("plan", "plan_agent")]
-    forms, agent = (set(inspect.signature(module.run).parameters) for module in modules)
-    assert forms == agent
 
 
 @pytest.mark.parametrize("name", VLLM_BENCHES)
