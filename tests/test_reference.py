@@ -52,7 +52,8 @@ def test_every_environment_variable() -> None:
     code = "".join(
         path.read_text(encoding="utf-8")
         for room in ("kvshare", "proxy", "vector_index")
-        for path in (ROOT / room).rglob("*.py")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".toml")
     )
     named = set(re.findall(r"\"(KVSHARE_[A-Z_]+)\"", code))
     assert {name for name in first_cells("Environment variables") if name.startswith("KVSHARE_")} == named

@@ -1,5 +1,5 @@
 """
-The `kvshare` command. `main` wires; one file per group of commands; `views` draws, `source` asks.
+The `kvshare` command. `main` wires; one file per group of commands; `views` draws, `store` asks.
 
 Importing a command module costs nothing heavy: settings, rich, torch and HTTP are imported when a command
 runs, so that `kvshare --help` stays fast.

@@ -9,29 +9,30 @@ result with `"passed": false` ends with exit code 1. In a git checkout a result 
 from __future__ import annotations
 
 import importlib
-import tomllib
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter, Signature, iscoroutine, signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
-from kvshare.cli.checkout import checkout_commit
-from kvshare.cli.options import Format, OutputFormat
+from kvshare.cli.options import Format, OutputFormat, described, parameter
 from kvshare.cli.output import ExitCode, show
 from kvshare.extras import require
 
 app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
 
+_PACKAGE = Path(__file__).parents[1]
+
 EMBEDDED, VLLM = "embedded", "vllm"
 _BOTH = (EMBEDDED, VLLM)
 # Options of one engine only, in commands that have both.
 _OWNERS = {**dict.fromkeys(("threads", "dtype", "eager"), VLLM), "model": EMBEDDED, "family": EMBEDDED}
-_TYPES = {"int": int, "float": float, "text": str, "flag": bool, "path": Path, "agent": Literal["agent"]}
-_ENGINES = {EMBEDDED: Literal["embedded", "vllm"], VLLM: Literal["vllm"]}  # by the default
+_JSON = parameter("as_json", type="flag", help="The same as --format json.", flags=["--json"], default=False)
+_FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +44,16 @@ class Benchmark:
     options: tuple[Parameter, ...]
     engines: tuple[str, ...]
 
-    @property
-    def signature(self) -> Signature:
-        """All options, as Typer reads them from a function."""
-        default, engine = self.engines[0], []
-        if self.engines != (EMBEDDED,):
-            about = "What computes; vllm starts real servers." if self.engines == _BOTH else "What computes."
-            engine = [_option("engine", default, about, default=default)]
-        return Signature([*engine, *self.options, _JSON, _FORMAT])
-
-
-def _option(
-    name: str, type: str = "int", help: str = "", *, flags: str = "", default: object = None, **limits: float
-) -> Parameter:
-    """An option of this type; None where it is not given, unless it has a default."""
-    info = typer.Option(default, *filter(None, [flags]), help=help, **limits)  # type: ignore[arg-type]  # limits
-    kind: Any = {**_TYPES, **_ENGINES}[type]
-    annotation = kind | None if default is None else kind
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
-
-
-_JSON = _option("as_json", "flag", "The same as --format json.", flags="--json", default=False)
-_FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
-
 
 def _benchmarks() -> Iterator[Benchmark]:
     """As bench.toml has them."""
-    document = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    document = described("bench.toml")
     shared = document["options"]
     for name, command in document["commands"].items():
-        given = (
-            dict(shared[each], name=each) if isinstance(each, str) else each for each in command["options"]
+        options = tuple(
+            parameter(each, **shared[each]) if isinstance(each, str) else parameter(**each)
+            for each in command["options"]
         )
-        options = tuple(_option(**each) for each in given)
         yield Benchmark(name, command["help"], options, tuple(command.get("engines", [EMBEDDED])))
 
 
@@ -100,7 +78,11 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         if document.get("passed") is False:
             raise typer.Exit(ExitCode.FAILED)
 
-    command.__signature__ = benchmark.signature  # type: ignore[attr-defined]  # functions may have one
+    engines, options = benchmark.engines, list(benchmark.options)
+    if engines != (EMBEDDED,):
+        about = "What computes; vllm starts real servers." if engines == _BOTH else "What computes."
+        options.insert(0, parameter("engine", type=engines, default=engines[0], help=about))
+    command.__signature__ = Signature([*options, _JSON, _FORMAT])  # type: ignore[attr-defined]  # as functions may
     return command
 
 
@@ -127,6 +109,26 @@ def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
     package = "kvshare.bench.vllm" if engine == VLLM else "kvshare.bench"
     return f"{package}.{benchmark.name}"
+
+
+def checkout_commit(package: Path = _PACKAGE) -> str | None:
+    """
+    The commit of the checkout that `package` lies in, with "-dirty" where tracked files differ from it.
+
+    None without git, and where the package was installed: a folder of another repository does not count.
+    """
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _git(package, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints in the folder; None where there is no git, or it fails."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 for _benchmark in BENCHMARKS:

@@ -2,7 +2,7 @@
 What `kvshare doctor` looks at: one small function per question, each answering with a `Check`. What it may
 find is in doctor.yaml.
 
-Here: the machine, the config and the model. `store_checks` and `vllm_checks` ask the rest. No check loads
+Here: the machine, the config and the model. `store_checks` and `server_checks` ask the rest. No check loads
 weights, talks to the internet or leaves a file behind.
 """
 

@@ -18,6 +18,8 @@ import aiohttp
 
 from kvshare.errors import KVShareError, UnreachableError
 
+Fields = Mapping[str, Any] | None
+
 
 class AnswerError(KVShareError):
     """The server answered, but not with what was asked for."""
@@ -38,27 +40,18 @@ class JsonClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
 
-    def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object at `path`; None values are left out of the query."""
-        pairs = {name: str(value) for name, value in (query or {}).items() if value is not None}
-        return self._object(self._send("GET", path, params=pairs))
-
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that the server answers to this body."""
-        return self._object(self._send("POST", path, json=body))
-
-    def ping(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """GET, or POST with a body. Raises as the others do, whatever the answer's body is."""
-        self._send("GET" if body is None else "POST", path, json=body)
-
-    def _object(self, document: object) -> dict[str, Any]:
+    def call(self, path: str, *, query: Fields = None, body: Fields = None) -> dict[str, Any]:
+        """The JSON object that answers GET, or POST with a body; None values are left out of the query."""
+        document = self.send(path, query=query, body=body)
         if not isinstance(document, dict):
             raise AnswerError(self._url, 200, "not a JSON object; is that a KVShare server?")
         return document
 
-    def _send(self, method: str, path: str, **content: Any) -> object:
+    def send(self, path: str, *, query: Fields = None, body: Fields = None) -> object:
+        """The same for any answer: its JSON, or None. Raises UnreachableError, AnswerError."""
+        pairs = {name: str(value) for name, value in (query or {}).items() if value is not None}
         try:
-            return asyncio.run(self._exchange(method, self._url + path, **content))
+            return asyncio.run(self._exchange(self._url + path, pairs, body))
         except aiohttp.ClientConnectorError as exc:
             problem = os.strerror(exc.errno) if exc.errno else exc.strerror or str(exc)
             raise UnreachableError(self._url, problem) from exc
@@ -66,12 +59,11 @@ class JsonClient:
             problem = str(exc).partition("\n")[0].strip() or type(exc).__name__
             raise UnreachableError(self._url, problem) from exc
 
-    async def _exchange(self, method: str, url: str, **content: Any) -> object:
-        """The answer's JSON; None for what is none."""
-        document = None
+    async def _exchange(self, url: str, query: Mapping[str, str], body: Fields) -> object:
+        document, method = None, "GET" if body is None else "POST"
         async with (
             aiohttp.ClientSession(headers=self._headers, timeout=self._timeout) as session,
-            session.request(method, url, allow_redirects=False, **content) as response,
+            session.request(method, url, params=query, json=body, allow_redirects=False) as response,
         ):
             with suppress(ValueError):
                 document = json.loads(await response.read())
@@ -90,15 +82,13 @@ class AdminClient(JsonClient):
     _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
     def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The document of a question, as `kvshare.cli.source` puts it."""
+        """The document of a question, as `kvshare.cli.store` puts it."""
         if what == "explain":
             request = {name: value for name, value in arguments.items() if name != "api"}
-            model = request.get("model") or self.get("/v1/models")["data"][0]["id"]
-            return self.post(
-                f"/admin/explain?api={arguments.get('api', 'chat')}", {**request, "model": model}
-            )
+            request["model"] = request.get("model") or self.call("/v1/models")["data"][0]["id"]
+            return self.call("/admin/explain", query={"api": arguments.get("api", "chat")}, body=request)
         if what in ("evict", "pin", "unpin"):
-            return self.post(f"/admin/{what}", arguments)
+            return self.call(f"/admin/{what}", body=arguments)
         if what == "node":
-            return self.get(f"/admin/node/{arguments['id']}")
-        return self.get(f"/admin/{what}", arguments)
+            return self.call(f"/admin/node/{arguments['id']}")
+        return self.call(f"/admin/{what}", query=arguments)

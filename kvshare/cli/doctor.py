@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sqlite3
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshare import __version__
-from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, option
+from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, checked_url, option
 from kvshare.cli.output import ExitCode, show
 from kvshare.errors import ConfigError
 from kvshare.extras import missing_modules
@@ -59,16 +60,22 @@ def doctor(
 
 def version(output_format: Format = OutputFormat.TERMINAL) -> None:
     """What is installed: KVShare, Python and the libraries that matter."""
+    from importlib import metadata  # a third of the time that --help takes
+
     from kvshare.vllm_protocol.versions import installed_version
 
-    libraries = {name: _installed(name) for name in _LIBRARIES} | {"vllm": installed_version()}
+    libraries: dict[str, str | None] = dict.fromkeys(_LIBRARIES)
+    for name in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            libraries[name] = metadata.version(name)
+    libraries["vllm"] = installed_version()
     document = {"kvshare": __version__, "python": platform.python_version(), "libraries": libraries}
     show("version", document, output_format)
 
 
 def run_checks(config: Path | None) -> list[Check]:
     """All checks; those that need the settings only when the config can be read."""
-    from kvshare.cli import checks, store_checks, vllm_checks
+    from kvshare.cli import checks, server_checks, store_checks
 
     settings, readable = checks.check_config(config)
     python = checks.found("python.found", version=platform.python_version())
@@ -79,7 +86,7 @@ def run_checks(config: Path | None) -> list[Check]:
         found.append(checks.check_torch())
     missing = missing_modules("embedded")
     if settings.engine.kind == "vllm":
-        found += vllm_checks.check_replicas(settings.vllm.replicas)
+        found += server_checks.check_replicas(settings.vllm.replicas)
     elif missing:
         found.append(checks.found("libraries.missing", modules=", ".join(missing)))
     else:
@@ -91,7 +98,7 @@ def run_checks(config: Path | None) -> list[Check]:
 
 def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:
     """All checks of one running vLLM and its ranks. Raises ConfigError for an address that is none."""
-    from kvshare.cli import vllm_checks
+    from kvshare.cli import server_checks
     from kvshare.settings import load_settings
 
     replica = {"url": url, "control_url": control_url, "data_parallel_size": data_parallel_size}
@@ -100,7 +107,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
     except ConfigError as exc:
         option = "--vllm-control-url" if exc.key_path.endswith("control_url") else "--vllm-url"
         raise ConfigError(option, str(exc).removeprefix(f"{exc.key_path}: ")) from exc
-    return vllm_checks.check_replicas(settings.vllm.replicas)
+    return server_checks.check_replicas(settings.vllm.replicas)
 
 
 def _check_break_even(config: Path | None, url: str | None, key: str | None) -> Check:
@@ -108,19 +115,10 @@ def _check_break_even(config: Path | None, url: str | None, key: str | None) -> 
     from kvshare.cli import checks, server_checks
     from kvshare.settings import load_settings
 
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint="--url")
     if url is None:
         server = (checks.check_config(config)[0] or load_settings()).server
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
-    return server_checks.check_break_even(url, key or os.environ.get("KVSHARE_ADMIN_KEY"))
-
-
-def _installed(name: str) -> str | None:
-    from importlib import metadata  # a third of the time that --help takes
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return server_checks.check_break_even(
+        checked_url(url, "--url"), key or os.environ.get("KVSHARE_ADMIN_KEY")
+    )

@@ -7,20 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli import (
-    bench,
-    calibrate,
-    doctor,
-    keys,
-    output,
-    replay,
-    serve,
-    store,
-    verify,
-    vllm_command,
-    warm,
-    workload,
-)
+from kvshare.cli import bench, doctor, models, replay, serve, store, vllm_command, warm
+from kvshare.cli.output import exit_code, hush
 from kvshare.errors import KVShareError
 
 app = typer.Typer(
@@ -38,15 +26,15 @@ def kvshare(
 ) -> None:
     """Shares the KV cache of similar prompts between the users of an LLM service."""
     if quiet:
-        output.hush()
+        hush()
 
 
 app.command("serve")(serve.serve)
 app.command("vllm", context_settings=vllm_command.CONTEXT_SETTINGS)(vllm_command.vllm)
 app.command("doctor")(doctor.doctor)
-app.command("verify")(verify.verify)
+app.command("verify")(models.verify)
 app.command("version")(doctor.version)
-app.command("fetch-model")(serve.fetch_model)
+app.command("fetch-model")(models.fetch_model)
 app.command("explain")(store.explain)
 app.command("stats")(store.stats)
 app.command("tree")(store.tree)
@@ -56,9 +44,9 @@ app.command("evict")(store.evict)
 app.command("pin")(store.pin)
 app.command("unpin")(store.unpin)
 app.command("warm")(warm.warm)
-app.command("hash-key")(keys.hash_key)
-app.command("calibrate")(calibrate.calibrate)
-app.command("workload")(workload.workload)
+app.command("hash-key")(serve.hash_key)
+app.command("calibrate")(models.calibrate)
+app.command("workload")(replay.workload)
 app.add_typer(bench.app, name="bench")
 app.add_typer(replay.app, name="replay")
 
@@ -68,8 +56,8 @@ def main() -> None:
     try:
         app()
     except KVShareError as exc:
-        output.fail(str(exc))
-        sys.exit(output.exit_code(exc))
+        typer.echo(f"kvshare: {exc}", err=True)
+        sys.exit(exit_code(exc))
 
 
 if __name__ == "__main__":

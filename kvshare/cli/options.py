@@ -1,25 +1,82 @@
-"""How commands declare options: options.toml says what each is for. And the options that several share."""
+"""
+How commands declare options: options.toml says what each is for, and of those that are only passed on also
+type, limits and default. And the options that several commands share.
+"""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-_HELP = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+Command = Callable[..., None]
+
+_TYPES = {"text": str, "texts": list[str], "int": int, "float": float, "path": Path, "flag": bool}
+
+
+def described(file: str) -> dict[str, Any]:
+    """A TOML file of this folder, as Python reads it without importing anything heavy."""
+    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+_OPTIONS = described("options.toml")
 
 
 def option(command: str, *flags: str, **settings: Any) -> Any:
     """An option of a command, or "shared" of several; options.toml has it under the first of its flags."""
-    return typer.Option(*flags, help=_HELP[command][flags[0].removeprefix("--")], **settings)
+    return typer.Option(*flags, help=_OPTIONS[command][flags[0].removeprefix("--")], **settings)
 
 
 def argument(command: str, name: str, **settings: Any) -> Any:
     """A positional argument of a command."""
-    return typer.Argument(help=_HELP[command][name], **settings)
+    return typer.Argument(help=_OPTIONS[command][name], **settings)
+
+
+def with_options(command: str) -> Callable[[Command], Command]:
+    """Gives a function the options that options.toml describes in full, in place of its `**options`."""
+
+    def change(function: Command) -> Command:
+        own = signature(function, eval_str=True).parameters.values()
+        options = [
+            parameter(name, **each) for name, each in _OPTIONS[command].items() if isinstance(each, dict)
+        ]
+        options += [each for each in own if each.kind is not Parameter.VAR_KEYWORD]
+        chosen = Signature(sorted(options, key=lambda each: each.kind))  # positional ones first
+        function.__signature__ = chosen  # type: ignore[attr-defined]  # as functions may
+        return function
+
+    return change
+
+
+def parameter(
+    name: str,
+    *,
+    type: str | Sequence[str] = "int",
+    default: object = None,
+    flags: Sequence[str] = (),
+    **settings: Any,
+) -> Parameter:
+    """
+    An option as Typer reads it from a function; None where it is not given, unless it has a default.
+
+    `type`: one of `_TYPES`, or the words that may be given
+    """
+    option = typer.Option(default, *(flags or [f"--{name.replace('_', '-')}"]), **settings)
+    kind: Any = _TYPES[type] if isinstance(type, str) else Literal.__getitem__(tuple(type))
+    annotation = kind | None if default is None else kind
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def checked_url(url: str | None, option: str) -> str:
+    """The URL that was given with the option. Raises a usage error for none, and for one that is no URL."""
+    if url is None or not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint=option)
+    return url
 
 
 class OutputFormat(StrEnum):

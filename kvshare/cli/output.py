@@ -24,6 +24,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2  # wrong arguments, a wrong config file, or an extra that is not installed
     UNREACHABLE = 3  # no server answers
+    INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 def exit_code(error: KVShareError) -> ExitCode:
@@ -46,7 +47,7 @@ def is_quiet() -> bool:
 
 
 def show(view: str, document: Mapping[str, Any], output_format: OutputFormat) -> None:
-    """Write the document to stdout; `view` is a key of `kvshare.cli.views.VIEWS`."""
+    """Write the document to stdout; `view` is one of views.yaml."""
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
@@ -59,8 +60,3 @@ def note(message: str) -> None:
     """A line for people, on stderr."""
     if not _quiet:
         typer.echo(message, err=True)
-
-
-def fail(message: str) -> None:
-    """The one line that says what went wrong, on stderr."""
-    typer.echo(f"kvshare: {message}", err=True)

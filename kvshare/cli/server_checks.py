@@ -1,13 +1,170 @@
-"""`kvshare doctor` on a running server of ours: what only requests that were served could teach it."""
+"""
+`kvshare doctor` on running servers. Of a vLLM: is it up, does it run KVShare's connector, and is it set up as
+it must be. Of ours: from which length on sharing pays, by the requests that it served.
+
+Asks vLLM's own routes, the connector's control server, and our admin routes. It computes one token, changes
+no setting and reads nothing of what others asked.
+"""
 
 from __future__ import annotations
 
-from kvshare.cli.checks import Check, first_line, found
-from kvshare.cli.client import AdminClient
-from kvshare.errors import KVShareError, UnreachableError
+import asyncio
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+from kvshare import __version__
+from kvshare.cli.checks import Check, first_line, found
+from kvshare.cli.client import AdminClient, AnswerError, JsonClient
+from kvshare.errors import KVShareError, UnreachableError, UpstreamError
+from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
+from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
+from kvshare.vllm_protocol.versions import TESTED, untested
+
+if TYPE_CHECKING:
+    from kvshare.settings import ReplicaSettings
+
+_LOCKED = (401, 403)
 _RATES = ("load", "prefill")
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # of our own server
+_JUDGED = {
+    "kv_load_failure_policy": ("policy", "recompute"),
+    "prefix_caching": ("prefixes", True),
+    "prompt_tokens_details": ("details", True),
+}
+"""Settings that sharing depends on: the name of their check, what they must be. Others are only shown."""
+
+
+def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
+    """The findings of each vLLM that the settings name."""
+    checks = (check_vllm(each.url, [rank.control for rank in each.ranks]) for each in replicas)
+    return list(chain.from_iterable(checks)) or [found("vllm.none")]
+
+
+def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
+    """vLLM's own findings, then those of each rank's connector; without those whose answer did not come."""
+    server = JsonClient(url, key=os.environ.get(API_KEY_VARIABLE))
+    checks, models = _check_server(server, url)
+    if models:
+        checks.append(_probe_render(server, str(models[0]["id"])))
+    infos = []
+    for control_url in control_urls:
+        info, answers = asyncio.run(_check_control(control_url))
+        checks.append(answers)
+        if info is not None:
+            checks += _check_info(info, models)
+            infos.append(info)
+    if infos:  # what all ranks report alike
+        size, known = infos[0].data_parallel_size, len(control_urls)
+        if size > known:
+            checks.append(found("ranks.missing", size=size, known=known))
+        elif size > 1:  # a rank too many has been found silent
+            checks.append(found("ranks.all", size=size))
+        checks += _check_settings(infos[0].settings)
+    if models and (not infos or "prompt_tokens_details" not in infos[0].settings):
+        checks.append(_probe_details(server, str(models[0]["id"])))
+    return checks
+
+
+def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[Mapping[str, Any]]]:
+    """What vLLM says of itself, and the models it serves."""
+    try:
+        server.send("/health")
+    except UnreachableError as exc:
+        return [found("vllm.silent", url=url, problem=exc.problem)], ()
+    except AnswerError as exc:
+        return [found("vllm.dead", status=exc.status, problem=exc.message)], ()
+    checks = [found("vllm.healthy", url=url), _check_version(server)]
+    try:
+        models = server.call("/v1/models")["data"]
+        names = ", ".join(str(model["id"]) for model in models)
+    except (KVShareError, KeyError, TypeError) as exc:
+        locked = isinstance(exc, AnswerError) and exc.status in _LOCKED
+        refused = found("models.locked" if locked else "models.unknown", problem=first_line(exc))
+        return [*checks, refused], ()
+    return [*checks, found("models.served", names=names)], models
+
+
+def _check_version(server: JsonClient) -> Check:
+    try:
+        version = str(server.call("/version")["version"])
+    except (KVShareError, KeyError) as exc:
+        return found("version.unknown", problem=first_line(exc))
+    if (reason := untested(version)) is not None:
+        return found("version.untested", reason=reason, tested=",".join(TESTED))
+    return found("version.tested", version=version)
+
+
+async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
+    """What the connector says of itself, and whether it could be asked."""
+    try:
+        async with ControlClient(url) as control:
+            info = await control.info()
+    except UpstreamError as exc:
+        if isinstance(exc.__cause__, WireError):
+            return None, found("protocol.other", problem=exc.__cause__)
+        kind = "locked" if exc.status in _LOCKED else "silent" if exc.status is None else "unknown"
+        return None, found(f"control.{kind}", problem=exc)
+    return info, found("control.answers", url=url, protocol=PROTOCOL)
+
+
+def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """What the connector says of its model, its limits and its memory."""
+    served = {str(model.get(name)) for model in models for name in ("id", "root")}
+    if served and info.model not in served:
+        yield found("model.elsewhere", model=info.model)
+    for refusal in info.refusals:
+        yield found("sharing.none", reason=refusal)
+    if info.shares:
+        yield found("sharing.all" if info.can_move_keys else "sharing.prefixes")
+    for warning in info.warnings:
+        yield found("connector.warns", warning=warning)
+    there = info.versions.get("kvshare", "unknown")
+    yield found("kvshare.same" if there == __version__ else "kvshare.other", there=there, here=__version__)
+    small = info.max_bytes < info.bytes_per_token * info.max_model_len
+    yield found(
+        "memory.small" if small else "memory.enough",
+        used=info.num_bytes / 2**30,
+        most=info.max_bytes / 2**30,
+        num_segments=info.num_segments,
+    )
+
+
+def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:
+    """vLLM's settings, of those that the connector reports."""
+    for name in _JUDGED:
+        if name in settings:
+            yield _judged(name, settings[name])
+    others = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _JUDGED)
+    if others:
+        yield found("settings.others", settings=others)
+
+
+def _judged(setting: str, value: object) -> Check:
+    check, wanted = _JUDGED[setting]
+    return found(f"{check}.good" if value == wanted else f"{check}.bad", value=value)
+
+
+def _probe_render(server: JsonClient, model: str) -> Check:
+    """Whether vLLM has its `/render` routes, which plan what is no chat."""
+    try:
+        server.send("/v1/completions/render", body={"model": model, "prompt": "a", "max_tokens": 1})
+    except KVShareError as exc:
+        is_missing = isinstance(exc, AnswerError) and exc.status in NO_ROUTE
+        return found("render.missing" if is_missing else "render.unknown", problem=first_line(exc))
+    return found("render.answers")
+
+
+def _probe_details(server: JsonClient, model: str) -> Check:
+    """Whether vLLM counts cached tokens in its answers, which only an answer shows."""
+    try:
+        answer = server.call("/v1/completions", body={"model": model, "prompt": "a", "max_tokens": 1})
+    except KVShareError as exc:
+        return found("details.not asked", problem=first_line(exc))
+    reported = (answer.get("usage") or {}).get("prompt_tokens_details") is not None
+    return _judged("prompt_tokens_details", reported)
 
 
 def check_break_even(url: str, key: str | None) -> Check:

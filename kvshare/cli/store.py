@@ -1,18 +1,65 @@
-"""`kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running or a stopped server."""
+"""
+`kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running server, or of the metadata of
+a stopped one. Both answer alike.
+
+`ask(what, arguments)` shows the document of a question: a key of `kvshare.inspection.QUESTIONS`, or "explain"
+with a request. An argument of None is as good as not given.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from kvshare.cli.options import NamespaceDigest, argument, option
-from kvshare.cli.output import note
-from kvshare.cli.source import Ask, asking
+from kvshare.cli.options import (
+    Config,
+    Format,
+    Key,
+    NamespaceDigest,
+    OutputFormat,
+    Store,
+    Url,
+    argument,
+    checked_url,
+    option,
+)
+from kvshare.cli.output import note, show
+from kvshare.errors import StoreError
 
 Api = Literal["chat", "completions", "responses", "messages"]
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
+Source = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+Ask = Callable[[str, Mapping[str, Any]], None]
+
+
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first parameter, an `Ask`, asks and shows; it gets the options that this needs."""
+
+    def with_source(
+        *,
+        url: Url = None,
+        key: Key = None,
+        store: Store = None,
+        config: Config = None,
+        output_format: Format = OutputFormat.TERMINAL,
+        **own: Any,
+    ) -> None:
+        ask = source(url=url, key=key, store=store, config=config)
+        command(lambda what, arguments: show(what, ask(what, arguments), output_format), **own)
+
+    shared = signature(with_source, eval_str=True)
+    own = signature(command, eval_str=True).parameters.values()
+    options = [*list(own)[1:], *(each for each in shared.parameters.values() if each.name != "own")]
+    with_source.__signature__ = shared.replace(parameters=options)  # type: ignore[attr-defined]  # has one
+    with_source.__doc__ = command.__doc__
+    return with_source
 
 
 @asking
@@ -125,3 +172,64 @@ def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
         expected = 'a list of messages or an object with "messages"' if is_chat else "an object"
         raise typer.BadParameter(f"{file.name}: expected {expected}", param_hint="--file")
     return request
+
+
+def source(*, url: str | None, key: str | None, store: Path | None, config: Path | None) -> Source:
+    """
+    The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
+
+    Raises:  a usage error for both at once or for a URL that is none; StoreError if there is no such store
+    """
+    if url is not None and store is not None:
+        raise typer.BadParameter("expected either --url (a running server) or --store (a stopped one)")
+    if store is None:
+        url = url or os.environ.get("KVSHARE_URL")
+    if url is not None:
+        from kvshare.cli.client import AdminClient
+
+        return AdminClient(checked_url(url, "--url"), key=key or os.environ.get("KVSHARE_ADMIN_KEY")).ask
+    from kvshare.settings import load_settings
+
+    path = store or load_settings(config).store.path
+    if path is None:
+        raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
+    return partial(_ask_store, Path(path), config)
+
+
+def _ask_store(folder: Path, config: Path | None, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask the metadata of a stopped server. Evicting and unpinning write; explaining needs its config."""
+    if what == "explain":
+        if "api" in arguments:
+            raise StoreError("other requests than chats are explained by a running server: use --url")
+        from kvshare.cli.explain_offline import explain_offline
+        from kvshare.settings import load_settings
+
+        return explain_offline(folder, load_settings(config), arguments["messages"])
+    if what == "pin":
+        raise StoreError("how much may be pinned is known to a running server only: ask it with --url")
+    from kvshare.inspection import QUESTIONS
+    from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
+
+    path = folder / METADATA_FILE
+    read_only = what not in ("evict", "unpin") or bool(arguments.get("dry_run"))
+    whole = what == "evict" and bool(arguments["all"])
+    drop_file = whole and not read_only  # also forgets for which model it was written
+    try:
+        with opened(path, read_only=read_only) as tree:
+            document = QUESTIONS[what](tree, arguments).document
+            if drop_file:
+                _delete(path)  # while it is locked
+    except UnreadableStoreError as exc:
+        if not whole:
+            raise
+        if drop_file:
+            _delete(path)
+        document = {"dry_run": read_only, "unreadable": exc.problem}
+    return document
+
+
+def _delete(path: Path) -> None:
+    """Also what a server moved aside: it holds prompts as well."""
+    for name in (path.name, f"{path.name}.old"):
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            path.with_name(name + suffix).unlink(missing_ok=True)

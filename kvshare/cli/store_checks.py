@@ -57,7 +57,15 @@ def check_store(settings: Settings) -> Check:
 def check_index(settings: Settings) -> Check:
     """The index's backend answers."""
     if settings.index.backend == "server":
-        return _check_qdrant_server(settings.index.url)
+        if settings.index.url is None:
+            return found("index.no address")
+        parts = urlsplit(settings.index.url)
+        host, port = parts.hostname or "", parts.port or 6333
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as exc:
+            return found("index.silent", where=f"{host}:{port}", problem=exc)
+        return found("index.server", where=f"{host}:{port}")
     if settings.index.backend == "memory":
         return found("index.memory")
     from vector_index import DiskSpace, IndexPausedError, VectorIndexError, megabytes
@@ -117,15 +125,3 @@ async def _create_and_drop(settings: Settings) -> None:
         await index.open()
     finally:
         await index.close()
-
-
-def _check_qdrant_server(url: str | None) -> Check:
-    if url is None:
-        return found("index.no address")
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 6333
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S):
-            return found("index.server", where=f"{host}:{port}")
-    except OSError as exc:
-        return found("index.silent", where=f"{host}:{port}", problem=exc)

@@ -1,263 +1,275 @@
 """
-How documents look on a terminal: their columns and lines are in views.yaml. Draws what it is given; asks and
-computes nothing.
+How documents look on a terminal: views.yaml has a Jinja template for each, and the columns of the tables.
+Draws what it is given; asks and computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from math import inf
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, wraps
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import typer
 import yaml
+from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvshare.cli import gpu_view, replay_views
-from kvshare.cli.templates import Document, Templates
+Document = Mapping[str, Any]
 
+_WIDTH = 80  # columns of a terminal; tables that would need more stand closer together
 _WIDTH_OFF_TERMINAL = 140
+_LONG_WORDS = 16  # characters; what is shorter is a name or a number with its unit
 _MOST_INDENTED = 4  # levels; what is further below is indented as much
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_TEMPLATES = Templates(Path(__file__).with_suffix(".yaml"))
+_DESCRIBED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_JINJA = jinja2.Environment(
+    loader=jinja2.DictLoader(_DESCRIBED["views"]),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=lambda value: "" if value is None else value,
+)
 
 
 def draw(view: str, document: Document, *, width: int | None = None) -> None:
     """
     Write the document to stdout; colours only on a terminal and without NO_COLOR.
 
+    `view`: a key of `views` in views.yaml
     `width`: columns; None is the terminal's, which is at least 80.
     """
     console = Console(highlight=False)
     if width is not None or not console.is_terminal:
         console.width = width or _WIDTH_OFF_TERMINAL
-    with console.capture() as captured:
-        for part in VIEWS[view](document):
+
+    def shown(part: RenderableType) -> str:
+        """Lines, in which styles are escape sequences."""
+        with console.capture() as captured:
             console.print(part)
-    for line in captured.get().splitlines():
+        return captured.get().removesuffix("\n")
+
+    prepare = _PREPARED.get(view, dict)
+    text = _JINJA.get_template(view).render(
+        {**document, **prepare(document)},
+        document=document,
+        table=lambda *name_and_rows, **settings: shown(_table(*name_and_rows, **settings)),
+        facts=lambda columns: shown(_facts(columns)),
+        findings=lambda checks: shown(_findings(checks)),
+        bold=lambda text: shown(Text(text, style="bold")),
+    )
+    for line in shown(Text.from_ansi(text.rstrip("\n"))).splitlines():
         typer.echo(line.rstrip())
 
 
-def stats(document: Document) -> list[RenderableType]:
-    total = {"namespace": "all", **document["totals"]}
-    parts: list[RenderableType] = [_TEMPLATES.table("stats", document["namespaces"], total=total)]
-    if "pins" in document:  # of a server that runs, as is what follows
-        parts.append(_TEMPLATES.say("pins", document["pins"]))
-    if (costs := document.get("costs")) is not None:
-        pays = costs["break_even_tokens"]
-        what = "a plan never pays" if pays is None else f"a plan pays from {pays:,} tokens on"
-        parts.append(
-            f"{_origin(costs)}: prefill {costs['prefill_tokens_per_s']:,.0f} tokens/s, "
-            f"load {costs['load_bytes_per_s'] / 1e9:.1f} GB/s, {costs['pass_s'] * 1000:.1f} ms a pass; "
-            f"{what} if a tenth is computed"
-        )
-    return parts
+def _cells(row: Document, table: str) -> dict[str, str]:
+    """One row of the table, by column."""
+    return {column: cell.render(row) for column, cell in _columns(table).items()}
 
 
-def _origin(costs: Document) -> str:
-    """Whether these rates were measured."""
-    measured = costs["measured"]
-    if not measured:
-        return "assumed until measured"
-    return "measured" if len(measured) == 2 else f"only {measured[0]} measured"
+@cache
+def _columns(table: str) -> dict[str, jinja2.Template]:
+    return {column: _JINJA.from_string(cell) for column, cell in _DESCRIBED["tables"][table].items()}
 
 
-def tree(document: Document) -> list[RenderableType]:
-    """A table for each namespace; prompts are indented below those that they were edited from."""
-    if not document["roots"]:
-        return ["the store is empty"]
-    parts: list[RenderableType] = []
-    for namespace in dict.fromkeys(root["namespace"] for root in document["roots"]):
-        roots = [root for root in document["roots"] if root["namespace"] == namespace]
-        rows = [row for root in roots for row in _branch(root, level=0)]
-        parts += [f"[bold]namespace {namespace:.12}[/]", _TEMPLATES.table("tree", rows), ""]
-    return parts[:-1]
+def _table(
+    name: str,
+    rows: Iterable[Document],
+    *,
+    title: str | None = None,
+    boxed: bool = False,
+    total: Document | None = None,
+) -> Table:
+    """
+    The first column to the left, the others to the right; the total below all rows.
 
-
-def node(document: Document) -> list[RenderableType]:
-    words = {
-        "pinned": "yes" if document["pinned"] else "no",
-        "parents": " < ".join(map(str, document["parents"])) or "none: a root",
-        "children": ", ".join(map(str, document["children"])) or "none",
-    }
-    parts: list[RenderableType] = [_facts(_TEMPLATES.cells("node", {**document, **words}))]
-    if document["edits"] is not None:
-        parts += ["\n[bold]edits of the parent[/]", _edit_table(document["edits"])]
-    parts += ["\n[bold]pieces[/]", _TEMPLATES.table("pieces", document["pieces"])]
-    return [*parts, "", _TEMPLATES.table("shared", shared)] if (shared := document["shared_with"]) else parts
-
-
-def diff(document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say("diff", document), _edit_table(document["edits"])]
-
-
-def evict(document: Document) -> list[RenderableType]:
-    verb = "would evict" if document["dry_run"] else "evicted"
-    line = "evict unreadable" if "unreadable" in document else "evict"
-    return [_TEMPLATES.say(line, {**document, "verb": verb})]
-
-
-def explain(document: Document) -> list[RenderableType]:
-    num_tokens, reason = document["num_tokens"], document["reason"]
-    kinds = [
-        {"kind": kind, "count": document[kind], "share": document[kind] / max(num_tokens, 1)}
-        for kind in ("exact", "copied", "recomputed", "repaired")
-    ]
-    spans = [{**span, "length": span["end"] - span["start"]} for span in document["spans"]]
-    donors = [{**donor, "found_by": ", ".join(donor["sources"])} for donor in document["donors"]]
-    predicted = document.get("prediction")
-    parts: list[RenderableType] = [
-        f"[bold]{document['decision']}[/]" + (f": {escape(reason)}" if reason else ""),
-        *([escape(missed["message"])] if (missed := document.get("cache_miss_reason")) else []),
-        *([f"rules that acted: {', '.join(rules)}"] if (rules := document.get("rules")) else []),
-        _TEMPLATES.table("kinds", kinds, total={"kind": "all", "count": num_tokens, "share": None}),
-        _TEMPLATES.say("explain", document),
-        *([_TEMPLATES.say("explain prediction", predicted)] if predicted else []),
-        "\n[bold]spans[/]",
-        _TEMPLATES.table("spans", spans),
-        "\n[bold]donors[/]",
-        _TEMPLATES.table("donors", donors) if donors else "none was nominated",
-    ]
-    stages = ", ".join(f"{name} {value:.2f} ms" for name, value in document["stage_ms"].items())
-    return [*parts, f"\nplanned in: {stages}"] if stages else parts
-
-
-def warm(document: Document) -> list[RenderableType]:
-    """The sums; then what failed, and which prompt is which node where it was pinned."""
-    parts: list[RenderableType] = [_facts(_TEMPLATES.cells("warm", document))]
-    if failures := [_with_label(entry) for entry in document["failures"]]:
-        parts += ["\n[bold]failed[/]", _TEMPLATES.table("warm failures", failures)]
-    if nodes := [_with_label(entry) for entry in document["prompts"] if entry["pinned"]]:
-        parts += ["\n[bold]pinned[/]", _TEMPLATES.table("warm nodes", nodes)]
-    return parts
-
-
-def _with_label(entry: Document) -> Document:
-    """What a user wrote is no markup."""
-    return {**entry, "file": escape(entry["file"]), "label": escape(entry["label"] or "")}
-
-
-def verify(document: Document) -> list[RenderableType]:
-    """Layers that are alike in one row."""
-    if document["shares"] == "nothing":
-        return [_TEMPLATES.say("verify nothing", document)]
-    alike: dict[tuple[object, ...], list[Document]] = {}
-    for layer in document["layers"]:
-        for rows in layer["rows"]:
-            found = {**rows, "layer": layer["layer"], "sees": layer["sees"]}
-            found["moves"] = rows["moves"] or f"not known: {rows['why']}"
-            key = tuple(found[name] for name in ("name", "heads", "dim", "moves", "sees"))
-            alike.setdefault(key, []).append(found)
-    table = (
-        {
-            **group[0],
-            "layers": _ranges([rows["layer"] for rows in group]),
-            "error": max(rows["error"] for rows in group),
-            "control": _times(min(inf if rows["control"] is None else rows["control"] for rows in group)),
-        }
-        for group in alike.values()
+    Where there is no room for all, columns with sentences are wrapped, then names in the first column are
+    folded; numbers never are.
+    """
+    lines = [list(_cells(row, name).values()) for row in rows]
+    sums = [] if total is None else [list(_cells(total, name).values())]
+    columns = list(zip(_columns(name), *lines, *sums, strict=True))  # each has its header, then its cells
+    widths = [max(map(len, (*header.split(), *cells)), default=0) for header, *cells in columns]
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= _WIDTH else 1
+    room = _WIDTH - (2 * len(widths) + 2 if boxed else gap * (len(widths) - 1))
+    is_wide = sum(max(len(column[0]), width) for column, width in zip(columns, widths, strict=True)) > room
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD if boxed else None,
+        header_style="bold",
+        padding=(0, 1) if boxed else (0, gap, 0, 0),
+        pad_edge=boxed,
     )
-    why = [_TEMPLATES.say("verify why", document)] if document["why"] else []
-    return [_TEMPLATES.say("verify", document), *why, "", _TEMPLATES.table("verified", table)]
+    for number, (header, *cells) in enumerate(columns):
+        is_prose = any(" " in cell.strip() and len(cell) > _LONG_WORDS for cell in cells)
+        may_break = is_prose or (number == 0 and sum(widths) > room)
+        table.add_column(
+            header.replace(" ", "\n") if is_wide and not is_prose else header,
+            justify="right" if number else "left",
+            no_wrap=not may_break,
+            overflow="fold",
+        )
+    for line in lines:
+        table.add_row(*map(Text, line))
+    table.add_section()
+    for line in sums:
+        table.add_row(*map(Text, line))
+    return table
 
 
-def _times(control: float) -> str:
-    return "" if control == inf else f"{control:,.0f}x"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 5, 7-8"""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-def doctor(document: Document) -> list[RenderableType]:
+def _facts(columns: Iterable[Mapping[str, object]]) -> Table:
+    """A line for each name, with the values of all columns."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for check in document["checks"]:
+    documents = list(columns)
+    for name in documents[0]:
+        table.add_row(Text(name, style="bold"), *(Text(str(document[name])) for document in documents))
+    return table
+
+
+def _findings(checks: Iterable[Document]) -> Table:
+    """State, name and detail of each check, and its remedy in a line below."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for check in checks:
         state = Text(check["state"], style=_STATE_STYLE[check["state"]])
         remedy = f"\n[dim]-> {escape(check['remedy'])}[/]" if check["remedy"] else ""
         table.add_row(state, check["name"], escape(check["detail"]) + remedy)
-    return [table]
-
-
-def version(document: Document) -> list[RenderableType]:
-    libraries = {name: found or "not installed" for name, found in document["libraries"].items()}
-    return [_facts({"kvshare": document["kvshare"], "python": document["python"], **libraries})]
-
-
-def key(document: Document) -> list[RenderableType]:
-    return [_facts(document)] if "key" in document else [document["sha256"]]
-
-
-def settings(document: Document) -> list[RenderableType]:
-    """As YAML, so that it can be saved and given back with --config."""
-    return [Text(yaml.safe_dump(dict(document), sort_keys=False).rstrip())]
-
-
-def bench(document: Document) -> list[RenderableType]:
-    if document["benchmark"] == "gpu":
-        return gpu_view.gpu(document)
-    return [_facts(dict(_flat(document)))]
-
-
-def _line(name: str, document: Document) -> list[RenderableType]:
-    return [_TEMPLATES.say(name, document)]
-
-
-def _facts(rows: Mapping[str, object]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(str(value)))
     return table
+
+
+def _tree(document: Document) -> Document:
+    """The rows of each namespace; prompts are indented below those that they were edited from."""
+    namespaces: dict[str, list[Document]] = {}
+    for root in document["roots"]:
+        namespaces.setdefault(root["namespace"], []).extend(_branch(root, level=0))
+    return {"namespaces": namespaces}
 
 
 def _branch(entry: Document, level: int) -> Iterator[Document]:
     """A prompt's row, then those of what is below it."""
     indent = "  " * min(level, _MOST_INDENTED)
-    yield {**entry, "prompt": f"{indent}{entry['id']}", "state": "pinned" if entry["pinned"] else ""}
+    yield {**entry, "prompt": f"{indent}{entry['id']}"}
     for child in entry["children"]:
         yield from _branch(child, level + 1)
     if hidden := entry["num_children"] - len(entry["children"]):
-        counted = dict.fromkeys((*entry, "state"))
-        yield {**counted, "prompt": f"{indent}  {hidden} more"}
+        yield {**dict.fromkeys(entry), "prompt": f"{indent}  {hidden} more"}
 
 
-def _edit_table(edits: Document) -> RenderableType:
-    ends = ((edit, edit["source"], edit["target"]) for edit in edits["ops"])
-    rows = ({**edit, "length": max(a[1] - a[0], b[1] - b[0])} for edit, a, b in ends)
-    return _TEMPLATES.table("edits", rows)
+def _verified(document: Document) -> Document:
+    """Layers that are alike in one row, with the largest error and the smallest control."""
+    alike: dict[tuple[object, ...], list[Document]] = {}
+    for layer in document["layers"] if document["shares"] != "nothing" else ():
+        for rows in layer["rows"]:
+            moves = rows["moves"] or f"not known: {rows['why']}"
+            found = {**rows, "layer": layer["layer"], "sees": layer["sees"], "moves": moves}
+            key = tuple(found[name] for name in ("name", "heads", "dim", "moves", "sees"))
+            alike.setdefault(key, []).append(found)
+    table = [
+        {
+            **group[0],
+            "layers": _ranges([rows["layer"] for rows in group]),
+            "error": max(rows["error"] for rows in group),
+            "control": min((rows["control"] for rows in group if rows["control"] is not None), default=None),
+        }
+        for group in alike.values()
+    ]
+    return {"verified": table}
 
 
-def _flat(document: Document, at: str = "") -> list[tuple[str, str]]:
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 5, 7-8"""
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _versions(document: Document) -> Document:
+    libraries = {name: found or "not installed" for name, found in document["libraries"].items()}
+    return {"versions": {"kvshare": document["kvshare"], "python": document["python"], **libraries}}
+
+
+def _flat(document: Document, at: str = "") -> Iterator[tuple[str, str]]:
     """Nested keys as dotted paths."""
-    rows: list[tuple[str, str]] = []
     for name, value in document.items():
         if isinstance(value, Mapping):
-            rows += _flat(value, at=f"{at}{name}.")
+            yield from _flat(value, at=f"{at}{name}.")
         elif isinstance(value, Sequence) and value and all(isinstance(entry, Mapping) for entry in value):
             for index, entry in enumerate(value):
-                rows += _flat(entry, at=f"{at}{name}.{index}.")
+                yield from _flat(entry, at=f"{at}{name}.{index}.")
         else:
-            rows.append((f"{at}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return rows
+            yield f"{at}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_OWN = (*(stats, tree, node, diff, evict, explain, warm, verify, doctor, version, key, settings, bench),)
-VIEWS: Mapping[str, Callable[[Document], list[RenderableType]]] = {
-    **{view.__name__: view for view in _OWN},
-    **{name: partial(_line, name) for name in ("pin", "unpin", "ready")},
-    "replay": replay_views.replay,
-    "replay-diff": replay_views.diff,
-    "replay-live": replay_views.live,
-    "replay-paper": replay_views.paper,
+def _replay(document: Document) -> Document:
+    """The four main policies and the verdict; the report has all policies."""
+    from kvshare.replay.report import parse_report, verdict
+
+    report = parse_report(dict(document))
+    policies = [policy.model_dump() for policy in report.main]
+    return {"policies": policies, "num_others": len(report.arms) - len(policies), "verdict": verdict(report)}
+
+
+_PREPARED: Mapping[str, Callable[[Document], Document]] = {
+    "tree": _tree,
+    "verify": _verified,
+    "version": _versions,
+    "bench": lambda document: {"figures": dict(_flat(document))},
+    "replay": _replay,
 }
-"""Keyed by what `output.show` is asked for."""
+"""By view: what its template needs beside the keys of the document."""
+
+
+def _unit(text: Callable[..., str]) -> Callable[..., str]:
+    """A filter for numbers; None is empty."""
+
+    @wraps(text)
+    def of(value: float | None, *settings: object) -> str:
+        return "" if value is None else text(value, *settings)
+
+    return of
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def _idle(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _counted(count: float, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    """With a blank before the sign, as in reports."""
+    return f"{share:.{digits}%}".replace("%", " %")
+
+
+_JINJA.filters |= {
+    "bytes": _unit(_bytes),
+    "duration": _unit(_duration),
+    "idle": _unit(_idle),
+    "ago": _unit(lambda seconds: f"{_idle(seconds)} ago"),
+    "number": _unit(lambda value, spec=",": format(value, spec)),
+    "counted": _unit(_counted),
+    "percent": _unit(_percent),
+    "cells": _cells,
+    "yaml": lambda document: yaml.safe_dump(dict(document), sort_keys=False).rstrip(),
+}

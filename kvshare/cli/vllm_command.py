@@ -41,20 +41,13 @@ _SHORT = {
 _SPREAD = [_SHORT[f"-dp{letter}"] for letter in "nrlhem"]  # ranks behind several APIs or on several machines
 
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    for power, letter in enumerate("kmgt", start=1)
-}
-
-
 def parse_bytes(text: object) -> int:
     """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
-    unit = None if match is None else _UNITS.get(match[2])
-    if match is None or unit is None or (unit == 1 and "." in match[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b?)", str(text).strip().lower())
+    if match is None or ("." in match[1] and match[2] is None):
         raise typer.BadParameter(f"expected a size such as 4GiB, 500MB or 1073741824, got {str(text)!r}")
-    return int(float(match[1]) * unit)
+    power = " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def vllm(
@@ -81,9 +74,7 @@ def vllm(
     port = control_port if control_port is not None else _next_port(given.get("port", _VLLM_PORT))
     ranks = _num_ranks(given, port)
     settings = connector_options(host=control_host, port=port, max_bytes=kv_bytes // ranks, ranks=ranks)
-    _refuse_taken(given, settings)
-    _refuse_spread(given)
-    _refuse_open(control_host)
+    _check_options(given, settings, control_host)
     _check_version()
     if not any(name.endswith(_RENDERS.removeprefix("--")) for name in given):
         settings.append(_RENDERS)
@@ -104,7 +95,12 @@ def vllm(
             f"proxy with: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
             "vllm.replicas"
         )
-    _become(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(command[0], command)
+    except OSError as exc:
+        raise EngineError(f"{command[0]} cannot be run: {exc.strerror or exc}") from exc
 
 
 def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
@@ -177,7 +173,11 @@ def _name(option: str) -> str:
     return option.removeprefix("--").partition(".")[0].replace("_", "-")
 
 
-def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
+def _check_options(given: Mapping[str, Any], settings: Sequence[str], control_host: str) -> None:
+    """Raises a usage error for what this command gives itself, and for what KVShare cannot follow."""
+    from kvshare.loopback import is_loopback
+    from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
+
     for name in given:
         # argparse takes an option's unambiguous beginning for the option
         if name and any(taken.startswith(name) for taken in _TAKEN):
@@ -185,6 +185,23 @@ def _refuse_taken(given: Mapping[str, Any], settings: Sequence[str]) -> None:
                 f"--{name} would undo what this command is for. Run vLLM yourself, with these settings and "
                 f"yours in one:\n  vllm serve MODEL {shlex.join(settings)}"
             )
+    # The proxy names a rank in a header, which counts where all ranks of a vLLM are behind one API.
+    named = [f"--{name}" for name in given if name in _SPREAD]
+    if given.get("data-parallel-backend") == "ray":
+        named.append("--data-parallel-backend ray")
+    if named:
+        raise typer.BadParameter(
+            f"{' and '.join(named)}: KVShare follows the ranks of one vLLM on one machine, that is "
+            "--data-parallel-size alone; else start one `kvshare vllm` per rank or machine, and give "
+            "`kvshare serve` a --vllm-url for each"
+        )
+    if not is_loopback(control_host) and not os.environ.get(TOKEN_VARIABLE):
+        raise typer.BadParameter(
+            f"{control_host} can be reached from other machines, and the connector reports what was "
+            f"generated: set {TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on "
+            "127.0.0.1",
+            param_hint="--control-host",
+        )
 
 
 def _num_ranks(given: Mapping[str, Any], port: int) -> int:
@@ -197,31 +214,6 @@ def _num_ranks(given: Mapping[str, Any], port: int) -> int:
             param_hint="--control-port",
         )
     return ranks
-
-
-def _refuse_spread(given: Mapping[str, Any]) -> None:
-    """The proxy names a rank in a header, which counts where all ranks of a vLLM are behind one API."""
-    named = [f"--{name}" for name in given if name in _SPREAD]
-    if given.get("data-parallel-backend") == "ray":
-        named.append("--data-parallel-backend ray")
-    if named:
-        raise typer.BadParameter(
-            f"{' and '.join(named)}: KVShare follows the ranks of one vLLM on one machine, that is "
-            "--data-parallel-size alone; else start one `kvshare vllm` per rank or machine, and give "
-            "`kvshare serve` a --vllm-url for each"
-        )
-
-
-def _refuse_open(host: str) -> None:
-    from kvshare.loopback import is_loopback
-    from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
-
-    if not is_loopback(host) and not os.environ.get(TOKEN_VARIABLE):
-        raise typer.BadParameter(
-            f"{host} can be reached from other machines, and the connector reports what was generated: set "
-            f"{TOKEN_VARIABLE} to a secret, here and for `kvshare serve`, or stay on 127.0.0.1",
-            param_hint="--control-host",
-        )
 
 
 def _next_port(port: object) -> int:
@@ -245,12 +237,3 @@ def _check_version() -> None:
     reason = untested(version)
     if reason is not None:
         note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")
-
-
-def _become(command: list[str]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execv(command[0], command)
-    except OSError as exc:
-        raise EngineError(f"{command[0]} cannot be run: {exc.strerror or exc}") from exc

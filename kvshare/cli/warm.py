@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvshare.cli.options import OutputFormat, argument, option
+from kvshare.cli.options import OutputFormat, argument, checked_url, with_options
 from kvshare.cli.output import ExitCode, is_quiet, note, show
 
-_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
-
+@with_options("warm")
 def warm(
     files: Annotated[list[Path], argument("warm", "files", metavar="FILE...", exists=True, dir_okay=False)],
-    url: Annotated[str | None, option("warm", "--url")] = None,
-    key: Annotated[str | None, option("warm", "--key", envvar="KVSHARE_API_KEY")] = None,
-    pin: Annotated[bool, option("warm", "--pin")] = False,
-    admin_key: Annotated[str | None, option("warm", "--admin-key", envvar="KVSHARE_ADMIN_KEY")] = None,
-    admin_url: Annotated[str | None, option("warm", "--admin-url")] = None,
-    concurrency: Annotated[int, option("warm", "--concurrency", min=1)] = 4,
-    as_json: Annotated[bool, option("warm", "--json")] = False,
+    **options: Any,
 ) -> None:
     """
     Compute documents and prompts ahead and store them, for all users of a key.
@@ -34,19 +27,16 @@ def warm(
     """
     from rich.console import Console
 
+    from kvshare.warming.client import WarmOptions
     from kvshare.warming.entries import read_entries
-    from kvshare.warming.run import WarmOptions, warm
+    from kvshare.warming.run import warm
 
-    options = WarmOptions(
-        url=_checked(url or os.environ.get("KVSHARE_URL"), "--url"),
-        key=key,
-        admin_url=None if admin_url is None else _checked(admin_url, "--admin-url"),
-        admin_key=admin_key,
-        pin=pin,
-        concurrency=concurrency,
-    )
+    as_json, url = options.pop("as_json"), options.pop("url") or os.environ.get("KVSHARE_URL")
+    chosen = WarmOptions(checked_url(url, "--url"), **options)
+    if chosen.admin_url is not None:
+        checked_url(chosen.admin_url, "--admin-url")
     with Console(stderr=True, quiet=is_quiet()).status("reading") as status:
-        document = warm(read_entries(files), options, lambda done: status.update(f"{done:,} finished"))
+        document = warm(read_entries(files), chosen, lambda done: status.update(f"{done:,} finished"))
     show("warm", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
     if document["stored"] is None:
         note("the server says what was stored to an admin key only: --admin-key or KVSHARE_ADMIN_KEY")
@@ -54,12 +44,6 @@ def warm(
         note(f"{document['evicted']:,} of them were evicted since: the memory for KV is too small for all")
     if not document["complete"]:
         note("interrupted: only what was finished is counted")
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(ExitCode.INTERRUPTED)
     if document["failed"]:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _checked(url: str | None, option: str) -> str:
-    if url is None or not url.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint=option)
-    return url

@@ -28,6 +28,7 @@ _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used whil
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"
 NO_ROUTE = (403, 404, 405)  # `/render` is missing; 403: vLLM has switched it off
 
+Body = Mapping[str, Any] | bytes | None
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -50,14 +51,15 @@ class RenderedPrompt:
 class _Client:
     """A client of one server, used as a context manager. Calls have timeouts and raise only UpstreamError."""
 
+    _session: aiohttp.ClientSession  # inside the context manager
+
     def __init__(self, url: str, secret: str | None, timeout_s: float) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         self._timeout_s = timeout_s
-        self._opened: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._opened = aiohttp.ClientSession(
+        self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # bodies are relayed unchanged
@@ -69,24 +71,17 @@ class _Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._opened is not None, "used outside its context manager"
-        return self._opened
-
-    async def _json(
-        self, method: str, path: str, *, body: Mapping[str, Any] | bytes | None = None, wait_s: float = 0.0
-    ) -> Any:
+    async def _json(self, path: str, *, body: Body = None, wait_s: float = 0.0) -> Any:
         """The JSON of an answer with status 200. Raises UpstreamError with the address and the problem."""
-        raw = await self._read(method, path, body=body, wait_s=wait_s)
+        raw = await self._read(path, body=body, wait_s=wait_s)
         try:
             return json.loads(raw)
         except ValueError as exc:
             raise self._failed(path, "the answer is not JSON") from exc
 
-    async def _read(
-        self, method: str, path: str, *, body: Mapping[str, Any] | bytes | None = None, wait_s: float = 0.0
-    ) -> bytes:
+    async def _read(self, path: str, *, body: Body = None, wait_s: float = 0.0) -> bytes:
+        """GET, or POST with a body."""
+        method = "GET" if body is None else "POST"
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         try:
@@ -142,20 +137,18 @@ class VllmClient(_Client):
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # Most likely vLLM was closing this idle connection: try a new one.
                 return await request()
-        except aiohttp.ConnectionTimeoutError as exc:
-            raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
-        except TimeoutError:
-            raise
         except (aiohttp.ClientError, OSError) as exc:
+            if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ConnectionTimeoutError):
+                raise  # connected, but no answer
             raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
 
     async def check_health(self) -> None:
         """Raises UpstreamError unless vLLM accepts requests."""
-        await self._read("GET", "/health")
+        await self._read("/health")
 
     async def models(self) -> ServedModels:
         """The base models: those without a parent. An adapter names its base model as parent."""
-        document = await self._json("GET", "/v1/models")
+        document = await self._json("/v1/models")
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
             raise self._failed("/v1/models", "expected a list of models")
@@ -165,7 +158,7 @@ class VllmClient(_Client):
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """The token ids of a body, from vLLM's `/tokenize`."""
-        document = await self._json("POST", "/tokenize", body=body)
+        document = await self._json("/tokenize", body=body)
         tokens = document.get("tokens") if isinstance(document, Mapping) else None
         if not _are_token_ids(tokens):
             raise self._failed("/tokenize", "expected a list of token ids")
@@ -178,7 +171,7 @@ class VllmClient(_Client):
         Raises:  UpstreamError, with a status in NO_ROUTE if vLLM does not have this route
         """
         path = f"{path}/render"
-        document = await self._json("POST", path, body=body)
+        document = await self._json(path, body=body)
         entries = document if isinstance(document, list) else [document]
         if not all(
             isinstance(entry, Mapping) and _are_token_ids(entry.get("token_ids")) for entry in entries
@@ -206,10 +199,10 @@ class ControlClient(_Client):
 
     async def drop(self, segment_ids: Iterable[SegmentId]) -> None:
         """Tell the connector to drop segments."""
-        await self._json("POST", "/drop", body={"segment_ids": list(segment_ids)})
+        await self._json("/drop", body={"segment_ids": list(segment_ids)})
 
     async def _message(self, kind: type[MessageT], path: str, *, wait_s: float = 0.0) -> MessageT:
-        document = await self._json("GET", path, wait_s=wait_s)
+        document = await self._json(path, wait_s=wait_s)
         try:
             return kind.from_json(document)
         except WireError as exc:

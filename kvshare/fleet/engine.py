@@ -12,17 +12,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from delta_tree import DeltaTree
 from kvshare.background import Background
 from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.errors import ConfigError
-from kvshare.fleet.client import ControlClient, VllmClient
+from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.reconciler import Reconciler
-from kvshare.fleet.remote_tier import RemoteTier, ReplicaMemory
+from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.router import Router
@@ -72,12 +72,9 @@ class VllmEngine(ServedEngine[FleetServer]):
 
     @property
     def card(self) -> ModelCard:
-        models = self.fleet.models
-        return ModelCard(
-            models.names[0] if models is not None and models.names else "unknown until a replica answers",
-            self._created,
-            models.max_model_len if models is not None else 0,
-        )
+        models = self.fleet.models or ServedModels(())
+        name = models.names[0] if models.names else "unknown until a replica answers"
+        return ModelCard(name, self._created, models.max_model_len)
 
     async def start(self) -> None:
         server = await self._opened.enter_async_context(_open_server(self._settings, self.fleet))
@@ -95,22 +92,21 @@ class VllmEngine(ServedEngine[FleetServer]):
     async def settle(self) -> None:
         """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
         await self.server.runtime.settle()
-        await self.server.reconciler.settle()
+        await self.server.reconciler.sending.settle()
 
     def status(self) -> EngineStatus:
         if self._running is None:
             return EngineStatus(False, "starting or stopped")
         runtime, replicas = self._running.runtime, self.fleet.replicas
         serving, sharing = self.fleet.serving(), self.fleet.sharing()
-        stored = runtime.status()
         return replace(
-            stored,
+            runtime.status(),
             ready=bool(serving),
             detail=f"{len(serving)} of {len(replicas)} replicas serve, {len(sharing)} share",
             num_running=sum(replica.num_inflight for replica in replicas),
             kv_budget_bytes=sum(replica.info.max_bytes for replica in replicas if replica.info is not None),
             num_pending_tickets=len(self._running.in_flight),
-            replicas=tuple(_status(replica, runtime.keeper.tier.at(replica.name)) for replica in replicas),
+            replicas=tuple(_status(replica, runtime.keeper.tier) for replica in replicas),
         )
 
     async def _evict_unclaimed(self, server: FleetServer) -> None:
@@ -140,9 +136,8 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
                 settings,
                 open_tree=new_tree,
                 new_keeper=new_keeper,
-                limits=PlannerLimits.from_settings(
-                    settings, can_probe=True
-                ),  # a replica reports the model later
+                # The model is known once a replica is connected.
+                limits=PlannerLimits.from_settings(settings, can_probe=True),
                 # An approximate plan has a pass of the connector before that of vLLM.
                 cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
             )
@@ -150,8 +145,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         for replica in fleet.replicas:
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
-        arrivals = Arrivals(min_run=settings.sharing.min_run)
-        in_flight = InFlight(arrivals, expiry_s=chosen.ticket_expiry_s)
+        in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
         router = Router(runtime.sharing, fleet, in_flight, chosen)
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)
@@ -166,13 +160,11 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool:
     """Wait for all events, at most `timeout_s`. Returns whether all were set."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             for event in events:
                 await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    return all(event.is_set() for event in events)
 
 
 def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
@@ -180,7 +172,8 @@ def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
     return Replica(entry.label, VllmClient(entry.url, settings), control)
 
 
-def _status(replica: Replica, memory: ReplicaMemory) -> ReplicaStatus:
+def _status(replica: Replica, tier: RemoteTier) -> ReplicaStatus:
+    memory = tier.memories[replica.name]
     return ReplicaStatus(
         name=replica.name,
         serves=replica.serves,

@@ -59,13 +59,13 @@ class RoutedRequest:
 
     # Observed while it is in flight.
     was_alone: bool = False  # the replica had no other request when it was sent
-    was_refused: bool = False  # it did not reach vLLM, or vLLM answered with an error
+    has_failed: bool = False  # it did not reach vLLM, or vLLM answered with an error
     sent_at: float = 0.0
     first_token_s: float | None = None  # of a streamed answer
     ended_at: float | None = None  # None while the answer runs
     arrival: Arrival | None = None  # similar prompts wait for this one
     prompt_node: Node | None = None  # set when the prompt is prefilled and stored
-    prompt_was_refused: bool = False  # the prompt was not stored, so its answer is not either
+    prompt_not_stored: bool = False  # then its answer is not stored either
     is_reported: bool = False  # the journal reported it; tree and index may not have it yet
     reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is forgotten
 
@@ -131,12 +131,12 @@ class InFlight:
 
     def end(self, request: RoutedRequest) -> None:
         """
-        The answer has ended. A refused request is not reported. If the client disconnected before the first
+        The answer has ended. A failed request is not reported. If the client disconnected before the first
         token, no prompt is stored, so similar prompts stop waiting.
         """
         if request.arrival is not None and request.arrival.remaining():
             self.end_arrival(request)
-        if request.ticket is None or (request.was_refused and not request.is_reported):
+        if request.ticket is None or (request.has_failed and not request.is_reported):
             self.forget(request)
         elif request.ended_at is None:
             request.ended_at = self._clock()
@@ -154,11 +154,7 @@ class InFlight:
         return request
 
     def take(self, request_id: str, replica: str) -> RoutedRequest | None:
-        """
-        The same as `find`, and mark the request as reported.
-
-        Its owner's next requests wait until the caller calls `forget`.
-        """
+        """The same, now marked as reported: its owner's next requests wait until the caller forgets it."""
         if (request := self.find(request_id, replica)) is not None:
             request.is_reported = True
         return request

@@ -24,9 +24,8 @@ from kvshare.requests import Decision
 from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
-from kvshare.sharing.planner import PlannerLimits
 from kvshare.telemetry import TicketEvent
-from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, Prefilled, ReplicaInfo
+from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, Prefilled
 from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -42,22 +41,17 @@ class Reconciler:
         self._sharing = runtime.sharing
         self._keeper = runtime.keeper
         self._in_flight = in_flight
-        self._telemetry = runtime.keeper.telemetry
         self._fingerprint: str | None = None  # of the model whose calibration is used
         self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
-        self._sending = Background()
+        self.sending = Background()  # drops
         self._keeper.tier.on_drop = self._on_drop
 
     async def close(self) -> None:
         """Called after all watchers have stopped. Drops that were not sent are sent by the next run."""
         self._keeper.tier.on_drop = None
-        await self._sending.cancel()
-
-    async def settle(self) -> None:
-        """Wait until all drops are sent."""
-        await self._sending.settle()
+        await self.sending.cancel()
 
     async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
         """The connector holds exactly these segments. `is_new`: its process was restarted."""
@@ -66,22 +60,16 @@ class Reconciler:
         info = replica.info
         assert info is not None, "known with the connection"
         self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
-        # All replicas serve one model.
-        self._sharing.limits = replace(
-            self._limits_of(info), can_move_keys=info.can_move_keys, can_probe=info.can_choose
-        )
+        limits = self._sharing.limits.of_model(info.fingerprint)  # all replicas serve one model
+        if info.fingerprint != self._fingerprint:
+            self._fingerprint = info.fingerprint
+            log_calibration(limits.calibration, info.fingerprint)
+        self._sharing.limits = replace(limits, can_move_keys=info.can_move_keys, can_probe=info.can_choose)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
-
-    def _limits_of(self, info: ReplicaInfo) -> PlannerLimits:
-        limits = self._sharing.limits.of_model(info.fingerprint)
-        if info.fingerprint != self._fingerprint:
-            self._fingerprint = info.fingerprint
-            log_calibration(limits.calibration, info.fingerprint)
-        return limits
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
         """Index many prompts, then remove those that were evicted while this ran."""
@@ -111,10 +99,11 @@ class Reconciler:
 
     async def tidy(self, replica: Replica) -> None:
         """Expire overdue requests, and send drops to the replica."""
-        self._telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
+        self._keeper.telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
         if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
             del self._orphans_due[replica.name]
-            await self._runtime.write(self._keeper.drop_orphans, replica.name)
+            held = self._keeper.tier.held_by(replica.name)
+            await self._runtime.write(self._keeper.drop_unreferenced, held)
         await self.send_drops(replica)
 
     async def send_drops(self, replica: Replica) -> None:
@@ -124,18 +113,13 @@ class Reconciler:
                 await replica.control.drop(dropped)
             except UpstreamError as exc:
                 self._keeper.tier.drop_again(replica.name, dropped)
-                log.debug(
-                    "%d drops could not be sent to replica %s and are sent later: %s",
-                    len(dropped),
-                    replica.name,
-                    exc,
-                )
+                log.debug("replica %s: %d drops are sent later: %s", replica.name, len(dropped), exc)
 
     async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
         """Store and index a prompt, without an embedding: that is computed once, with the answer."""
         request = self._in_flight.find(prefilled.request_id, replica.name)
-        if request is None:  # its `Finished` event is refused as well
-            await self._runtime.write(self._keeper.refuse, replica.name, prefilled)
+        if request is None:  # its `Finished` event is unknown as well
+            await self._runtime.write(self._keeper.drop_reported, replica.name, prefilled)
             return
         node = None
         try:
@@ -151,16 +135,19 @@ class Reconciler:
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.request_id, replica.name)
         if request is None:
-            self._telemetry.ticket(TicketEvent.UNKNOWN)
-            await self._runtime.write(self._keeper.refuse, replica.name, finished)
+            self._keeper.telemetry.ticket(TicketEvent.UNKNOWN)
+            await self._runtime.write(self._keeper.drop_reported, replica.name, finished)
             return
+        assert request.ticket is not None, "found by its ticket"
+        assert request.prompt is not None, "it has a ticket"
         request.execution.finished = replace(finished, used=(), output_ids=(), stored=(), repaired=())
         self._count(request, finished)
         node = None
         try:
             held = self._in_flight.donors()
             node = await self._runtime.write(self._keeper.store, request, finished, held)
-            found = node or await self._runtime.write(self._find_stored, request)
+            known = (request.ticket.namespace, request.prompt.token_ids, request.plan)
+            found = node or await self._runtime.write(self._keeper.find_stored, *known)
             request.execution.stored.node = None if found is None else int(found.node_id)
         finally:
             if node is None:
@@ -169,12 +156,6 @@ class Reconciler:
             await self._sharing.forget_evicted()
         else:  # the journal does not wait for the index
             self._runtime.background.spawn(self._remember(node, request))
-
-    def _find_stored(self, request: RoutedRequest) -> Node | None:
-        """The stored node that has this prompt, if it was not stored again."""
-        assert request.prompt is not None, "it had a ticket"
-        assert request.ticket is not None, "found by its ticket"
-        return self._keeper.find_stored(request.ticket.namespace, request.prompt.token_ids, request.plan)
 
     async def _remember(self, node: Node, request: RoutedRequest) -> None:
         assert request.prompt is not None, "it had a ticket"
@@ -192,13 +173,13 @@ class Reconciler:
 
     def _send_soon(self, replica: Replica) -> None:
         if self._keeper.tier.on_drop is not None:
-            self._sending.spawn(self.send_drops(replica))
+            self.sending.spawn(self.send_drops(replica))
 
     def _count(self, request: RoutedRequest, finished: Finished) -> None:
         """Count the planned and the actual decision, and update the cost rates from the measured times."""
         planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
-        self._telemetry.executed(planned, Decision(finished.decision), reason)
+        self._keeper.telemetry.executed(planned, Decision(finished.decision), reason)
         if planned != finished.decision:
             log.info(
                 "request id=%s: planned %s, computed %s (%s)",
@@ -210,9 +191,7 @@ class Reconciler:
         assert request.ticket is not None, "found by its ticket"
         cost, copies = self._sharing.cost, request.ticket.copies
         is_full = finished.decision == "full" and not finished.num_local
-        if (
-            is_full and request.first_token_s is not None and request.was_alone
-        ):  # it did not wait for another request
+        if is_full and request.was_alone and request.first_token_s is not None:  # it waited for no other
             cost.observe_prefill(request.ticket.num_tokens, request.first_token_s)
         used = [copies[index] for index in finished.used if index < len(copies)]
         num_copied = sum(copy.length for copy in used)

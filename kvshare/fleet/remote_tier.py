@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from delta_tree import SegmentId
@@ -39,24 +39,15 @@ class RemoteTier:
 
     def __init__(self, replicas: Iterable[str]) -> None:
         self.on_drop: Callable[[str], None] | None = None
-        self._memories = {name: ReplicaMemory() for name in replicas}
+        self.memories = {name: ReplicaMemory() for name in replicas}  # their segments are changed here only
         self._lock = threading.Lock()
-
-    def at(self, replica: str) -> ReplicaMemory:
-        """The memory of one replica. Only this class changes it."""
-        return self._memories[replica]
-
-    @property
-    def memories(self) -> Collection[ReplicaMemory]:
-        """The memories of all replicas."""
-        return self._memories.values()
 
     @property
     def num_bytes(self) -> int:
-        return sum(memory.num_bytes for memory in self._memories.values())
+        return sum(memory.num_bytes for memory in self.memories.values())
 
     def __contains__(self, segment_id: object) -> bool:
-        return any(segment_id in memory.segments for memory in self._memories.values())
+        return any(segment_id in memory.segments for memory in self.memories.values())
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
         """Only which segments are missing, no bytes: the request is sent to the replica that has them."""
@@ -64,14 +55,11 @@ class RemoteTier:
 
     def held_by(self, replica: str) -> frozenset[SegmentId]:
         with self._lock:
-            return frozenset(self._memories[replica].segments)
-
-    def all_held(self) -> frozenset[SegmentId]:
-        return frozenset[SegmentId]().union(*(self.held_by(replica) for replica in self._memories))
+            return frozenset(self.memories[replica].segments)
 
     def add(self, replica: str, segments: Mapping[SegmentId, int]) -> None:
         """A replica holds these segments; the values are their bytes."""
-        memory = self._memories[replica]
+        memory = self.memories[replica]
         with self._lock:
             for segment_id, num_bytes in segments.items():
                 memory.remove(segment_id)
@@ -90,7 +78,7 @@ class RemoteTier:
         with self._lock:
             for segment_id in segment_ids:
                 if (holder := self._remove(segment_id)) is not None:
-                    self._memories[holder].dropped.append(segment_id)
+                    self.memories[holder].dropped.append(segment_id)
                     holders.add(holder)
         if (on_drop := self.on_drop) is not None:
             for holder in holders:
@@ -98,7 +86,7 @@ class RemoteTier:
 
     def take_dropped(self, replica: str) -> list[SegmentId]:
         """The segments that a replica must drop; the caller sends them."""
-        memory = self._memories[replica]
+        memory = self.memories[replica]
         with self._lock:
             dropped, memory.dropped = memory.dropped, []
         return dropped
@@ -106,8 +94,8 @@ class RemoteTier:
     def drop_again(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
         """Sending failed: return these segments with the next `take_dropped`."""
         with self._lock:
-            self._memories[replica].dropped.extend(segment_ids)
+            self.memories[replica].dropped.extend(segment_ids)
 
     def _remove(self, segment_id: SegmentId) -> str | None:
         """Returns the replica that held it, or None."""
-        return next((name for name, memory in self._memories.items() if memory.remove(segment_id)), None)
+        return next((name for name, memory in self.memories.items() if memory.remove(segment_id)), None)

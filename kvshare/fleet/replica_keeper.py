@@ -8,20 +8,12 @@ and may be called from any thread except the event loop's.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from delta_tree import (
-    DeltaTree,
-    DeltaTreeError,
-    Node,
-    NodeDraft,
-    NodeId,
-    Segment,
-    SegmentId,
-    Span,
-    token_ids,
-)
+from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId, Span, token_ids
 from kvshare.errors import KVShareError
 from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
@@ -36,6 +28,12 @@ from kvshare.vllm_protocol.messages import Finished, Prefilled
 class BadReportError(KVShareError):
     """The report of a connector does not fit the ticket."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"the replica's report does not fit the request: {problem}. Install the same kvshare there and "
+            "here; `kvshare doctor` compares the versions"
+        )
+
 
 class ReplicaKeeper(PromptKeeper[RemoteTier]):
     """
@@ -47,7 +45,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._namespaces_at: dict[str, set[str]] = {}  # by replica
+        self._namespaces_at: dict[str, set[str]] = defaultdict(set)  # by replica
         self._unclaimed = {node.node_id for node in tree.nodes()}
 
     def store_prompt(
@@ -60,16 +58,18 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         without its answer. Never raises.
         """
 
-        def write(draft: NodeDraft) -> Node | None:
-            if not self._makes_a_node(draft, len(draft.token_ids)):
-                return None  # `store` adds it together with its answer
-            node = self._insert_if_fits(request.replica, draft, held)
-            request.prompt_was_refused = node is None
+        def write() -> Node | None:
+            draft = draft_of(request, prefilled, node_of=self.tree.get)
+            with self._writing:
+                if draft is None or not self._makes_a_node(draft, len(draft.token_ids)):
+                    return None  # `store` adds it together with its answer
+                node = self._insert_if_fits(request.replica, draft, held)
+            request.prompt_not_stored = node is None
             return node
 
-        request.prompt_node = self._with_draft(request, prefilled, write)
-        if request.prompt_was_refused:
-            self.refuse(request.replica, prefilled)
+        request.prompt_node = self._fail_open(write)
+        if request.prompt_not_stored:
+            self.drop_reported(request.replica, prefilled)
         return request.prompt_node
 
     def store(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
@@ -81,34 +81,22 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         is wrong; the replica then drops the reported segments. Never raises.
         """
 
-        def write(draft: NodeDraft) -> Node | None:
-            if request.prompt_was_refused:
-                return None  # the whole would not be stored either
-            if (prompt := request.prompt_node) is not None:
-                return self._lengthen(request.replica, prompt, draft, held)
-            assert request.prompt is not None, "it has a draft"
-            return self._store_whole(request.replica, draft, request.prompt.num_tokens, held)
+        def write() -> Node | None:
+            draft = draft_of(request, finished, node_of=self.tree.get)
+            if draft is None or request.prompt_not_stored:
+                return None  # without its prompt the whole would not be stored either
+            with self._writing:
+                if request.prompt_node is not None:
+                    return self._lengthen(request.replica, request.prompt_node, draft, held)
+                assert request.prompt is not None, "it has a draft"
+                return self._store_whole(request.replica, draft, request.prompt.num_tokens, held)
 
-        node = self._with_draft(request, finished, write)
+        node = self._fail_open(write)
         if node is None:
-            self.refuse(request.replica, finished)
+            self.drop_reported(request.replica, finished)
         return node
 
-    def _with_draft(
-        self, request: RoutedRequest, report: Prefilled | Finished, write: Callable[[NodeDraft], Node | None]
-    ) -> Node | None:
-        """Pass the draft of a report to `write` and return its result; None if either fails."""
-
-        def act() -> Node | None:
-            draft = draft_of(request, report, node_of=self.tree.get)
-            if draft is None:
-                return None
-            with self._writing:
-                return write(draft)
-
-        return self._fail_open(act)
-
-    def refuse(self, replica: str, report: Prefilled | Finished) -> None:
+    def drop_reported(self, replica: str, report: Prefilled | Finished) -> None:
         """Tell a replica to drop the reported segments, except those that prompts use."""
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in report.stored})
         self.drop_unreferenced(entry.segment_id for entry in report.stored)
@@ -134,7 +122,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         """
         with self._writing:
             now_held = frozenset(held)
-            self.tier.at(replica).max_bytes = max_bytes
+            self.tier.memories[replica].max_bytes = max_bytes
             self.forget(self.tier.held_by(replica) - now_held)
             known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
             self.tier.add(replica, {segment_id: known.get(segment_id, 0) for segment_id in now_held})
@@ -144,7 +132,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
                 if (node := self.tree.get(node_id)) is not None and node.pieces.segment_ids <= now_held
             ]
             self._unclaimed.difference_update(node.node_id for node in claimed)
-            self._namespaces_at.setdefault(replica, set()).update(node.namespace for node in claimed)
+            self._namespaces_at[replica].update(node.namespace for node in claimed)
             return claimed
 
     def lose(self, replica: str) -> None:
@@ -160,17 +148,13 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             self._unclaimed.clear()
             self._discard_unheld()
 
-    def drop_orphans(self, replica: str) -> None:
-        """Tell a replica to drop the segments that no prompt uses."""
-        self.drop_unreferenced(self.tier.held_by(replica))
-
     def drop_unreferenced(self, segment_ids: Iterable[SegmentId]) -> None:
         """Tell the replicas to drop those of the segments that no prompt uses."""
         with self._writing:
             self.tier.drop(entry for entry in segment_ids if not self.tree.reference_count(entry))
 
     def _budgets(self) -> Collection[Budget]:
-        return self.tier.memories
+        return self.tier.memories.values()
 
     def _discard_unheld(self) -> None:
         """
@@ -179,8 +163,9 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         The transaction is written to disk later, so that a full disk does not block it: after a restart no
         replica claims these prompts.
         """
-        waiting = [self.tree.get(node_id) for node_id in self._unclaimed]
-        alive = self.tier.all_held().union(*(node.pieces.segment_ids for node in waiting if node is not None))
+        waiting = (self.tree.get(node_id) for node_id in self._unclaimed)
+        unclaimed = (node.pieces.segment_ids for node in waiting if node is not None)
+        alive = frozenset[SegmentId]().union(*map(self.tier.held_by, self.tier.memories), *unclaimed)
         leaving = [node for node in self.tree.nodes() if not node.pieces.segment_ids <= alive]
         self.tree.discard_missing(alive, lazily=True)
         for node in leaving:
@@ -208,18 +193,13 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         num_bytes = sum(segment.num_bytes for segment in added)
         is_known = self.tree.find(draft.namespace, draft.token_ids) is not None
         may_grow = added and not is_known and now.num_tokens == node.num_tokens
-        namespaces = self._namespaces_at[replica]
-        has_room = may_grow and self._make_room(
-            num_bytes, self.tier.at(replica), {*held, node.node_id}, namespaces
-        )
+        fits = may_grow and self._make_room_at(replica, num_bytes, {*held, node.node_id})
         self._add(replica, added)
-        if has_room:
-            try:
-                return self.tree.lengthen(node.node_id, draft.token_ids, added)
-            except DeltaTreeError as exc:  # the prompt stays without its answer
-                self._count_unstored(exc)
+        lengthen = partial(self.tree.lengthen, node.node_id, draft.token_ids, added)
+        if fits and (whole := self._fail_open(lengthen)) is not None:
+            return whole
         self.drop_unreferenced(segment.segment_id for segment in added)
-        return now
+        return now  # without its answer
 
     def _makes_a_node(self, draft: NodeDraft, num_prompt: int) -> bool:
         """Whether the prompt gets a node: not if it is too short, or if a donor begins with it."""
@@ -243,25 +223,23 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def _insert_if_fits(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
         """Make room and store a node. Returns None if it was stored already or does not fit."""
-        if not self._has_room(replica, draft, held):
+        self._namespaces_at[replica].add(draft.namespace)
+        if (known := self.tree.find(draft.namespace, draft.token_ids)) is not None:
+            self.discard_unreadable([known.node_id])  # evicts an unclaimed one: this replaces it
+        num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
+        is_wanted = self._is_wanted(draft.namespace, draft.token_ids)
+        if not (is_wanted and self._make_room_at(replica, num_bytes, held)):
             return None
         self._add(replica, draft.new_segments)
         insertion = self._insert(draft)
         return insertion.node if insertion.created else None
 
+    def _make_room_at(self, replica: str, num_bytes: int, held: Collection[NodeId]) -> bool:
+        """Whether so many bytes fit at the replica, after evicting others of its prompts if necessary."""
+        return self._make_room(num_bytes, self.tier.memories[replica], held, self._namespaces_at[replica])
+
     def _add(self, replica: str, segments: Iterable[Segment]) -> None:
         self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})
-
-    def _has_room(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> bool:
-        """Whether a node should be stored and fits, after evicting others if necessary."""
-        namespaces = self._namespaces_at.setdefault(replica, set())
-        namespaces.add(draft.namespace)
-        if (known := self.tree.find(draft.namespace, draft.token_ids)) is not None:
-            self.discard_unreadable([known.node_id])  # evicts an unclaimed one: this replaces it
-        if not self._is_wanted(draft.namespace, draft.token_ids):
-            return False
-        num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
-        return self._make_room(num_bytes, self.tier.at(replica), held, namespaces)
 
 
 def draft_of(
@@ -288,7 +266,8 @@ def draft_of(
     prompt = request.prompt.token_ids
     tokens = [*prompt.tolist(), *output_ids]
     if num_retained > len(tokens) or (output_ids and num_retained != len(tokens)):
-        raise BadReportError(f"{num_retained} tokens retained of {len(prompt)} + {len(output_ids)}")
+        most = f"{len(prompt)} of the prompt and {len(output_ids)} of the answer"
+        raise BadReportError(f"it retained {num_retained} tokens, expected {most}")
     namespace, parent = request.ticket.namespace, find_parent(plan, node_of)
     return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 
@@ -298,7 +277,7 @@ def _executed(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]
     if not used:
         return NoPlan()
     if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
-        raise BadReportError("copies used that are not in the ticket")
+        raise BadReportError("it used copies that are not in the plan")
     executed = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
     return executed if plan.order is None else executed.with_repairs(repaired)
 

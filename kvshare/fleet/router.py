@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan
 
 log = logging.getLogger(__name__)
 
+_NUM_LAST_TOKENS = 16  # of a prompt: vLLM computes them itself
 _RECONCILE_S = 0.25  # the longest wait of a conversation's next turn for its last answer to be stored
 
 
@@ -73,21 +75,17 @@ class Router:
         return await self._next_replica().vllm.tokenize(body)
 
     async def route(self, request: RoutedRequest) -> Replica:
-        """
-        Plan a request and choose its replica. If planning fails, the request is served unshared.
-
-        Raises:  NoReplicaError
-        """
+        """Plan a request and choose its replica; unshared if planning fails. Raises NoReplicaError."""
         prompt = request.prompt
         reason = Reason.OFF if request.mode is SharingMode.OFF else Reason.SHORT_PROMPT
         if prompt is not None and request.mode is not SharingMode.OFF:
             # Short prompts are planned, too: prompt and answer together may be long enough to be stored.
-            if self._sharing.wants(prompt, request.mode):
+            if self._wants(request):
                 await self._in_flight.wait_reconciled(request.owner, prompt.token_ids, timeout_s=_RECONCILE_S)
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
             try:
                 replica, lookup = await self._found_or_waited_for(request)
-                if replica is not None and replica.serves and lookup is not None:
+                if replica is not None and replica.shares:
                     self._sharing.note_use(lookup)
                     self._plan(request, replica, lookup)
                     return replica
@@ -104,8 +102,9 @@ class Router:
 
         The failed one gets no requests until its vLLM answers again. Raises NoReplicaError.
         """
-        tried[-1].models = None
-        self._sharing.telemetry.replica_failed(tried[-1].name)
+        failed = tried[-1]
+        failed.models = None  # as if it had not answered yet
+        self._sharing.telemetry.replica_failed(failed.name)
         request.plan, request.ticket = NoPlan(Reason.REPLICA_GONE), None
         return self._next_replica(without=tried)
 
@@ -113,7 +112,7 @@ class Router:
     def sending(self, request: RoutedRequest, replica: Replica) -> Iterator[None]:
         """Count the request at its replica while inside. With a ticket, its report is expected afterwards."""
         self._fleet.advance_rotation()
-        request.execution.replica, request.was_refused = replica.name, False
+        request.execution.replica, request.has_failed = replica.name, False
         request.was_alone, request.sent_at = replica.num_inflight == 0, time.perf_counter()
         replica.num_inflight += 1
         self._in_flight.add(request)
@@ -130,58 +129,52 @@ class Router:
     async def explain(self, request: RoutedRequest) -> dict[str, Any]:
         """The plan and the replica this request would get; JSON-ready. Nothing is sent."""
         assert request.prompt is not None, "only tokenized requests can be explained"
-        replica, found = await self._find(request)
-        lookup = found or Lookup(NoPlan(Reason.NO_CONNECTOR))
+        replica, lookup = await self._find(request)
         document = await asyncio.to_thread(
             explain_lookup, self._sharing, request.prompt, lookup, request.mode
         )
         return {**document, "replica": None if replica is None else replica.name}
 
-    async def _found_or_waited_for(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
+    async def _found_or_waited_for(self, request: RoutedRequest) -> tuple[Replica | None, Lookup]:
         """Like `_find`, but wait for a similar prompt that any replica computes now, if that pays."""
         if request.prompt is None or not self._wants(request):
             return await self._find(request)
         replica: Replica | None = None
-        found: Lookup | None = None
 
         async def look_up() -> Lookup:
-            nonlocal replica, found
-            replica, found = await self._find(request)
-            return found or Lookup(NoPlan(Reason.NO_CONNECTOR))
+            nonlocal replica
+            replica, lookup = await self._find(request)
+            return lookup
 
         namespaces = [entry.namespace(request.owner).digest for entry in self._fleet.sharing()]
         lookup = await self._in_flight.arrivals.waited(
             namespaces, request.prompt.token_ids, request.mode, look_up
         )
-        return replica, None if found is None else lookup
+        return replica, lookup
 
     def _wants(self, request: RoutedRequest) -> bool:
         return request.prompt is not None and self._sharing.wants(request.prompt, request.mode)
 
-    async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup | None]:
-        """The best replica and the lookup there; None for both if no replica shares."""
-        sharing = self._fleet.sharing()
+    async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup]:
+        """The best replica and the lookup there; no replica if none shares."""
+        sharing, unshared = self._fleet.sharing(), Lookup(NoPlan(Reason.NO_CONNECTOR))
         if not sharing:
-            return None, None
+            return None, unshared
         alone = len(sharing) == 1
-        found = await asyncio.gather(
-            *(self._look_up(request, replica, by_embedding=alone) for replica in sharing)
-        )
-        lookups: dict[Replica, Lookup | None] = dict(zip(sharing, found, strict=True))
-        lookups |= {replica: None for replica in self._fleet.serving() if not replica.shares}
+        found = await asyncio.gather(*(self._look_up(request, each, embed=alone) for each in sharing))
+        others = (replica for replica in self._fleet.serving() if replica not in sharing)
+        lookups = {**dict(zip(sharing, found, strict=True)), **dict.fromkeys(others, unshared)}
         best = choose(lookups, self._settings)
-        lookup = lookups[best]
-        if not alone and lookup is not None and isinstance(lookup.plan, NoPlan):
+        if best in sharing and not alone and isinstance(lookups[best].plan, NoPlan):
             # Embedding is expensive: done once, and only if the search by tokens found nothing.
-            lookup = await self._look_up(request, best, by_embedding=True)
-        return best, lookup
+            return best, await self._look_up(request, best, embed=True)
+        return best, lookups[best]
 
-    async def _look_up(self, request: RoutedRequest, replica: Replica, *, by_embedding: bool) -> Lookup:
+    async def _look_up(self, request: RoutedRequest, replica: Replica, *, embed: bool) -> Lookup:
+        """`embed`: also search by embedding."""
         assert request.prompt is not None, "checked by the callers"
         namespace = replica.namespace(request.owner).digest
-        return await self._sharing.find_plan(
-            namespace, request.prompt, request.mode, by_embedding=by_embedding
-        )
+        return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_embedding=embed)
 
     def _plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
         """Set plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""
@@ -208,7 +201,7 @@ class Router:
         return replica
 
 
-def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> Replica:
+def choose(lookups: Mapping[Replica, Lookup], settings: VllmSettings) -> Replica:
     """
     The replica with the shortest expected prefill; among equal ones that with fewest requests, then the
     first.
@@ -223,29 +216,29 @@ def choose(lookups: Mapping[Replica, Lookup | None], settings: VllmSettings) -> 
         if replica.num_inflight < settings.max_inflight
         and replica.num_inflight - idlest < settings.max_imbalance
     ]
-    return min(allowed or lookups, key=lambda replica: (_prefill_s(lookups[replica]), replica.num_inflight))
 
+    def prefill_s(replica: Replica) -> float:
+        plan = lookups[replica].plan
+        return plan.estimate.shared_s if isinstance(plan, Plan) else math.inf
 
-_TAIL = 16  # last tokens of a prompt, which vLLM computes itself
+    return min(allowed or lookups, key=lambda replica: (prefill_s(replica), replica.num_inflight))
 
 
 def ticket_for(
     plan: Plan | NoPlan, prompt: TokenIds, *, request_id: str, namespace: str, keep: bool
 ) -> Ticket:
     """The plan for the connector. Without a plan the prompt may still be retained."""
-    copies: tuple[WireCopy, ...] = ()
-    if isinstance(plan, Plan):
-        copies = tuple(
-            WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
-            for copy in plan.copies
-        )
+    copies = (
+        WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
+        for copy in (plan.copies if isinstance(plan, Plan) else ())
+    )
     return Ticket(
         request_id=request_id,
         namespace=namespace,
         prompt_digest=digest_of(prompt),
         num_tokens=len(prompt),
         exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
-        copies=copies,
+        copies=tuple(copies),
         keep=keep,
         order=wire_order(plan) if isinstance(plan, Plan) else None,
     )
@@ -259,11 +252,5 @@ def wire_order(plan: Plan) -> WireOrder | None:
         pieces=tuple(WireSpan(piece.start, piece.end) for piece in plan.order.pieces),
         probes=plan.order.probes,
         num_tokens=plan.order.num_tokens,
-        end=max(plan.num_tokens - _TAIL, plan.copies[-1].target.end),
+        end=max(plan.num_tokens - _NUM_LAST_TOKENS, plan.copies[-1].target.end),
     )
-
-
-def _prefill_s(lookup: Lookup | None) -> float:
-    """Expected seconds of the prefill with the found plan; infinite without a plan."""
-    plan = lookup.plan if lookup is not None else None
-    return plan.estimate.shared_s if isinstance(plan, Plan) else float("inf")

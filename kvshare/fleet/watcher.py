@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 
 from kvshare.errors import UpstreamError
 from kvshare.fleet.reconciler import Reconciler
@@ -26,27 +27,21 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 
 
+@dataclass(eq=False)
 class Watcher:
-    """
-    Watches one replica of a fleet.
+    """Watches one replica of a fleet: `watch_health` and `watch_journal` run until they are cancelled."""
 
-    `watch_health` and `watch_journal` run until they are cancelled.
-    """
-
-    def __init__(
-        self, replica: Replica, fleet: Fleet, reconciler: Reconciler, settings: VllmSettings
-    ) -> None:
-        self._replica = replica
-        self._fleet = fleet
-        self._reconciler = reconciler
-        self._settings = settings
-        self._last = 0  # sequence number of the last event that was applied
-        self._is_in_step = False  # the tier has what the replica held at event `_last`
-        self._silent_since: float | None = None
-        self._logged: str | None = None  # the last logged failure: each is logged once
-        self.asked_vllm = asyncio.Event()  # set after the first answer or failure
-        self.asked_connector = asyncio.Event()  # set after the first answer or failure
-        self.was_connected = asyncio.Event()  # set when the connector was connected for the first time
+    _replica: Replica
+    _fleet: Fleet
+    _reconciler: Reconciler
+    _settings: VllmSettings
+    _last: int = 0  # sequence number of the last event that was applied
+    _is_in_step: bool = False  # the tier has what the replica held at event `_last`
+    _silent_since: float | None = None
+    _logged: str | None = None  # the last logged failure: each is logged once
+    asked_vllm: asyncio.Event = field(default_factory=asyncio.Event)  # set after the first answer or failure
+    asked_connector: asyncio.Event = field(default_factory=asyncio.Event)  # the same
+    was_connected: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first connection
 
     async def watch_health(self) -> None:
         while True:
@@ -94,7 +89,8 @@ class Watcher:
         """Read what the replica is and holds. Afterwards the tier is correct as of event `_last`."""
         replica = self._replica
         info = await replica.control.info()
-        _check_info(info)
+        if missing := [name for name in NAMESPACE_FIELDS if not info.namespace_fields.get(name)]:
+            raise UpstreamError(f"namespace_fields: {', '.join(missing)} missing")
         is_new = replica.info is None or replica.info.epoch != info.epoch
         if is_new or not self._is_in_step:
             held = await replica.control.segments()
@@ -149,12 +145,6 @@ class Watcher:
         if kind != self._logged:
             log.warning("replica %s shares nothing for now: %s", self._replica.name, failure)
             self._logged = kind
-
-
-def _check_info(info: ReplicaInfo) -> None:
-    missing = [name for name in NAMESPACE_FIELDS if not info.namespace_fields.get(name)]
-    if missing:
-        raise UpstreamError(f"namespace_fields: {', '.join(missing)} missing")
 
 
 def _log_connected(replica: Replica, info: ReplicaInfo) -> None:

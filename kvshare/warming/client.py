@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from kvshare.replay.live_client import LiveClient, error_code, session
+from kvshare.warming.entries import Entry, Place
 
 _BUSY = 429
 _MOST_BUSY_S = 300.0  # an entry that is refused for so long, as the server is busy, has failed
@@ -29,15 +30,17 @@ _PLAN = re.compile(r"exact=(\d+),copied=(\d+),computed=(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What one request came to; tokens are of its prompt. `error`: a word, and nothing else is known then."""
+class Outcome:
+    """What became of one entry. Tokens are of its prompt; there are none if it was not answered."""
 
+    place: Place
     request_id: str | None = None
     num_exact: int = 0
     num_copied: int = 0
     num_computed: int = 0
-    reason: str | None = None  # why not more was shared
-    error: str | None = None
+    node: int | None = None  # None: not stored, or not known
+    pinned: bool = False
+    reason: str | None = None  # why it failed, in a word
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +50,18 @@ class Sent:
     def is_known(self) -> bool:
         """All of it was stored before; the last token is always computed."""
         return not self.num_copied and self.num_exact > 0 and self.num_computed <= 1
+
+
+@dataclass(frozen=True, slots=True)
+class WarmOptions:
+    """Where to, as whom, and how. `admin_url` None: the same address; `admin_key` None: the same key."""
+
+    url: str
+    key: str | None = None
+    admin_url: str | None = None
+    admin_key: str | None = None
+    pin: bool = False
+    concurrency: int = 4
 
 
 class WarmClient:
@@ -66,21 +81,22 @@ class WarmClient:
         status, _ = await self._admin("GET", "admin/requests?limit=1")
         return status == 200
 
-    async def send(self, path: str, body: Mapping[str, Any]) -> Sent:
-        """One request, again for as long as the server is busy; whatever fails is a word in the answer."""
+    async def send(self, entry: Entry, model: str) -> Outcome:
+        """Send one request, again for as long as the server is busy. A failure is a word in the outcome."""
+        body = {"model": model, **entry.body}
         deadline = asyncio.get_running_loop().time() + _MOST_BUSY_S
         while True:
             try:
-                async with self._users.post(path, json=body, allow_redirects=False) as response:
+                async with self._users.post(entry.path, json=body, allow_redirects=False) as response:
                     document = await _document(response)
                     if response.status == 200:
-                        return _sent(response.headers, document)
+                        return _sent(entry.place, response.headers, document)
                     waits_s = _retry_after_s(response.headers)
                     is_late = asyncio.get_running_loop().time() + waits_s > deadline
                     if response.status != _BUSY or is_late:
-                        return Sent(error=_why(document, response.status))
+                        return Outcome(entry.place, reason=_why(document, response.status))
             except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                return Sent(error=type(exc).__name__)
+                return Outcome(entry.place, reason=type(exc).__name__)
             await asyncio.sleep(waits_s)
 
     async def stored_as(self, request_id: str) -> int | None:
@@ -89,9 +105,9 @@ class WarmClient:
         deadline = loop.time() + _SETTLED_S
         while loop.time() < deadline:
             status, document = await self._admin("GET", f"admin/requests/{request_id}")
-            stored = document.get("stored") or [{"node": None, "settled": status != 200}]
-            if stored[0]["node"] is not None or stored[0]["settled"]:
-                return None if stored[0]["node"] is None else int(stored[0]["node"])
+            stored = (document.get("stored") or [{"node": None, "settled": status != 200}])[0]
+            if stored["node"] is not None or stored["settled"]:
+                return None if stored["node"] is None else int(stored["node"])
             await asyncio.sleep(look_s)
             look_s = min(_LOOK_S, 2 * look_s)
         return None
@@ -116,12 +132,11 @@ class WarmClient:
 
 
 @asynccontextmanager
-async def connected(
-    url: str, *, key: str | None, admin_url: str | None, admin_key: str | None
-) -> AsyncIterator[WarmClient]:
+async def connected(options: WarmOptions) -> AsyncIterator[WarmClient]:
     """A client of its own connections; addresses with or without /v1. The keys go there and nowhere else."""
-    base = _base(url)
-    async with session(base, key=key) as users, session(_base(admin_url or url), key=admin_key) as admins:
+    base, admin_base = _base(options.url), _base(options.admin_url or options.url)
+    admin = session(admin_base, key=options.admin_key or options.key)
+    async with session(base, key=options.key) as users, admin as admins:
         yield WarmClient(users, admins, base)
 
 
@@ -148,18 +163,14 @@ def _why(document: Mapping[str, Any], status: int) -> str:
     return f"http_{status}{field}" if status else "unreachable"
 
 
-def _sent(headers: Mapping[str, str], document: Mapping[str, Any]) -> Sent:
+def _sent(place: Place, headers: Mapping[str, str], document: Mapping[str, Any]) -> Outcome:
     """Without the header nothing was planned: all of the prompt was computed."""
     plan = _PLAN.fullmatch(headers.get("X-KVShare-Plan", ""))
     num_tokens = int((document.get("usage") or {}).get("prompt_tokens") or 0)
     exact, copied, computed = map(int, plan.groups()) if plan else (0, 0, num_tokens)
-    return Sent(
-        request_id=headers.get("X-KVShare-Request"),
-        num_exact=exact,
-        num_copied=copied,
-        num_computed=computed,
-        reason=headers.get("X-KVShare-Reason"),
-    )
+    too_short = "short_prompt" if headers.get("X-KVShare-Reason") == "short_prompt" else None
+    request_id = headers.get("X-KVShare-Request")
+    return Outcome(place, request_id, exact, copied, computed, reason=too_short)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

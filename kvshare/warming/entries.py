@@ -11,7 +11,7 @@ A row's "label" names it in reports. What is said of the answer is replaced: one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,18 @@ class Place:
     label: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One request to be sent. `body` has no model yet, unless the row names one."""
-
-    place: Place
-    path: str
-    body: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A row that is no request."""
+class Entry:
+    """One request to be sent, or the reason why a row is none. `body` may have no model yet."""
 
     place: Place
-    reason: Reason
+    path: str = ""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    reason: Reason | None = None
 
 
-def read_entries(paths: Iterable[Path]) -> Iterator[Entry | Unreadable]:
-    """
-    The entries of the files, in order, read as they are asked for.
-
-    Raises:  LogError for a file that cannot be opened
-    """
+def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
+    """The entries of the files, in order, read one by one. Raises LogError where a file cannot be opened."""
     for path in paths:
         if path.suffix.lower() in _DOCUMENTS:
             yield _document(path)
@@ -65,32 +54,32 @@ def read_entries(paths: Iterable[Path]) -> Iterator[Entry | Unreadable]:
                 yield _row(str(path), line, row)
 
 
-def _document(path: Path) -> Entry | Unreadable:
+def _document(path: Path) -> Entry:
     place = Place(str(path), 1)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        return Unreadable(place, Reason.BAD_UTF8)
+        return Entry(place, reason=Reason.BAD_UTF8)
     except OSError as exc:
         raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
     if not text.strip():
-        return Unreadable(place, Reason.EMPTY)
+        return Entry(place, reason=Reason.EMPTY)
     return _entry(place, {"messages": [{"role": "user", "content": text}]})
 
 
-def _row(file: str, line: int, row: Mapping[str, Any] | Reason) -> Entry | Unreadable:
+def _row(file: str, line: int, row: Mapping[str, Any] | Reason) -> Entry:
     if isinstance(row, Reason):
-        return Unreadable(Place(file, line), row)
+        return Entry(Place(file, line), reason=row)
     label = row.get("label")
     if not isinstance(label, str | None):
-        return Unreadable(Place(file, line), Reason.WRONG_TYPE)
+        return Entry(Place(file, line), reason=Reason.WRONG_TYPE)
     place = Place(file, line, label)
-    reason = _why_not(row)
-    return _entry(place, row) if reason is None else Unreadable(place, reason)
+    reason = _why_no_prompt(row)
+    return _entry(place, row) if reason is None else Entry(place, reason=reason)
 
 
-def _why_not(row: Mapping[str, Any]) -> Reason | None:
-    """Only what makes it no single prompt: the rest is the server's to judge."""
+def _why_no_prompt(row: Mapping[str, Any]) -> Reason | None:
+    """Why a row is not a single prompt. The server checks the rest."""
     content = row.get("messages", row.get("prompt"))
     if content is None:
         return Reason.MISSING_FIELD

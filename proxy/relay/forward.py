@@ -73,7 +73,7 @@ class RelayedRequest:
                 try:
                     response = await self._send(replica)
                 except UpstreamError as exc:
-                    routed.was_refused = True
+                    routed.has_failed = True
                     log.warning("replica %s did not take a request: %s", replica.name, class_and_place(exc))
                 else:
                     try:
@@ -104,7 +104,7 @@ class RelayedRequest:
             raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        self.routed.was_refused = response.status >= 400
+        self.routed.has_failed = response.status >= 400
         answer = web.StreamResponse(
             status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
         )
@@ -122,7 +122,7 @@ class RelayedRequest:
                     break
                 self._note_chunk(chunk)
                 await answer.write(chunk)
-            if self.routed.was_refused:
+            if self.routed.has_failed:
                 self.request[RECORD].failure = _failure_of(self._beginning)
             await answer.write_eof()
         except ConnectionError:
@@ -131,9 +131,9 @@ class RelayedRequest:
 
     def _note_chunk(self, chunk: bytes) -> None:
         record = self.request[RECORD]
-        if self.routed.was_refused:
+        if self.routed.has_failed:
             self._beginning = (self._beginning + chunk)[:_MAX_ERROR]
-        if record.first_token_s is not None or self.routed.was_refused or not self._has_token(chunk):
+        if record.first_token_s is not None or self.routed.has_failed or not self._has_token(chunk):
             return
         record.first_token_s = perf_counter() - record.started
         self.routed.note_prefilled()

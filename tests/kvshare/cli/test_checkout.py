@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.cli.checkout import checkout_commit
+from kvshare.cli.bench import checkout_commit
 from tests.kvshare.cli.conftest import Cli
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from kvshare.cli import checks, doctor, server_checks, store_checks, vllm_checks
+from kvshare.cli import checks, doctor, server_checks, store_checks
 from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
@@ -189,9 +189,9 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
 def test_every_finding_can_be_told() -> None:
     """doctor.yaml has exactly the findings that the checks name, with the very words that they give."""
     asked = {f"control.{kind}": {"problem"} for kind in ("silent", "locked", "unknown")}
-    for name, _ in vllm_checks._JUDGED.values():
+    for name, _ in server_checks._JUDGED.values():
         asked |= {f"{name}.good": {"value"}, f"{name}.bad": {"value"}}
-    for module in (checks, doctor, server_checks, store_checks, vllm_checks):
+    for module in (checks, doctor, server_checks, store_checks):
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
                 words = {str(word.arg) for word in call.keywords}

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from kvshare.cli.doctor import run_checks, run_vllm_checks
-from kvshare.cli.server_checks import check_break_even
-from kvshare.cli.vllm_checks import check_vllm
+from kvshare.cli.server_checks import check_break_even, check_vllm
 from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.fake_vllm import INFO, Fake, Route, connector, served, vllm

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvshare.cli.offline import explain_offline
+from kvshare.cli.explain_offline import explain_offline
 from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import GenerationRequest, SamplingParams

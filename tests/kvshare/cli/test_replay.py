@@ -18,10 +18,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from kvshare.cli import main, replay, replay_views
+from kvshare.cli import main, replay
+from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import Outcome
 from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
@@ -106,17 +106,15 @@ def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None
     assert len(_document(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
 
 
-def test_the_tables_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """With the longest names of policies, none of which is cut."""
     longest = "kvshare-fingerprints-open:max_distance=x"
     names = ("prefix", "kvshare-semantic-open", longest, "oracle")
     document = results(60, stores=[(name, name.split("-")[0], None) for name in names])
     document["data"]["num_answer_tokens"] = 0
     document["times"]["requests_per_s"] = 12.0
-    console = Console(width=80, file=io.StringIO())
-    for part in replay_views.replay(document):
-        console.print(part)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    draw("replay", document, width=80)
+    shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "\u2026" not in shown
     figures = re.compile(r"[\d.,]+|%|ms|kB")

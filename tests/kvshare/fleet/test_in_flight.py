@@ -62,7 +62,7 @@ def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
     in_flight, refused, lost = InFlight(Arrivals(min_run=16), expiry_s=60), sent("x"), sent("y")
     in_flight.add(refused)
     in_flight.add(lost)
-    refused.was_refused = True
+    refused.has_failed = True
     in_flight.end(refused)
     in_flight.forget_replica("a")
     assert len(in_flight) == 0

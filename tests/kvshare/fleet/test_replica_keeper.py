@@ -54,7 +54,7 @@ def offer(
     held: Collection[NodeId] = (),
 ) -> Node | None:
     """A replica has retained this of a prompt."""
-    keeper.tier.at(replica).max_bytes = max_bytes
+    keeper.tier.memories[replica].max_bytes = max_bytes
     return keeper.store(request(tokens, replica=replica), finished, held)
 
 
@@ -115,7 +115,7 @@ def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
     keep(keeper, 1)
     keep(keeper, 2, replica="b")
     tier = keeper.tier
-    assert (len(tier.at("a").segments), tier.at("b").num_bytes, tier.num_bytes) == (1, 500, 1000)
+    assert (len(tier.memories["a"].segments), tier.memories["b"].num_bytes, tier.num_bytes) == (1, 500, 1000)
 
 
 def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
@@ -143,7 +143,7 @@ def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeep
     assert offer(keeper, whole(), prompt(5), max_bytes=1500, held=[second.node_id]) is not None
     assert keeper.take_evicted() == [("a", third.node_id)]
     assert keeper.tier.take_dropped("a") == list(third.pieces.segment_ids)
-    assert keeper.tier.at("a").num_bytes == 1500
+    assert keeper.tier.memories["a"].num_bytes == 1500
     assert {others.node_id, first.node_id, second.node_id} <= {node.node_id for node in keeper.tree.nodes()}
 
 
@@ -244,7 +244,7 @@ def test_a_resync_finds_what_went_unnoticed(keeper: ReplicaKeeper) -> None:
     unknown = SegmentId(7)
     assert keeper.claim("a", [*stays.pieces.segment_ids, unknown], 10**6) == []
     assert keeper.tree.get(gone.node_id) is None
-    keeper.drop_orphans("a")
+    keeper.drop_unreferenced(keeper.tier.held_by("a"))
     assert keeper.tier.take_dropped("a") == [unknown]
 
 
@@ -258,7 +258,7 @@ def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         claimed = keeper.claim("a", mine.pieces.segment_ids, 10**6)
         assert [node.node_id for node in claimed] == [mine.node_id]
-        assert keeper.tier.at("a").num_bytes == 500
+        assert keeper.tier.memories["a"].num_bytes == 500
         keeper.lose("a")  # must not take those along that still wait
         assert {node.node_id for node in tree.nodes()} == {theirs.node_id, nobodys.node_id}
         claimed = keeper.claim("b", theirs.pieces.segment_ids, 10**6)
@@ -291,7 +291,7 @@ def test_a_prompt_and_its_answer_become_one_node(keeper: ReplicaKeeper) -> None:
     node = offer(keeper, finished, prompt(1))
     assert node is not None
     assert (node.num_tokens, node.exact_length) == (60, 60)
-    assert keeper.tier.at("a").num_bytes == 600
+    assert keeper.tier.memories["a"].num_bytes == 600
 
 
 def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
@@ -322,7 +322,7 @@ class TestPrompts:
 
     def test_it_is_a_node_and_gets_its_answer(self, keeper: ReplicaKeeper) -> None:
         """One node, which others find already."""
-        keeper.tier.at("a").max_bytes = 10**6
+        keeper.tier.memories["a"].max_bytes = 10**6
         prefilled, finished = self.reports()
         asked = request(prompt(1))
         node = keeper.store_prompt(asked, prefilled, ())
@@ -331,11 +331,11 @@ class TestPrompts:
         whole = keeper.store(asked, finished, ())
         assert whole is not None
         assert (whole.node_id, whole.num_tokens) == (node.node_id, 60)
-        assert keeper.tier.at("a").num_bytes == 600
+        assert keeper.tier.memories["a"].num_bytes == 600
 
     def test_one_that_is_too_short_waits_for_its_answer(self, keeper: ReplicaKeeper) -> None:
         """Together they are long enough; its segment is not dropped meanwhile."""
-        keeper.tier.at("a").max_bytes = 10**6
+        keeper.tier.memories["a"].max_bytes = 10**6
         prefilled, finished = self.reports(length=5)
         asked = request(prompt(1, length=5))
         assert keeper.store_prompt(asked, prefilled, ()) is None
@@ -346,18 +346,18 @@ class TestPrompts:
 
     def test_what_is_refused_is_refused_with_its_answer(self, keeper: ReplicaKeeper) -> None:
         """All of its segments are dropped over there."""
-        keeper.tier.at("a").max_bytes = 100
+        keeper.tier.memories["a"].max_bytes = 100
         prefilled, finished = self.reports()
         asked = request(prompt(1))
         assert keeper.store_prompt(asked, prefilled, ()) is None
-        keeper.tier.at("a").max_bytes = 10**6
+        keeper.tier.memories["a"].max_bytes = 10**6
         assert keeper.store(asked, finished, ()) is None
         assert set(keeper.tier.take_dropped("a")) == {entry.segment_id for entry in finished.stored}
         assert not keeper.tree.nodes()
 
     def test_one_that_left_meanwhile_takes_its_answer_along(self, keeper: ReplicaKeeper) -> None:
         """Nothing is left over at the replica."""
-        keeper.tier.at("a").max_bytes = 10**6
+        keeper.tier.memories["a"].max_bytes = 10**6
         prefilled, finished = self.reports()
         asked = request(prompt(1))
         assert keeper.store_prompt(asked, prefilled, ()) is not None
@@ -368,7 +368,7 @@ class TestPrompts:
 
     def test_an_answer_that_is_not_kept_leaves_the_prompt(self, keeper: ReplicaKeeper) -> None:
         """The end may report the prompt alone."""
-        keeper.tier.at("a").max_bytes = 10**6
+        keeper.tier.memories["a"].max_bytes = 10**6
         prefilled, _ = self.reports()
         asked = request(prompt(1))
         node = keeper.store_prompt(asked, prefilled, ())

@@ -20,7 +20,7 @@ def replica(name: str, num_inflight: int = 0) -> Replica:
     return idle
 
 
-Option = tuple[Replica, Lookup | None]
+Option = tuple[Replica, Lookup]
 
 
 def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
@@ -42,7 +42,7 @@ def option(name: str, shared_s: float | None, num_inflight: int = 0) -> Option:
         ([option("a", 1.0, 2), option("b", 1.0, 1)], "b"),
         ([option("a", 1.0, 12), option("b", None, 11)], "a"),
         ([option("a", None, 50), option("b", None, 50)], "a"),
-        ([option("a", None), (replica("b"), None)], "a"),
+        ([option("a", None), (replica("b"), Lookup(NoPlan(Reason.NO_CONNECTOR)))], "a"),
     ],
 )
 def test_the_best_plan_wins_unless_its_replica_is_overloaded(options: list[Option], chosen: str) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from kvshare.errors import LogError
 from kvshare.replay.readers.rows import Reason
-from kvshare.warming.entries import Entry, Place, Unreadable, read_entries
+from kvshare.warming.entries import Entry, Place, read_entries
 
 CHAT = {"messages": [{"role": "user", "content": "SECRET"}]}
 
 
-def one(tmp_path: Path, row: object) -> Entry | Unreadable:
+def one(tmp_path: Path, row: object) -> Entry:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
     (entry,) = read_entries([path])
@@ -25,7 +25,7 @@ def one(tmp_path: Path, row: object) -> Entry | Unreadable:
 
 def body_of(tmp_path: Path, row: object) -> dict[str, Any]:
     entry = one(tmp_path, row)
-    assert isinstance(entry, Entry)
+    assert entry.reason is None
     return dict(entry.body)
 
 
@@ -35,7 +35,7 @@ def test_a_document_is_what_a_user_says(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf# A house\n\nIt has a door: \xc3\xa4.\n")
     (entry,) = read_entries([path])
-    assert isinstance(entry, Entry)
+    assert entry.reason is None
     assert (entry.path, entry.place) == ("v1/chat/completions", Place(str(path), 1))
     assert entry.body["messages"] == [{"role": "user", "content": "# A house\n\nIt has a door: ä.\n"}]
 
@@ -75,7 +75,7 @@ def test_what_is_stored_for_others_is_exact_unless_a_row_says_otherwise(tmp_path
 @pytest.mark.parametrize("prompt", ["a text", [1, 2, 3]])
 def test_a_prompt_is_a_completion(tmp_path: Path, prompt: object) -> None:
     entry = one(tmp_path, {"prompt": prompt})
-    assert isinstance(entry, Entry)
+    assert entry.reason is None
     assert (entry.path, entry.body["prompt"]) == ("v1/completions", prompt)
 
 
@@ -101,7 +101,6 @@ def test_a_row_that_is_no_single_prompt_is_named_without_its_text(
         path = tmp_path / "two.jsonl"
         path.write_text(json.dumps(7) + "\n", encoding="utf-8")
         (entry,) = read_entries([path])
-    assert isinstance(entry, Unreadable)
     assert entry.reason is reason
     assert "SECRET" not in repr(entry)
 
@@ -111,8 +110,8 @@ def test_a_malformed_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(CHAT)}\nSECRET\n\n{json.dumps({**CHAT, 'label': 'l'})}\n", encoding="utf-8")
     first, second, third = read_entries([path])
-    assert isinstance(first, Entry)
-    assert second == Unreadable(Place(str(path), 2), Reason.BAD_JSON)
+    assert first.reason is None
+    assert second == Entry(Place(str(path), 2), reason=Reason.BAD_JSON)
     assert third.place == Place(str(path), 4, "l")
 
 
@@ -134,7 +133,7 @@ def test_several_files_of_several_kinds_come_in_order(tmp_path: Path) -> None:
 def test_a_document_without_text_is_none(tmp_path: Path, content: bytes, reason: Reason) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    assert list(read_entries([path])) == [Unreadable(Place(str(path), 1), reason)]
+    assert list(read_entries([path])) == [Entry(Place(str(path), 1), reason=reason)]
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl"])

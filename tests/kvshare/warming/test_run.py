@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.errors import UnreachableError, UpstreamError
 from kvshare.replay.readers.rows import Reason
-from kvshare.warming.entries import Entry, Place, Unreadable
-from kvshare.warming.run import WarmOptions, warm
+from kvshare.warming.client import WarmOptions
+from kvshare.warming.entries import Entry, Place
+from kvshare.warming.run import warm
 from tests.fake_vllm import FakeVllm
 from tests.proxy.conftest import Server, eventually, key_of, running_server
 from tests.proxy.fake_engine import Behaviour
@@ -25,7 +26,7 @@ def entry(text: str, line: int = 1, **body: object) -> Entry:
     return Entry(Place("file", line), "v1/chat/completions", chat)
 
 
-async def warmed(url: str, *entries: Entry | Unreadable, **options: Any) -> dict[str, Any]:
+async def warmed(url: str, *entries: Entry, **options: Any) -> dict[str, Any]:
     """It has an event loop of its own, as on the command line."""
     return await asyncio.to_thread(warm, entries, WarmOptions(url, **options))
 
@@ -116,8 +117,8 @@ async def test_a_wrong_key_and_nobody_there_are_said(guarded: Server) -> None:
 
 async def test_each_failure_has_its_line_and_a_word(server: Server) -> None:
     """The server's code, or the status and the field; never the text, nor the server's message."""
-    entries: list[Entry | Unreadable] = [
-        Unreadable(Place("file", 1), Reason.BAD_JSON),
+    entries = [
+        Entry(Place("file", 1), reason=Reason.BAD_JSON),
         entry("SECRET " * 300, 2),
         entry("SECRET", 3, model="another"),
         entry("SECRET", 4, messages=[{"role": "SECRET", "content": "SECRET"}]),

@@ -55,7 +55,7 @@ def explain_offline(
     prompt = PromptEncoder.load(model_path).encode_chat(Chat(tuple(rewritten.body["messages"])))
     limits = PlannerLimits.from_settings(
         settings,
-        fingerprint=stored_fingerprint(model_path),
+        fingerprint=stored_fingerprint(model_path),  # that the model would have when served
         can_move_keys=may_move_keys(model_path),
         can_probe=True,
     )

