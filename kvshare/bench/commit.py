@@ -21,7 +21,7 @@ from delta_tree.change import Change
 from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
 from kvshare.bench.figures import percentiles
-from kvshare.replay.policies.weightless import WeightlessKV
+from kvshare.replay.policies.sharing import WeightlessKV
 from kvshare.telemetry import EvictionCause
 
 _TEMPLATES = 200

@@ -17,7 +17,7 @@ import numpy as np
 
 from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.harness import edited, random_prompt
-from kvshare.replay.policies.weightless import WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.sharing import WeightlessSequence, WeightlessTier
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import CostModel, Rates

@@ -20,8 +20,7 @@ import yaml
 from kvshare.bench.fidelity.suites.library import shortened
 from kvshare.errors import ConfigError
 from kvshare.replay.requests import Message
-from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.generate import SAMPLES
+from kvshare.replay.workloads import SAMPLES, sources
 
 Messages = tuple[Message, ...]
 Both = tuple[Messages, Messages]  # the stored prompt, and the one that is asked

@@ -5,7 +5,7 @@ Replay: what sharing would save on real traffic, from a log file, without a GPU 
     stream.py     several files -> one stream in time order, every turn after the turns it builds on
     tokens.py     requests -> `TokenizedRequest`s
     policies/     what each cache policy would have reused of every request, on the same stream
-    rows.py       outcomes -> rows of numbers, on disk; measures.py: rows -> figures, counted by counts.py
+    rows.py       outcomes -> rows of numbers, on disk; measures.py: rows -> figures
     results.py    the schema of `results.json`
     run.py        runs all of this, resumes, and writes what report/ draws
     paper.py      the source paper's figures 2 and 4; live.py: the same stream sent to a running server

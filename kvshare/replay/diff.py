@@ -5,9 +5,6 @@ The comparison is paired: each request's outcome in one run with its outcome in 
 whole conversations, because the turns of one share their history and are not independent.
 """
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +14,15 @@ from numpy.typing import NDArray
 
 from kvshare.errors import LogError
 from kvshare.replay.measures import SUMMED, each_request, grouped
-from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, SCHEMA_VERSION, SHARES, Document, policy_label
+from kvshare.replay.results import REQUESTS_FILE, SCHEMA_VERSION, SHARES, Document, policy_label
 from kvshare.replay.rows import read_policy
+from kvshare.replay.whole_files import cannot_be_read, read_results
 
 _COLUMNS = ["index", "conversation", *SUMMED]
 _DRAWS_AT_ONCE = 50
 _LOW, _HIGH = 2.5, 97.5
 
 Table = NDArray[np.float64]
-
 
 # Ratios of two sums over requests.
 _FIGURES = {
@@ -43,11 +40,15 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
 
     `a` and `b` are folders of results. Raises LogError if they cannot be read or replayed different logs.
     """
-    if _results(a)["data"]["sha256"] != _results(b)["data"]["sha256"]:
+    if read_results(a)["data"]["sha256"] != read_results(b)["data"]["sha256"]:
         raise LogError("cannot compare runs of different logs, limits, orders or tokenizers")
     rows_a, rows_b = _rows(a), _rows(b)
     rng = np.random.default_rng(seed)
-    labels = [label for label in rows_a if label in rows_b]
+    policies = [
+        {"label": label, "figures": _compare(rows, rows_b[label], rng, resamples)}
+        for label, rows in rows_a.items()
+        if label in rows_b
+    ]
     return {
         "kind": "replay-diff",
         "schema_version": SCHEMA_VERSION,
@@ -55,41 +56,25 @@ def diff(a: Path, b: Path, *, resamples: int = 2000, seed: int = 0) -> Document:
         "seed": seed,
         "only_in_a": [label for label in rows_a if label not in rows_b],
         "only_in_b": [label for label in rows_b if label not in rows_a],
-        "arms": [
-            {"label": label, "figures": _compare(rows_a[label], rows_b[label], rng, resamples)}
-            for label in labels
-        ],
+        "arms": policies,
     }
 
 
 def _compare(a: pa.Table, b: pa.Table, rng: np.random.Generator, resamples: int) -> list[Document]:
-    both = np.stack([_sums_by_conversation(a), _sums_by_conversation(b)])
-    whole, drawn = both.sum(axis=1), _resampled(both, rng, resamples)
+    both = np.stack([_sums_by_conversation(a), _sums_by_conversation(b)])  # (2, C, S)
+    num = both.shape[1]
+    sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
+    # (2, R, S): sums over conversations, drawn with replacement, the same in both runs
+    draws = [rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes]
+    whole, drawn = both.sum(axis=1), np.concatenate(draws, axis=1)
     documents = []
     for name in _FIGURES:
         of_a, of_b = _ratio(whole, name).tolist()
         drawn_a, drawn_b = _ratio(drawn, name)
         low, high = np.percentile(drawn_b - drawn_a, [_LOW, _HIGH]).tolist()
-        documents.append(
-            {
-                "name": name,
-                "a": of_a,
-                "b": of_b,
-                "difference": of_b - of_a,
-                "low": low,
-                "high": high,
-                "differs": low > 0 or high < 0,
-            }
-        )
+        figures = {"name": name, "a": of_a, "b": of_b, "difference": of_b - of_a, "low": low, "high": high}
+        documents.append({**figures, "differs": low > 0 or high < 0})
     return documents
-
-
-def _resampled(both: Table, rng: np.random.Generator, resamples: int) -> Table:
-    """(2, C, S) -> (2, R, S): sums over conversations, drawn with replacement, the same in both runs."""
-    num = both.shape[1]
-    sizes = (min(_DRAWS_AT_ONCE, resamples - start) for start in range(0, resamples, _DRAWS_AT_ONCE))
-    drawn = [rng.multinomial(num, np.full(num, 1 / num), size=size) @ both for size in sizes]
-    return np.concatenate(drawn, axis=1)
 
 
 def _ratio(sums: Table, name: str) -> Table:
@@ -112,23 +97,4 @@ def _rows(folder: Path) -> dict[str, pa.Table]:
         named = [(store["arm"], store["capacity_tokens"]) for store in stores]
         return {policy_label(*store): read_policy(path, *store, columns=_COLUMNS) for store in named}
     except (OSError, pa.ArrowInvalid) as exc:
-        raise _not_results(folder, REQUESTS_FILE, exc) from exc
-
-
-def _results(folder: Path) -> Document:
-    try:
-        document: Document = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise _not_results(folder, RESULTS_FILE, exc) from exc
-    if document.get("schema_version") != SCHEMA_VERSION:
-        raise LogError(
-            f"{folder} has schema version {document.get('schema_version')}, expected {SCHEMA_VERSION}"
-        )
-    return document
-
-
-def _not_results(folder: Path, name: str, exc: Exception) -> LogError:
-    return LogError(
-        f"{folder}: {name} cannot be read ({type(exc).__name__}); "
-        "expected a folder that `kvshare replay --out` has written"
-    )
+        raise cannot_be_read(folder, exc, name=REQUESTS_FILE) from exc

@@ -1,16 +1,14 @@
 """
 A streaming client of an OpenAI-shaped server that reports times and usage, never text.
 
-The only file of the replay that sends HTTP. It follows neither proxies nor redirects. `session`, `events` and
-`error_code` know nothing of replays and serve any client that measures a server.
+The only file of the replay that sends HTTP. It follows neither proxies nor redirects. `session`, `events`,
+`served_model` and `error_code` know nothing of replays and serve any client that measures a server.
 """
-
-from __future__ import annotations
 
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,60 +30,49 @@ class Answered:
     error: str | None = None
 
 
-class LiveClient:
-    """Requests to one server."""
+async def served_model(client: aiohttp.ClientSession, url: str) -> str:
+    """
+    The name of the first model that the server at `url` serves.
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
-
-    async def model(self) -> str:
-        """
-        The name of the first served model.
-
-        Raises:  UnreachableError if no server listens, UpstreamError if its answer is not a list of models
-        """
-        try:
-            async with self._session.get("v1/models", allow_redirects=False) as response:
-                if response.status != 200:
-                    hint = " (pass an API key with --key)" if response.status in (401, 403) else ""
-                    raise self._no_models(f"HTTP status {response.status}{hint}")
-                document = await response.json(content_type=None)
-            return str(document["data"][0]["id"])
-        except aiohttp.ClientConnectorError as exc:
-            raise UnreachableError(self._url, exc.strerror or "no connection") from exc
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise self._no_models(str(exc) or type(exc).__name__) from exc
-        except (ValueError, LookupError, TypeError) as exc:
-            raise self._no_models("the answer is not a list of models") from exc
-
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Answered:
-        """One streamed request; a failure is a word in the answer."""
-        answered = Answered()
-        began = time.perf_counter()
-        try:
-            async with self._session.post(path, json=body, allow_redirects=False) as response:
-                if response.status != 200:
-                    answered.error = await _refusal(response)
-                else:
-                    await _read(response, answered, began)
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as exc:
-            answered.error = type(exc).__name__
-        answered.seconds = time.perf_counter() - began
-        if answered.error is None and answered.ttft_s is None:
-            answered.error = "no_tokens"
-        return answered
-
-    def _no_models(self, problem: str) -> UpstreamError:
-        return UpstreamError(f"{self._url}v1/models: no model found: {problem}")
+    Raises:  UnreachableError if no server listens, UpstreamError if its answer is not a list of models
+    """
+    try:
+        async with client.get("v1/models", allow_redirects=False) as response:
+            if response.status != 200:
+                hint = " (pass an API key with --key)" if response.status in (401, 403) else ""
+                raise _no_models(url, f"HTTP status {response.status}{hint}")
+            document = await response.json(content_type=None)
+        return str(document["data"][0]["id"])
+    except aiohttp.ClientConnectorError as exc:
+        raise UnreachableError(url, exc.strerror or "no connection") from exc
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise _no_models(url, str(exc) or type(exc).__name__) from exc
+    except (ValueError, LookupError, TypeError) as exc:
+        raise _no_models(url, "the answer is not a list of models") from exc
 
 
-@asynccontextmanager
-async def connected(url: str, *, key: str | None) -> AsyncIterator[LiveClient]:
-    """A client with its own connections; `url` with or without /v1."""
-    base = url.rstrip("/").removesuffix("/v1") + "/"
-    async with session(base, key=key) as own:
-        yield LiveClient(own, base)
+def _no_models(url: str, problem: str) -> UpstreamError:
+    return UpstreamError(f"{url}v1/models: no model found: {problem}")
+
+
+async def ask(client: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> Answered:
+    """One streamed request; a failure is a word in the answer."""
+    answered = Answered()
+    began = time.perf_counter()
+    try:
+        async with client.post(path, json=body, allow_redirects=False) as response:
+            if response.status != 200:
+                answered.error = f"http_{response.status}"
+                with suppress(ValueError):
+                    answered.error = error_code(await response.json(content_type=None))
+            else:
+                await _read(response, answered, began)
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as exc:
+        answered.error = type(exc).__name__
+    answered.seconds = time.perf_counter() - began
+    if answered.error is None and answered.ttft_s is None:
+        answered.error = "no_tokens"
+    return answered
 
 
 def session(url: str, *, key: str | None) -> aiohttp.ClientSession:
@@ -129,13 +116,6 @@ def _has_tokens(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta") or {}
     said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return bool(said) or choice.get("finish_reason") is not None
-
-
-async def _refusal(response: aiohttp.ClientResponse) -> str:
-    try:
-        return error_code(await response.json(content_type=None))
-    except ValueError:
-        return f"http_{response.status}"
 
 
 def error_code(document: Any) -> str:

@@ -1,7 +1,5 @@
 """The options of a replay, and how its documents describe them and what was replayed."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
@@ -10,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 import kvshare
-from kvshare.replay.policies import BatchEmbeddings, PolicyContext, PolicySpec
+from kvshare.replay.policies import PolicySpec
+from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
 from kvshare.replay.results import Data, Document, LogFile
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
@@ -52,36 +51,27 @@ class ReplayOptions:
             reading=lambda num_read: report(num_read, None),
         )
 
-    def embeddings(self, embedder: TextEmbedder | None = None) -> BatchEmbeddings | None:
-        """The embeddings, if a policy needs any; `embedder` None: the one of config.yaml."""
-        if not any(spec.embeds for spec in self.policies):
-            return None
-        return BatchEmbeddings(embedder or bundled_embedder(self))
+    @property
+    def embeds(self) -> bool:
+        return any(spec.embeds for spec in self.policies)
 
-    def context(
-        self,
-        embeddings: BatchEmbeddings | None,
-        *,
-        punctuation_ids: frozenset[int] = frozenset(),
-        explain_losses: bool = False,
-    ) -> PolicyContext:
-        """What the policies have in common."""
-        rates = self.bytes_per_token, self.prefill_tokens_per_s
-        return PolicyContext(self.settings, *rates, embeddings, punctuation_ids, explain_losses)
+    def embeddings(self, embedder: TextEmbedder | None) -> BatchEmbeddings:
+        """By default of the embedder of config.yaml, with all cores, as a replay serves no requests."""
+        if embedder is None:
+            from vector_index import Embedder  # imports torch
 
+            embedder = Embedder.for_bulk(self.settings.index.embedder)
+        return BatchEmbeddings(embedder)
 
-def bundled_embedder(options: ReplayOptions) -> TextEmbedder:
-    """The embedder of config.yaml, with all cores, as a replay serves no requests."""
-    from vector_index import Embedder  # imports torch
-
-    return Embedder.for_bulk(options.settings.index.embedder)
+    def context(self, embeddings: BatchEmbeddings | None) -> PolicyContext:
+        return PolicyContext(self.settings, self.bytes_per_token, self.prefill_tokens_per_s, embeddings)
 
 
 def describe_options(
     options: ReplayOptions, tokenizer: RequestTokenizer, embeddings: BatchEmbeddings | None
 ) -> Document:
     """The options without paths, and those settings that a figure may depend on."""
-    settings = options.settings
+    settings, given = options.settings, options.tokenizer
     numbers = ("bytes_per_token", "prefill_tokens_per_s", "limit", "seed", "interleave")
     return {
         "arms": [spec.text for spec in options.policies],
@@ -91,7 +81,7 @@ def describe_options(
         "tokenizer": {
             "name": tokenizer.name,
             "sha256": tokenizer.digest,
-            "option": _option(options.tokenizer),
+            "option": f"./{Path(given).name}" if given and Path(given).exists() else given,
         },
         "embedder": None if embeddings is None else Path(embeddings.name).name,  # without its folder
         "settings": {
@@ -126,11 +116,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _option(tokenizer: str | None) -> str | None:
-    """What to pass with --tokenizer where the tokenizer's folder is the current one; None: nothing."""
-    return f"./{Path(tokenizer).name}" if tokenizer and Path(tokenizer).exists() else tokenizer
 
 
 def _sha256(path: Path) -> str:

@@ -18,8 +18,6 @@ first prompt is compared with all before it: 100,000 take a minute and a half of
 floats each, a million two and a half hours and 1.5 GB; embedding them takes longer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import defaultdict
@@ -28,20 +26,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.replay.counts import DISTANCE_THRESHOLDS, buckets
-from kvshare.replay.options import (
-    ReplayOptions,
-    Report,
-    bundled_embedder,
-    describe_log,
-    describe_options,
-    versions,
-)
-from kvshare.replay.policies import BatchEmbeddings, open_policies
-from kvshare.replay.policies.base import Vector, with_room
+from kvshare.replay.measures import DISTANCE_THRESHOLDS, OVERLAP_EDGES, buckets
+from kvshare.replay.options import ReplayOptions, Report, describe_log, describe_options, versions
+from kvshare.replay.policies import open_policies
+from kvshare.replay.policies.base import BatchEmbeddings, Vector, with_room
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
 from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document
@@ -49,26 +41,14 @@ from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document, write_whole
 from vector_index import TextEmbedder
 
-PAPER_FILE: Final = "paper.json"
 MAX_DISTANCE: Final = 0.05  # one of `DISTANCE_THRESHOLDS`
 PAPER_POLICIES: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
-_EDGES: Final = tuple(share / 10 for share in range(10))
 _BATCH: Final = 32
-_REPORTED: Final = {
-    "figure_2": {"WildChat-1M": {"identical_or_similar": 0.36}},
-    "figure_4": {
-        "WildChat-Similar": {"at_least_90": 0.6},
-        "ShareGPT-Similar": {"at_least_90": 0.5},
-        "LMSYSChat-Similar": {"at_least_90": 0.2},
-    },
-}
+_REPORTED: Final = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def replay_paper(
-    options: ReplayOptions,
-    *,
-    embedder: TextEmbedder | None = None,
-    report: Report = lambda done, total: None,
+    options: ReplayOptions, *, embedder: TextEmbedder | None = None, report: Report = lambda done, total: None
 ) -> Document:
     """
     Both figures, as a document and drawn, into `options.out`. `options.policies` are figure 4's.
@@ -79,9 +59,8 @@ def replay_paper(
     """
     began = time.perf_counter()
     with options.stream(report) as stream:
-        tokenizer = RequestTokenizer.load(options.tokenizer)
+        tokenizer, embeddings = RequestTokenizer.load(options.tokenizer), options.embeddings(embedder)
         total = len(stream)
-        embeddings = BatchEmbeddings(embedder or bundled_embedder(options))
 
         def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
             """In batches, each reported when the caller is done with it."""
@@ -94,9 +73,7 @@ def replay_paper(
         neighbours = _Neighbours()
         for batch in first_turns(0):
             neighbours.add([(request, embeddings.of(request)) for request in batch])
-        if not neighbours.num_prompts:
-            raise LogError("--paper: the log has no first turns, or does not say which requests are")
-        chosen = neighbours.similar
+        figure_2, chosen = neighbours.figure_2(), neighbours.similar
         subset = ([request for request in batch if request.index in chosen] for batch in first_turns(total))
         figure_4 = _figure_4(subset, options, embeddings)
         report(2 * total, 2 * total)
@@ -106,22 +83,18 @@ def replay_paper(
         "kind": "replay-paper",
         "config": {name: config[name] for name in ("arms", "embedder", "limit", "seed", "tokenizer")},
         "data": describe_log(options, stream),
-        "figure_2": neighbours.figure_2(),
+        "figure_2": figure_2,
         "figure_4": {"num_prompts": len(chosen), "num_duplicates": neighbours.num_identical, **figure_4},
         "paper": _REPORTED,
         "versions": versions(),
         "times": {"wall_s": time.perf_counter() - began},
     }
-    _write(options.out, document)
-    return document
-
-
-def _write(out: Path, document: Document) -> None:
-    write_document(out / PAPER_FILE, document)
+    write_document(options.out / "paper.json", document)
     for name, draw in (("figure_2", draw_figure_2), ("figure_4", draw_figure_4)):
-        path, picture = out / f"{name.replace('_', '-')}.svg", draw(document[name], _REPORTED[name])
-        write_whole(path, picture.svg.encode())
+        path, picture = options.out / name.replace("_", "-"), draw(document[name], _REPORTED[name])
+        write_whole(path.with_suffix(".svg"), picture.svg.encode())
         write_whole(path.with_suffix(".png"), picture.png)
+    return document
 
 
 class _Neighbours:
@@ -166,18 +139,15 @@ class _Neighbours:
             if len(near := np.flatnonzero(distances <= MAX_DISTANCE)):
                 self.similar |= {place, *(places[other] for other in near)}
 
-    @property
-    def num_prompts(self) -> int:
-        return self.num_identical + len(self._distances)
-
     def figure_2(self) -> Document:
-        distances, num_prompts, identical = np.array(self._distances), self.num_prompts, self.num_identical
+        """Raises LogError if there was no prompt."""
+        distances, identical = np.array(self._distances), self.num_identical
+        num_prompts = identical + len(distances)
+        if not num_prompts:
+            raise LogError("--paper: the log has no first turns, or does not say which requests are")
         within = {limit: identical + int((distances <= limit).sum()) for limit in DISTANCE_THRESHOLDS}
-        nums = {
-            "identical": identical,
-            "similar": within[MAX_DISTANCE] - identical,
-            "unique": num_prompts - within[MAX_DISTANCE],
-        }
+        nums = {"identical": identical, "similar": within[MAX_DISTANCE] - identical}
+        nums["unique"] = num_prompts - within[MAX_DISTANCE]
         return {
             "num_prompts": num_prompts,
             "max_distance": MAX_DISTANCE,
@@ -191,30 +161,22 @@ def _figure_4(
 ) -> Document:
     tokens: list[int] = []
     hits: list[list[int]] = []  # of each request, by policy
-    stores = ((spec, None) for spec in options.policies)
-    with open_policies(stores, options.context(embeddings)) as policies:
+    with open_policies(options.policies, options.context(embeddings)) as policies:
         for batch in subset:
             tokens += [request.num_tokens for request in batch]
             hits += [[policy.observe(request).num_hit for policy in policies] for request in batch]
-    by_policy = np.array(hits, np.int64).reshape(-1, len(options.policies)).T
-    num_tokens = np.array(tokens, np.int64)
-    return {
-        "num_tokens": sum(tokens),
-        "arms": [
-            {"arm": spec.text, **_distribution(own, num_tokens)}
-            for spec, own in zip(options.policies, by_policy, strict=True)
-        ],
-    }
-
-
-def _distribution(hits: NDArray[np.int64], tokens: NDArray[np.int64]) -> Document:
-    """How the hit rates of the requests are distributed."""
-    rates = hits / np.maximum(tokens, 1)
-    counts = np.bincount(buckets(_EDGES, rates), minlength=len(_EDGES))
-    num = max(1, len(rates))
-    return {
-        "token_hit_rate": int(hits.sum()) / max(1, int(tokens.sum())),
-        "edges": list(_EDGES),
-        "shares": [int(count) / num for count in counts],
-        "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},
-    }
+    by_policy, num = np.array(hits, np.int64).reshape(-1, len(options.policies)).T, max(1, len(tokens))
+    arms = []
+    for spec, own in zip(options.policies, by_policy, strict=True):
+        rates = own / np.maximum(np.array(tokens, np.int64), 1)
+        shares = np.bincount(buckets(OVERLAP_EDGES, rates), minlength=len(OVERLAP_EDGES)) / num
+        arms.append(
+            {
+                "arm": spec.text,
+                "token_hit_rate": int(own.sum()) / max(1, sum(tokens)),
+                "edges": list(OVERLAP_EDGES),
+                "shares": shares.tolist(),
+                "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},
+            }
+        )
+    return {"num_tokens": sum(tokens), "arms": arms}

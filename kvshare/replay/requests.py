@@ -1,11 +1,9 @@
 """What passes through a replay: a logged request, the same in tokens, and what a policy reused of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from delta_tree import Span, TokenIds
 
@@ -20,10 +18,8 @@ class Requester:
     user: str | None
     conversation: str
 
-    def is_other(self, requester: Requester) -> bool | None:
-        """
-        Whether these are two users; None: unknown, as the log names not both. A conversation has one user.
-        """
+    def is_other(self, requester: Self) -> bool | None:
+        """Whether these are two users; None: the log does not name both. A conversation has one user."""
         if self.user is not None and requester.user is not None:
             return self.user != requester.user
         return False if self.conversation == requester.conversation else None

@@ -14,8 +14,6 @@ missing key reads as empty and a number that is not finite as None, so that file
 readable.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -42,8 +40,6 @@ Number = Annotated[int | float | None, BeforeValidator(finite)]
 
 
 class Part(BaseModel):
-    """A part of a document."""
-
     model_config = ConfigDict(frozen=True)
 
 
@@ -106,8 +102,6 @@ class Stretch(NamedTuple):
 
 
 class Storage(Part):
-    """What the policy's store holds."""
-
     final_bytes: int | None = None
     peak_bytes: int | None = None
     bytes_per_request: Number = None
@@ -170,10 +164,8 @@ class Similarity(Part):
 
 
 class Step(Part):
-    """A loss is negative."""
-
     name: str
-    num_tokens: int
+    num_tokens: int  # a loss is negative
 
 
 class Waterfall(Part):
@@ -192,16 +184,12 @@ class Waterfall(Part):
 
 
 class LogFile(Part):
-    """Its name without folders."""
-
-    name: str = "?"
+    name: str = "?"  # without folders
     num_bytes: int = 0
     sha256: str = ""
 
 
 class UnreadableLine(Part):
-    """The place of a row that could not be read."""
-
     source: str
     line: int
     reason: str
@@ -232,8 +220,6 @@ class Data(Part):
 
 
 class Milliseconds(Part):
-    """How long something took."""
-
     mean: Number = None
     p50: Number = None
     p90: Number = None
@@ -242,8 +228,6 @@ class Milliseconds(Part):
 
 
 class PolicyTimes(Part):
-    """Of one policy with one store."""
-
     lookup_ms: Milliseconds = Milliseconds()
     plan_ms: Milliseconds = Milliseconds()
     observe_ms: Milliseconds = Milliseconds()
@@ -252,8 +236,6 @@ class PolicyTimes(Part):
 
 
 class EmbeddingTimes(Part):
-    """What the embedder had to do."""
-
     num_texts: int = 0
     seconds: Number = None
     texts_per_s: Number = None
@@ -271,8 +253,6 @@ class RunTimes(Part):
 
 
 class Results(Part):
-    """`results.json`."""
-
     schema_version: int = SCHEMA_VERSION
     kind: str = "replay"
     complete: bool = True

@@ -20,43 +20,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
 
 from kvshare.errors import LogError
-from kvshare.replay.policies.base import CachePolicy
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 from kvshare.replay.whole_files import whole
 
+if TYPE_CHECKING:
+    from kvshare.replay.policies.base import CachePolicy
+
 _PROGRESS = b"kvshare.progress"
-# `Outcome` says what most of the columns are.
-SCHEMA = pa.schema(
-    {
-        "index": pa.int64(),  # place in the stream, from 0
-        "arm": pa.string(),  # "kvshare:min_run=32"
-        "capacity_tokens": pa.int64(),  # null: infinite
-        "namespace": pa.int32(),  # namespaces, users and conversations are numbered as they come
-        "user": pa.int32(),  # null: the log does not name users
-        "conversation": pa.int32(),
-        "turn": pa.int32(),  # null: the log does not say
-        "language": pa.string(),
-        "time_s": pa.float64(),
-        **dict.fromkeys(("num_tokens", "num_answer_tokens"), pa.int32()),
-        **dict.fromkeys(("num_hit", "num_exact", "num_repaired", "num_copies", "num_donors"), pa.int32()),
-        "shifts": pa.list_(pa.int32()),
-        **dict.fromkeys(("cross_user", "answered", "false_hit"), pa.bool_()),
-        "distance": pa.float32(),
-        "reason": pa.string(),
-        **dict.fromkeys(("num_refused", "num_refused_generation"), pa.int32()),
-        "embedded": pa.bool_(),
-        "num_stored_bytes": pa.int64(),
-        **dict.fromkeys(("lookup_s", "plan_s"), pa.float32()),
-        "observe_s": pa.float32(),  # all that the policy did: look up, plan, find losses, store
-    }
-)
+_COLUMNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TYPES = {kind: pa.type_for_alias(kind) for kind in _COLUMNS.values() if kind != "int32 list"}
+SCHEMA = pa.schema({name: _TYPES.get(kind, pa.list_(pa.int32())) for name, kind in _COLUMNS.items()})
 _OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 
@@ -73,7 +55,6 @@ class RowMaker:
         self._users, self._conversations, self._namespaces = numbering(), numbering(), numbering()
 
     def common(self, request: TokenizedRequest) -> Row:
-        """What the rows of all policies have in common."""
         logged = request.logged
         return {
             "index": request.index,
@@ -89,7 +70,6 @@ class RowMaker:
 
 
 def make_row(common: Row, policy: CachePolicy, outcome: Outcome, *, observe_s: float) -> Row:
-    """What a policy reused of a request."""
     return {
         **common,
         "arm": policy.name,
@@ -134,8 +114,6 @@ class Progress:
 
 
 class Checkpoint:
-    """The checkpoint folder of one run."""
-
     def __init__(self, out: Path) -> None:
         self._folder = out / "checkpoint"
 
@@ -145,23 +123,18 @@ class Checkpoint:
 
     @property
     def has_progress(self) -> bool:
-        """Whether there is anything to resume."""
         return bool(self._parts)
 
-    def begin(self, run: str) -> Progress:
-        """Remove what is there and start from the beginning."""
-        self.clear()
-        self._folder.mkdir(parents=True)
-        return Progress(run)
-
-    def resume(self, run: str) -> Progress:
+    def begin(self, run: str, *, resume: bool) -> Progress:
         """
-        How far the interrupted run came; from the beginning, if there is none.
+        How far the interrupted run came; the beginning, if there is none or it shall not be resumed.
 
         Raises:  LogError if it was a run with other options or of other files
         """
-        if not self.has_progress:
-            return self.begin(run)
+        if not (resume and self.has_progress):
+            self.clear()
+            self._folder.mkdir(parents=True)
+            return Progress(run)
         try:
             progress = Progress(**json.loads(pq.read_schema(self._parts[-1]).metadata[_PROGRESS]))
         except (OSError, ValueError, TypeError, LookupError) as exc:
@@ -174,7 +147,6 @@ class Checkpoint:
         return replace(progress, num_resumed=progress.num_resumed + 1)
 
     def save(self, progress: Progress, rows: Sequence[Row]) -> None:
-        """Add a part."""
         metadata = {_PROGRESS: json.dumps(asdict(progress))}
         path = self._folder / f"rows-{len(self._parts):05}.parquet"
         write_rows(path, rows, schema=SCHEMA.with_metadata(metadata))
@@ -186,5 +158,4 @@ class Checkpoint:
                 writer.write_table(pq.read_table(part))
 
     def clear(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)

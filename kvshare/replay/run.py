@@ -5,12 +5,10 @@ No figure depends on a clock, or on chance other than the seed: two runs give th
 for its "times", and so does a run that was interrupted and resumed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +19,8 @@ from kvshare.errors import LogError
 from kvshare.replay import results as schema
 from kvshare.replay.measures import describe_data, policy_results, policy_times, similarity, waterfalls
 from kvshare.replay.options import ReplayOptions, Report, describe_files, describe_options, versions
-from kvshare.replay.policies import BatchEmbeddings, CachePolicy, PolicySpec, open_policies
+from kvshare.replay.policies import open_policies
+from kvshare.replay.policies.base import BatchEmbeddings, CachePolicy
 from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row
 from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_policy
@@ -47,14 +46,12 @@ def replay(
     Raises:  LogError, ModelError
     """
     with options.stream(report) as stream:
-        tokenizer, embeddings = RequestTokenizer.load(options.tokenizer), options.embeddings(embedder)
+        tokenizer = RequestTokenizer.load(options.tokenizer)
+        embeddings = options.embeddings(embedder) if options.embeds else None
         answers = any(spec.name == "response" for spec in options.policies)
-        context = options.context(
-            embeddings,
-            punctuation_ids=tokenizer.punctuation_ids() if answers else frozenset(),
-            explain_losses=True,
-        )
-        with open_policies(_stores(options), context) as policies:
+        punctuation_ids = tokenizer.punctuation_ids() if answers else frozenset()
+        context = replace(options.context(embeddings), punctuation_ids=punctuation_ids, explain_losses=True)
+        with open_policies(options.policies, context, (None, *options.capacities_tokens)) as policies:
             run = _Run(options, stream, tokenizer, embeddings, policies)
             return run.complete(resume=resume, report=report)
 
@@ -81,12 +78,9 @@ class _Run:
     def complete(self, *, resume: bool, report: Report) -> Document:
         """Show all requests to the policies, then write the files."""
         files = [file.model_dump() for file in self._files]
-        identity = json.dumps(
-            {"config": self._config, "files": files, "versions": versions()}, sort_keys=True
-        )
-        name = hashlib.sha256(identity.encode()).hexdigest()
-        progress = self._checkpoint.resume(name) if resume else self._checkpoint.begin(name)
-        progress = self._observe_all(progress, report)
+        run = {"config": self._config, "files": files, "versions": versions()}
+        identity = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+        progress = self._observe_all(self._checkpoint.begin(identity, resume=resume), report)
         self._checkpoint.join(self.options.out / REQUESTS_FILE)
         document = self._results(progress).model_dump(mode="json")
         write_document(self.options.out / RESULTS_FILE, document)
@@ -135,8 +129,8 @@ class _Run:
     def _results(self, progress: Progress) -> schema.Results:
         """From the rows, with those of one policy in memory at a time."""
         rows_of = partial(read_policy, self.options.out / REQUESTS_FILE)
-        prefill, embedding = self.options.prefill_tokens_per_s, self._embedding_times()
-        embedding_s = (embedding.seconds or 0.0) / max(1, embedding.num_texts) if embedding else 0.0
+        prefill, embeddings = self.options.prefill_tokens_per_s, self.embeddings
+        embedding_s = embeddings.seconds / max(1, embeddings.num_texts) if embeddings else 0.0
         policies, clocks = [], {}
         for policy in self.policies:
             rows, store = rows_of(policy.name, policy.capacity_tokens), policy.store
@@ -155,30 +149,14 @@ class _Run:
             arms=tuple(policies),
             similarity=similarity(families, rows_of),
             waterfall=waterfalls(families, rows_of),
-            times=self._times(progress, clocks, embedding),
-        )
-
-    def _embedding_times(self) -> schema.EmbeddingTimes | None:
-        if self.embeddings is None:
-            return None
-        seconds, num_texts = self.embeddings.seconds, self.embeddings.num_texts
-        return schema.EmbeddingTimes(
-            num_texts=num_texts, seconds=seconds, texts_per_s=num_texts / (seconds or 1)
-        )
-
-    def _times(
-        self,
-        progress: Progress,
-        clocks: dict[str, schema.PolicyTimes],
-        embedding: schema.EmbeddingTimes | None,
-    ) -> schema.RunTimes:
-        return schema.RunTimes(
-            started_at=self._started_at.isoformat(timespec="seconds"),
-            wall_s=progress.wall_s,
-            requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
-            resumed=progress.num_resumed,
-            embedding=embedding,
-            arms=clocks,
+            times=schema.RunTimes(
+                started_at=self._started_at.isoformat(timespec="seconds"),
+                wall_s=progress.wall_s,
+                requests_per_s=progress.num_requests / progress.wall_s if progress.wall_s else 0.0,
+                resumed=progress.num_resumed,
+                embedding=embeddings.times if embeddings else None,
+                arms=clocks,
+            ),
         )
 
 
@@ -189,10 +167,3 @@ def _content(request: TokenizedRequest, common: Row) -> bytes:
     frame = np.array([*names, request.num_tokens, len(request.answer_ids)], "<i8")
     tokens = (ids.astype("<i4", copy=False) for ids in (request.token_ids, request.answer_ids))
     return b"".join(part.tobytes() for part in (frame, *tokens))
-
-
-def _stores(options: ReplayOptions) -> Iterator[tuple[PolicySpec, int | None]]:
-    for spec in options.policies:
-        yield spec, None
-        if spec.name != "nothing":
-            yield from ((spec, capacity) for capacity in options.capacities_tokens)

@@ -11,8 +11,6 @@ of them are open at once and take turns, in rotation or drawn with `seed`. Texts
 only, in a folder that only its owner may read, and are deleted at the end.
 """
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import tempfile
@@ -22,9 +20,9 @@ from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -35,46 +33,13 @@ _REPORT_EVERY = 1000  # requests
 _MAX_CACHED_BYTES = 64 << 20  # of rows, as they stand on disk
 _ROW: Final = TypeAdapter(LoggedRow)
 _T = TypeVar("_T")
-
-# `number` counts within the row. Conversations are digests here.
-_TABLES: Final = """
-    PRAGMA journal_mode = OFF;
-    PRAGMA synchronous = OFF;
-    CREATE TABLE rows (id INTEGER PRIMARY KEY, json BLOB);
-    CREATE TABLE requests (
-        sequence INTEGER PRIMARY KEY,
-        conversation BLOB, turn INTEGER, time_s REAL, row INTEGER, number INTEGER
-    );
-    CREATE TABLE stream (place INTEGER PRIMARY KEY, row INTEGER, number INTEGER, turn INTEGER);
-"""
-# A conversation's times never decrease; equal times are in the order of the files, then of the turns. Turns
-# without a number follow the last numbered one.
+_IN_PLACE: Final = "SELECT row, number, turn FROM stream ORDER BY place"
+_TABLES: Final = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
+# `untimed`: a number per conversation, for requests before any time.
 _IN_ORDER: Final = """
-    WITH placed AS (
-        SELECT
-            sequence, row, number,
-            coalesce(turn, coalesce(max(turn) OVER whole, -1) + row_number() OVER unnumbered) AS turn,
-            max(time_s) OVER so_far AS time_s,
-            first_value(sequence) OVER so_far AS first,
-            max(sequence) OVER so_far AS latest
-        FROM requests
-        WINDOW
-            whole AS (PARTITION BY conversation),
-            unnumbered AS (PARTITION BY conversation, turn IS NULL ORDER BY sequence),
-            so_far AS (PARTITION BY conversation ORDER BY turn NULLS LAST, sequence ROWS UNBOUNDED PRECEDING)
-    )
     SELECT row, number, turn, iif(time_s IS NULL, first, NULL) AS untimed FROM placed
     ORDER BY time_s NULLS FIRST, iif(time_s IS NULL AND :interleave > 1, first, latest), turn, sequence
 """
-
-
-class _Place(NamedTuple):
-    """Where a request is stored; `untimed`: a number per conversation, for requests before any time."""
-
-    row: int
-    number: int
-    turn: int
-    untimed: int | None
 
 
 @dataclass(eq=False)
@@ -104,26 +69,23 @@ class RequestStream:
             self._database = stack.enter_context(closing(sqlite3.connect(Path(name) / "stream")))
             self._database.executescript(_TABLES)
             self._read()
-            found = self._database.execute(_IN_ORDER, {"interleave": self.interleave})
-            places = islice(self._interleaved(map(_Place._make, found)), self.limit)
+            self._database.row_factory = sqlite3.Row
+            places = self._interleaved(self._database.execute(_IN_ORDER, {"interleave": self.interleave}))
             self._num_requests = self._database.executemany(
-                "INSERT INTO stream (row, number, turn) VALUES (?, ?, ?)", (place[:3] for place in places)
+                "INSERT INTO stream (row, number, turn) VALUES (?, ?, ?)",
+                (place[:3] for place in islice(places, self.limit)),
             ).rowcount
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __len__(self) -> int:
         return self._num_requests
 
     def __iter__(self) -> Iterator[LoggedRequest]:
-        for row_id, number, turn in self._database.execute(
-            "SELECT row, number, turn FROM stream ORDER BY place"
-        ):
+        for row_id, number, turn in self._database.execute(_IN_PLACE):
             row = self._row(row_id)
             yield replace(row.request, turn=turn) if row.turn_by_order else row.at(number)
 
@@ -158,12 +120,11 @@ class RequestStream:
                     if sequence % _REPORT_EVERY == 0:
                         self.reading(sequence)
 
-    def _interleaved(self, places: Iterable[_Place]) -> Iterator[_Place]:
-        for is_untimed, stretch in groupby(places, key=lambda place: place.untimed is not None):
+    def _interleaved(self, places: Iterable[sqlite3.Row]) -> Iterator[sqlite3.Row]:
+        for is_untimed, stretch in groupby(places, key=lambda place: place["untimed"] is not None):
             if is_untimed and self.interleave > 1:
-                waiting = (
-                    iter(list(turns)) for _, turns in groupby(stretch, key=lambda place: place.untimed)
-                )
+                conversations = groupby(stretch, key=itemgetter("untimed"))
+                waiting = (iter(list(turns)) for _, turns in conversations)
                 draw = None if self.seed is None else random.Random(self.seed)
                 yield from take_turns(waiting, self.interleave, draw)
             else:

@@ -7,13 +7,12 @@ first), are written plainly: role, line break, text. Block hashes become random 
 hashes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +31,6 @@ _ELLIPSIS = "\n"
 
 
 class RequestTokenizer:
-    """Turns the stream into tokens."""
-
     def __init__(self, backend: Tokenizer, *, encoder: PromptEncoder | None = None, name: str = "") -> None:
         self.name = name
         self._backend = backend
@@ -43,7 +40,7 @@ class RequestTokenizer:
         self._num_tokens = backend.get_vocab_size()
 
     @classmethod
-    def load(cls, path: str | Path | None = None) -> RequestTokenizer:
+    def load(cls, path: str | Path | None = None) -> Self:
         """
         A `tokenizer.json`, or what `model.path` may be. None: the default chat model's, downloaded once.
 
@@ -104,15 +101,12 @@ class RequestTokenizer:
                 yield next(chats)
             elif request.prompt is not None:
                 yield next(texts)
+            elif request.token_ids is not None:
+                yield token_ids(np.asarray(request.token_ids, dtype=np.int32))
+            elif request.block_hashes is not None:
+                yield block_tokens(request, num_tokens=self._num_tokens)
             else:
-                yield self._given(request)
-
-    def _given(self, request: LoggedRequest) -> TokenIds:
-        if request.token_ids is not None:
-            return token_ids(np.asarray(request.token_ids, dtype=np.int32))
-        if request.block_hashes is not None:
-            return block_tokens(request, num_tokens=self._num_tokens)
-        raise LogError(f"{request.source}, line {request.line}: a request without text or token ids")
+                raise LogError(f"{request.source}, line {request.line}: a request without text or token ids")
 
     def _render(self, messages: Sequence[Message]) -> str:
         if self._encoder is not None:

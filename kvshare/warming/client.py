@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from kvshare.replay.live_client import LiveClient, error_code, session
+from kvshare.replay.live_client import error_code, served_model, session
 from kvshare.warming.entries import Entry, Place
 
 _BUSY = 429
@@ -74,7 +74,7 @@ class WarmClient:
 
     async def model(self) -> str:
         """The name of the first model that is served. Raises UnreachableError, UpstreamError."""
-        return await LiveClient(self._users, self._url).model()
+        return await served_model(self._users, self._url)
 
     async def may_ask_admin(self) -> bool:
         """Whether the admin routes answer this key."""

@@ -12,15 +12,16 @@ The cache policies by name, and how a name with options becomes one: `kvshare-op
     oracle                       every run of 16 tokens that an earlier prompt had
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Final
 
+import yaml
+
 from kvshare.errors import ConfigError
-from kvshare.replay.policies.base import BatchEmbeddings, CachePolicy, NothingPolicy, PolicyContext
+from kvshare.replay.policies.base import CachePolicy, NothingPolicy, PolicyContext
 from kvshare.replay.policies.exact import ChunksPolicy, PrefixPolicy
 from kvshare.replay.policies.oracle import OraclePolicy
 from kvshare.replay.policies.response import ResponsePolicy
@@ -29,24 +30,13 @@ from kvshare.replay.policies.sharing_options import SharingOptions
 
 Number = int | float
 
-_KVSHARE: Final = {
-    "kvshare": SharingOptions(),
-    "kvshare-open": SharingOptions(open_gates=True),
-    "kvshare-fingerprints": SharingOptions("fingerprints"),
-    "kvshare-fingerprints-open": SharingOptions("fingerprints", open_gates=True),
-    "kvshare-semantic": SharingOptions("meaning"),
-    "kvshare-semantic-open": SharingOptions("meaning", open_gates=True),
-}
+_NAMES: Final = yaml.safe_load(Path(__file__).with_name("policies.yaml").read_text(encoding="utf-8"))
+_KVSHARE: Final = {name: SharingOptions(**options) for name, options in _NAMES["kvshare"].items()}
 _OTHERS: Final[dict[str, type[CachePolicy]]] = {
     policy.family: policy
     for policy in (NothingPolicy, PrefixPolicy, ChunksPolicy, ResponsePolicy, OraclePolicy)
 }
-_ALIASES: Final = {
-    "fast": "nothing,prefix,chunks,kvshare-fingerprints,kvshare-fingerprints-open,oracle",  # none embeds
-    "all": "nothing,prefix,chunks,response,kvshare,kvshare-open,kvshare-open:max_distance=0.15,"
-    "kvshare-fingerprints,kvshare-fingerprints-open,kvshare-semantic,kvshare-semantic-open,"
-    "kvshare-semantic-open:max_distance=0.15,oracle",
-}
+_ALIASES: Final[dict[str, list[str]]] = _NAMES["aliases"]
 _EXPECTED: Final = ", ".join((*_OTHERS, *_KVSHARE, *_ALIASES))
 
 
@@ -60,7 +50,6 @@ class PolicySpec:
 
     @property
     def embeds(self) -> bool:
-        """Whether it needs the requests' embeddings."""
         sharing = _KVSHARE.get(self.name)
         return self.name == "response" if sharing is None else sharing.uses_embedding
 
@@ -72,7 +61,7 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     Raises:  ConfigError for an unknown policy or option, or a value that is no number
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    wanted = [spec for name in names for spec in _ALIASES.get(name, name).split(",")]
+    wanted = [spec for name in names for spec in _ALIASES.get(name, [name])]
     if not wanted:
         raise ConfigError("--arms", f"expected some of: {_EXPECTED}")
     return tuple(_parse(spec) for spec in dict.fromkeys(wanted))
@@ -88,14 +77,15 @@ def make_policy(spec: PolicySpec, context: PolicyContext, capacity_tokens: int |
 
 @contextmanager
 def open_policies(
-    stores: Iterable[tuple[PolicySpec, int | None]], context: PolicyContext
+    specs: Iterable[PolicySpec], context: PolicyContext, capacities_tokens: Sequence[int | None] = (None,)
 ) -> Iterator[list[CachePolicy]]:
-    """The policies, each with a store of its own, closed at the end."""
+    """The policies, each with a store of each capacity, closed at the end; `nothing` only with the first."""
     with ExitStack() as stack:
         policies = []
-        for spec, capacity_tokens in stores:
-            policies.append(make_policy(spec, context, capacity_tokens))
-            stack.callback(policies[-1].close)
+        for spec in specs:
+            for capacity in capacities_tokens[:1] if spec.name == "nothing" else capacities_tokens:
+                policies.append(make_policy(spec, context, capacity))
+                stack.callback(policies[-1].close)
         yield policies
 
 
@@ -103,7 +93,14 @@ def _parse(text: str) -> PolicySpec:
     name, *parts = text.split(":")
     if name not in _OTHERS and name not in _KVSHARE:
         raise ConfigError("--arms", f"unknown policy {name!r}; expected some of: {_EXPECTED}")
-    known, options = _numbers_of(name), dict[str, Number]()
+    if name in _KVSHARE:
+        numbers = [each for each in fields(SharingOptions) if each.default is None]
+    else:
+        numbers = [each for each in fields(_OTHERS[name]) if each.kw_only]
+    known: dict[str, type[Number]] = {
+        each.name: float if "float" in str(each.type) else int for each in numbers
+    }
+    options: dict[str, Number] = {}
     for part in parts:
         key, _, value = part.partition("=")
         if key not in known:
@@ -116,23 +113,3 @@ def _parse(text: str) -> PolicySpec:
         if options[key] < 0 or (known[key] is int and options[key] < 1):
             raise ConfigError("--arms", f"{name}:{key}: {value} is too small")
     return PolicySpec(text, name, options)
-
-
-def _numbers_of(name: str) -> dict[str, type[Number]]:
-    """The options of a policy, as `SharingOptions` or its class declares them."""
-    if name in _KVSHARE:
-        numbers = [each for each in fields(SharingOptions) if each.default is None]
-    else:
-        numbers = [each for each in fields(_OTHERS[name]) if each.kw_only]
-    return {each.name: float if str(each.type).startswith("float") else int for each in numbers}
-
-
-__all__ = [
-    "BatchEmbeddings",
-    "CachePolicy",
-    "PolicyContext",
-    "PolicySpec",
-    "make_policy",
-    "open_policies",
-    "parse_policies",
-]

@@ -5,8 +5,6 @@ A policy knows only the requests before. It never shares across namespaces and r
 text. Policies that embed share the embeddings, which are made once for a batch of requests.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
 from kvshare.replay.requests import Outcome, TokenizedRequest
-from kvshare.replay.results import Store, Tree, policy_label
+from kvshare.replay.results import EmbeddingTimes, Store, Tree, policy_label
 from kvshare.settings import Settings
 from vector_index import PromptText, TextEmbedder, embed_prompts, windows
 
@@ -26,7 +24,7 @@ T = TypeVar("T", bound=np.generic)
 Vector = NDArray[np.float32]
 
 
-class BatchEmbeddings(TextEmbedder):
+class BatchEmbeddings:
     """
     An embedder that caches the vectors of the current batch, so that policies look up what was prepared.
 
@@ -34,14 +32,11 @@ class BatchEmbeddings(TextEmbedder):
     """
 
     def __init__(self, real: TextEmbedder) -> None:
+        self.name = real.name
         self._real = real
         self._cached: dict[str, Vector] = {}
         self.num_texts = 0
         self.seconds = 0.0
-
-    @property
-    def name(self) -> str:
-        return self._real.name
 
     @property
     def dimension(self) -> int:
@@ -60,6 +55,11 @@ class BatchEmbeddings(TextEmbedder):
     def of(self, request: TokenizedRequest) -> Vector | None:
         """The unit vector (D,) of a request; None if it has no text."""
         return embed_prompts(self, [prompt_text(request)])[0]
+
+    @property
+    def times(self) -> EmbeddingTimes:
+        rate = self.num_texts / (self.seconds or 1)
+        return EmbeddingTimes(num_texts=self.num_texts, seconds=self.seconds, texts_per_s=rate)
 
     def _embed_new(self, texts: Sequence[str]) -> None:
         if new := [text for text in dict.fromkeys(texts) if text not in self._cached]:
@@ -83,7 +83,7 @@ class PolicyContext:
     prefill_tokens_per_s: float
     embeddings: BatchEmbeddings | None = None  # None: no policy may embed
     punctuation_ids: frozenset[int] = field(default_factory=frozenset)  # tokens without a letter or digit
-    explain_losses: bool = True  # plan again to find what KVShare's thresholds cost; servers do not
+    explain_losses: bool = False  # plan again to find what KVShare's thresholds cost; servers do not
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class CachePolicy(ABC):
     """
     One policy with one store. `capacity_tokens` None: the store is infinite.
 
-    Policies live in one thread and are closed once. Their keyword-only fields are their options.
+    Policies are used by one thread at a time and closed once. Their keyword-only fields are their options.
     """
 
     family: ClassVar = ""
@@ -102,8 +102,9 @@ class CachePolicy(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What distinguishes this policy from others of its family."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.kw_only}
+        """What distinguishes this policy from others of its family; a 0 by default is left out."""
+        own = [(each, getattr(self, each.name)) for each in fields(self) if each.kw_only]
+        return {each.name: value for each, value in own if value or each.default}
 
     @property
     def store(self) -> Store:
@@ -145,9 +146,7 @@ def stored_tokens(request: TokenizedRequest) -> TokenIds:
 
 
 def with_room(rows: NDArray[T], num_rows: int) -> NDArray[T]:
-    """
-    The array itself if it has so many rows, else a copy of at least twice the length, padded with zeros.
-    """
+    """The array itself if it has so many rows, else a copy of twice the length or more, zeros at its end."""
     if num_rows <= len(rows):
         return rows
     more = max(len(rows), num_rows - len(rows))

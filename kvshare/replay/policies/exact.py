@@ -7,8 +7,6 @@ evicts what they held). At its end it returns all of them, last block first, so 
 its parent. Blocks that were never full go to the front.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,7 +20,6 @@ from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.policies.base import CachePolicy, stored_tokens
 from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
 
-_TOKEN_BYTES = 4
 Digest = bytes
 
 
@@ -45,8 +42,7 @@ class PrefixPolicy(CachePolicy):
         digests = block_digests(logged.namespace, tokens, size)
         owners = self._pool.find(digests[: max(0, request.num_tokens - 1) // size])
         lookup_s = time.perf_counter() - began
-        num_blocks = -(-len(tokens) // size)
-        self._pool.serve(digests, num_hit=len(owners), num_blocks=num_blocks, requester=logged.requester)
+        self._pool.serve(digests, len(owners), -(-len(tokens) // size), logged.requester)
         num_hit = len(owners) * size
         return Outcome(
             hits=(Span(0, num_hit),) if num_hit else (),
@@ -55,13 +51,13 @@ class PrefixPolicy(CachePolicy):
             shifts=(0,) if num_hit else (),
             cross_user=any_of(map(logged.requester.is_other, owners)),
             lookup_s=lookup_s,
-            num_stored_bytes=self._pool.num_cached * size * self.context.bytes_per_token,
+            num_stored_bytes=len(self._pool) * size * self.context.bytes_per_token,
         )
 
 
 def block_digests(namespace: str, token_ids: TokenIds, block_size: int) -> list[Digest]:
     """One digest per full block, of its tokens, all tokens before it and the namespace."""
-    tokens, step = _bytes_of(token_ids), block_size * _TOKEN_BYTES
+    tokens, step = token_ids.tobytes(), block_size * token_ids.itemsize
     parent = xxhash.xxh3_128_digest(namespace.encode())
     digests = []
     for start in range(0, len(tokens) - step + 1, step):
@@ -76,8 +72,7 @@ class UnboundedPool:
     def __init__(self) -> None:
         self._owners: dict[Digest, Requester] = {}
 
-    @property
-    def num_cached(self) -> int:
+    def __len__(self) -> int:
         return len(self._owners)
 
     def find(self, digests: Sequence[Digest]) -> list[Requester]:
@@ -89,9 +84,7 @@ class UnboundedPool:
             owners.append(owner)
         return owners
 
-    def serve(
-        self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, requester: Requester
-    ) -> None:
+    def serve(self, digests: Sequence[Digest], num_hit: int, num_blocks: int, requester: Requester) -> None:
         """Run a request of `num_blocks` blocks, the last of which may not be full."""
         for digest in digests[num_hit:]:
             self._owners.setdefault(digest, requester)
@@ -110,13 +103,10 @@ class BlockPool(UnboundedPool):
         self._content: dict[int, tuple[Digest, Requester]] = {}  # of a block, and who computed it
         self._blocks: dict[Digest, dict[int, None]] = {}  # of equal blocks vLLM stores all
 
-    @property
-    def num_cached(self) -> int:
+    def __len__(self) -> int:
         return len(self._content)
 
-    def serve(
-        self, digests: Sequence[Digest], *, num_hit: int, num_blocks: int, requester: Requester
-    ) -> None:
+    def serve(self, digests: Sequence[Digest], num_hit: int, num_blocks: int, requester: Requester) -> None:
         """Run a request of `num_blocks` blocks; one that needs more than there are changes nothing."""
         if num_blocks > self._num_blocks:
             return
@@ -125,7 +115,11 @@ class BlockPool(UnboundedPool):
             del self._free[block]
         for place in range(num_hit, num_blocks):
             block, _ = self._free.popitem(last=False)
-            self._evict(block)
+            if block in self._content:
+                evicted, _ = self._content.pop(block)
+                del self._blocks[evicted][block]
+                if not self._blocks[evicted]:
+                    del self._blocks[evicted]
             used.append(block)
             if place < len(digests):
                 self._content[block] = (digests[place], requester)
@@ -138,13 +132,6 @@ class BlockPool(UnboundedPool):
     def _owner(self, digest: Digest) -> Requester | None:
         blocks = self._blocks.get(digest)
         return self._content[next(iter(blocks))][1] if blocks else None
-
-    def _evict(self, block: int) -> None:
-        if block in self._content:
-            digest, _ = self._content.pop(block)
-            del self._blocks[digest][block]
-            if not self._blocks[digest]:
-                del self._blocks[digest]
 
 
 class _Chunk(NamedTuple):
@@ -204,7 +191,7 @@ class ChunksPolicy(CachePolicy):
             if at < end or code in used:
                 continue
             chunk = self._chunks.get((namespace, code))
-            if chunk is not None and chunk.tokens == _bytes_of(tokens[at : at + size]):
+            if chunk is not None and chunk.tokens == tokens[at : at + size].tobytes():
                 matches.append((at, chunk))
                 used.add(code)
                 end = at + size
@@ -216,11 +203,7 @@ class ChunksPolicy(CachePolicy):
         for start in range(size, len(tokens) - size + 1, size):
             part = tokens[start : start + size]
             key = (request.logged.namespace, int(kgram_hashes(part, size)[0]))
-            self._chunks.setdefault(key, _Chunk(_bytes_of(part), start, request.logged.requester))
+            self._chunks.setdefault(key, _Chunk(part.tobytes(), start, request.logged.requester))
             self._chunks.move_to_end(key)
         while self.capacity_tokens is not None and len(self._chunks) * size > self.capacity_tokens:
             self._chunks.popitem(last=False)
-
-
-def _bytes_of(tokens: TokenIds) -> bytes:
-    return tokens.astype("<i4", copy=False).tobytes()

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import Span
+from delta_tree import Span, TokenIds
 from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.policies.base import CachePolicy, stored_tokens, with_room
 from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
 
 Hashes = NDArray[np.uint64]
 Positions = NDArray[np.int64]
+_Level = tuple[Hashes, NDArray[np.uint32]]
 
 _FIRST_LEVEL = 4096
 
@@ -49,10 +48,6 @@ class OraclePolicy(CachePolicy):
         self._num_grams = 0
         self._recency = None if self.capacity_tokens is None else _Recency(self.capacity_tokens)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {name: value for name, value in super().options.items() if value}
-
     def observe(self, request: TokenizedRequest) -> Outcome:
         began = time.perf_counter()
         table = self._tables.setdefault(request.logged.namespace, GramTable())
@@ -60,17 +55,18 @@ class OraclePolicy(CachePolicy):
         hashes = kgram_hashes(tokens, self.min_run)
         stored = table.find(hashes)
         if self._recency is not None:
-            stored = self._recency.without_evicted(stored)
+            stored = np.where(stored >= self._recency.cutoff, stored, -1)
         num_prompt_grams = max(0, request.num_tokens - self.tail - self.min_run + 1)
         starts = np.flatnonzero(self._is_equal(stored[:num_prompt_grams], tokens))
-        outcome = Outcome(
-            hits=_joined(starts, self.min_run) if len(starts) else (),
-            cross_user=self._is_others(stored[starts], request.logged.requester),
-            lookup_s=time.perf_counter() - began,
-        )
-        self._store(request, table, hashes, stored)
+        hits = _joined(starts, self.min_run) if len(starts) else ()
+        donors = {bisect_right(self._starts, at) - 1 for at in np.unique(stored[starts]).tolist()}
+        requester = request.logged.requester
+        cross_user = any_of(requester.is_other(self._requesters[number]) for number in donors)
+        lookup_s = time.perf_counter() - began
+        self._store(tokens, requester, table, hashes, stored)
         num_grams = self._num_grams if self._recency is None else self._recency.num_grams
-        return replace(outcome, num_stored_bytes=num_grams * self.context.bytes_per_token)
+        num_bytes = num_grams * self.context.bytes_per_token
+        return Outcome(hits=hits, cross_user=cross_user, lookup_s=lookup_s, num_stored_bytes=num_bytes)
 
     def _is_equal(self, stored: Positions, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(N,): whether the k-gram at each position is the one stored at `stored`, token by token."""
@@ -80,18 +76,15 @@ class OraclePolicy(CachePolicy):
             is_equal[places] &= self._tokens[stored[places] + offset] == tokens[places + offset]
         return is_equal
 
-    def _is_others(self, positions: Positions, requester: Requester) -> bool | None:
-        """Whether any of these positions was another user's."""
-        requests = {bisect_right(self._starts, position) - 1 for position in np.unique(positions).tolist()}
-        return any_of(requester.is_other(self._requesters[number]) for number in requests)
-
-    def _store(self, request: TokenizedRequest, table: GramTable, hashes: Hashes, stored: Positions) -> None:
-        tokens, start = stored_tokens(request), self._num_tokens
+    def _store(
+        self, tokens: TokenIds, requester: Requester, table: GramTable, hashes: Hashes, stored: Positions
+    ) -> None:
+        start = self._num_tokens
         self._num_tokens += len(tokens)
         self._tokens = with_room(self._tokens, self._num_tokens)
         self._tokens[start : self._num_tokens] = tokens
         self._starts.append(start)
-        self._requesters.append(request.logged.requester)
+        self._requesters.append(requester)
         positions = np.arange(start, start + len(hashes), dtype=np.int64)
         if self._recency is not None:
             self._recency.use(hashes, stored, positions)
@@ -103,18 +96,13 @@ class OraclePolicy(CachePolicy):
 
 
 class _Recency:
-    """
-    Least-recently-used eviction of k-grams: only the `capacity` ones with the latest positions are stored.
-    """
+    """Least-recently-used eviction: only the `capacity` k-grams with the latest positions are stored."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._is_latest = np.zeros(1 << 16, dtype=np.bool_)  # of each position: no later one is equal
-        self._cutoff = 0
+        self.cutoff = 0  # lower positions are evicted
         self.num_grams = 0
-
-    def without_evicted(self, positions: Positions) -> Positions:
-        return np.where(positions >= self._cutoff, positions, -1)
 
     def use(self, hashes: Hashes, old: Positions, new: Positions) -> None:
         """Move k-grams from their old positions (-1: none) to new ones; of equal k-grams the last counts."""
@@ -127,8 +115,8 @@ class _Recency:
         self._is_latest[new[last]] = True
         self.num_grams += len(last) - len(left)
         if self.num_grams > self._capacity:
-            latest = np.flatnonzero(self._is_latest[self._cutoff : end])
-            self._cutoff += int(latest[self.num_grams - self._capacity])
+            latest = np.flatnonzero(self._is_latest[self.cutoff : end])
+            self.cutoff += int(latest[self.num_grams - self._capacity])
             self.num_grams = self._capacity
 
 
@@ -137,11 +125,6 @@ def _joined(starts: Positions, length: int) -> tuple[Span, ...]:
     ends = np.flatnonzero(np.diff(starts) > length)
     firsts, lasts = starts[np.append(0, ends + 1)], starts[np.append(ends, len(starts) - 1)]
     return tuple(map(Span, firsts.tolist(), (lasts + length).tolist()))
-
-
-class _Level(NamedTuple):
-    hashes: Hashes  # ascending
-    positions: NDArray[np.uint32]
 
 
 class GramTable:
@@ -153,43 +136,33 @@ class GramTable:
     """
 
     def __init__(self) -> None:
-        self._levels: list[_Level] = []  # largest first
+        self._levels: list[_Level] = []  # largest first, so that a hash's last position comes last
 
     def find(self, hashes: Hashes) -> Positions:
         """The last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
         found = np.full(len(hashes), -1, dtype=np.int64)
-        for level, places, is_known in self._located(hashes):
-            found[is_known] = level.positions[places]
+        for known, positions in self._levels:
+            places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            is_known = known[places] == hashes
+            found[is_known] = positions[places[is_known]]
         return found
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
         """Set the positions of hashes, known or not; of equal hashes the last one counts."""
-        last = _last_of_each(hashes)
-        hashes, positions = hashes[last], positions[last]
-        is_new = np.ones(len(hashes), dtype=np.bool_)
-        for level, places, is_known in self._located(hashes):
-            level.positions[places] = positions[is_known]
-            is_new &= ~is_known
-        if is_new.any():
-            self._levels.append(_sorted_level(hashes[is_new], positions[is_new].astype(np.uint32)))
-            self._compact()
+        if not len(hashes):
+            return
+        levels, level = self._levels, _level(hashes, positions.astype(np.uint32))
+        # A level is merged with the one before while it is more than half of that, or that one is tiny.
+        while levels and (len(level[0]) * 2 > len(levels[-1][0]) or len(levels[-1][0]) < _FIRST_LEVEL):
+            known, known_at = levels.pop()
+            level = _level(np.concatenate((known, level[0])), np.concatenate((known_at, level[1])))
+        levels.append(level)
 
-    def _located(self, hashes: Hashes) -> Iterator[tuple[_Level, Positions, NDArray[np.bool_]]]:
-        """For each level, which of these hashes it has, and where."""
-        for level in self._levels:
-            places = np.minimum(np.searchsorted(level.hashes, hashes), len(level.hashes) - 1)
-            is_known = level.hashes[places] == hashes
-            yield level, places[is_known], is_known
 
-    def _compact(self) -> None:
-        """Merge the last two levels while the smaller is more than half of the other, or that one is tiny."""
-        levels = self._levels
-        while len(levels) > 1 and (
-            len(levels[-1].hashes) * 2 > len(levels[-2].hashes) or len(levels[-2].hashes) < _FIRST_LEVEL
-        ):
-            small, large = levels.pop(), levels.pop()
-            hashes = np.concatenate((large.hashes, small.hashes))
-            levels.append(_sorted_level(hashes, np.concatenate((large.positions, small.positions))))
+def _level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
+    """Ascending by hash; of equal hashes the last one counts."""
+    last = _last_of_each(hashes)
+    return hashes[last], positions[last]
 
 
 def _last_of_each(hashes: Hashes) -> Positions:
@@ -197,8 +170,3 @@ def _last_of_each(hashes: Hashes) -> Positions:
     _, from_end = np.unique(hashes[::-1], return_index=True)
     indices: Positions = len(hashes) - 1 - from_end
     return indices
-
-
-def _sorted_level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
-    order = np.argsort(hashes, kind="stable")  # quick on runs that are sorted already
-    return _Level(hashes[order], positions[order])

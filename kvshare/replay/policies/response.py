@@ -6,8 +6,6 @@ similarity of 0.8). The answer is right only if both prompts say the same: equal
 letter or digit are left out. Otherwise it is a false hit, an answer to another question, and reuses nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import OrderedDict
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from delta_tree import Span, TokenIds
+from delta_tree import Span
 from kvshare.replay.policies.base import CachePolicy, Vector, with_room
 from kvshare.replay.requests import Outcome, Requester, TokenizedRequest
 
@@ -68,9 +66,7 @@ class _NamespaceIndex:
 
 @dataclass(eq=False, kw_only=True)
 class ResponsePolicy(CachePolicy):
-    """
-    Needs embeddings. A finite store holds answers of as many bytes as the KV of `capacity_tokens` tokens.
-    """
+    """Needs embeddings. A finite store holds answers of as many bytes as KV of `capacity_tokens` tokens."""
 
     family = "response"
 
@@ -94,7 +90,8 @@ class ResponsePolicy(CachePolicy):
         index = self._indexes.setdefault(namespace, _NamespaceIndex(len(vector)))
         distance, to_cached, row = index.nearest(vector)
         lookup_s = time.perf_counter() - began
-        content = self._content(request.token_ids)
+        words = request.token_ids[~np.isin(request.token_ids, self._punctuation)]
+        content = hashlib.blake2b(words.astype("<i4").tobytes(), digest_size=16).digest()
         answer = self._entries.get((namespace, row)) if to_cached <= self.max_distance else None
         if answer is None:
             num_items = request.num_tokens + len(request.answer_ids) + len(vector)
@@ -116,10 +113,6 @@ class ResponsePolicy(CachePolicy):
             answered=answer is not None,
             embedded=True,
         )
-
-    def _content(self, tokens: TokenIds) -> bytes:
-        words = tokens[~np.isin(tokens, self._punctuation)]
-        return hashlib.blake2b(words.astype("<i4").tobytes(), digest_size=16).digest()
 
     def _store(self, namespace: str, vector: Vector, entry: _Entry) -> None:
         self._entries[namespace, self._indexes[namespace].add(vector, is_cached=True)] = entry

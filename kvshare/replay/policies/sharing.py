@@ -5,34 +5,32 @@ with KV that has a size and no bytes.
 Requests come one at a time, rates are never measured, and no decision depends on a clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
-from kvshare.replay.counts import COUNT_EDGES, histogram
+from kvshare.kv.tier import Fetched, SegmentTable
+from kvshare.replay.measures import COUNT_EDGES, histogram
 from kvshare.replay.policies.base import CachePolicy, prompt_text, stored_tokens
-from kvshare.replay.policies.losses import Losses, LossFinder
-from kvshare.replay.policies.sharing_options import SharingOptions
-from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
 from kvshare.replay.requests import Outcome, Requester, TokenizedRequest, any_of
 from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import CostModel, Rates
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.selection import choose_by_place
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
+_UNLIMITED = 2**62
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
 _FAILURES = (
     (Component.SHARING, FallbackReason.ERROR),
@@ -44,15 +42,47 @@ _T = TypeVar("_T")
 
 
 class _Inline(Executor):
-    """Runs a function in the caller's thread: a replay needs no others."""
+    """Runs a function in the caller's thread: another one would cost more than most plans."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         future: Future[_T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as exc:  # noqa: BLE001  the future's caller gets it
-            future.set_exception(exc)
+        future.set_result(fn(*args, **kwargs))
         return future
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessKV:
+    """A stretch of KV that is only counted."""
+
+    num_bytes: int
+
+    def checksum(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessSequence:
+    """The KV of a finished sequence: so many bytes per token."""
+
+    bytes_per_token: int
+    is_whole: bool = True
+
+    def cut(self, span: Span) -> WeightlessKV:
+        return WeightlessKV(len(span) * self.bytes_per_token)
+
+
+class WeightlessTier(SegmentTable[WeightlessKV]):
+    """Counts the bytes that segments would take. `max_bytes` None: no limit."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        super().__init__(_UNLIMITED if max_bytes is None else max_bytes)
+
+    def put(self, segment_id: SegmentId, segment: WeightlessKV, checksum: int) -> None:
+        self.add(segment_id, segment)
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        """No bytes, only which segments are missing."""
+        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 
 
 def _tree() -> DeltaTree:
@@ -85,34 +115,23 @@ class SharingPolicy(CachePolicy):
             min_tokens=limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
         )
-        self._loop = asyncio.new_event_loop()
-        self._open_index()
+        index_settings = sharing.nominator(settings)
+        embedder = context.embeddings if sharing.uses_embedding else None
+        self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
+        self._index = QdrantEdgeIndex(index_settings.schema(embedder), Path(self._folder.name))
+        self._nominator = Nominator(self._index, embedder=embedder, settings=index_settings)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._runner.run(self._index.open())
+        load_bytes_per_s = settings.cost.prior_load_bytes_per_s
+        rates = Rates(context.prefill_tokens_per_s, load_bytes_per_s, bytes_per_token=per_token)
+        cost = CostModel(rates, smoothing=0.0)  # what this machine measures must not change a result
         self._core = Sharing(
-            keeper=self._keeper,
-            nominator=self._nominator,
-            limits=limits,
-            cost=CostModel(
-                Rates(
-                    context.prefill_tokens_per_s,
-                    settings.cost.prior_load_bytes_per_s,
-                    bytes_per_token=per_token,
-                ),
-                smoothing=0.0,  # what this machine measures must not change a result
-            ),
-            executor=_Inline(),
+            keeper=self._keeper, nominator=self._nominator, limits=limits, cost=cost, executor=_Inline()
         )
         explains = context.explain_losses and not sharing.open_gates
         self._loss_finder = LossFinder(sharing, settings, self.tree.segment) if explains else None
         self._owners: dict[NodeId, Requester] = {}
         self._num_observed = 0
-
-    def _open_index(self) -> None:
-        settings = self.sharing.nominator(self.context.settings)
-        embedder = self.context.embeddings if self.sharing.uses_embedding else None
-        self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
-        self._index = QdrantEdgeIndex(settings.schema(embedder), Path(self._folder.name))
-        self._nominator = Nominator(self._index, embedder=embedder, settings=settings)
-        self._loop.run_until_complete(self._index.open())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -120,18 +139,16 @@ class SharingPolicy(CachePolicy):
 
     @property
     def tree(self) -> DeltaTree:
-        """What is stored now."""
         return self._keeper.tree
 
     def observe(self, request: TokenizedRequest) -> Outcome:
-        return self._loop.run_until_complete(self._observe(request))
+        return self._runner.run(self._observe(request))
 
     def close(self) -> None:
         self._nominator.close()
         self._core.close()
-        self._loop.run_until_complete(self._index.close())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        self._runner.run(self._index.close())
+        self._runner.close()
         self._folder.cleanup()
 
     async def _observe(self, request: TokenizedRequest) -> Outcome:
@@ -145,16 +162,18 @@ class SharingPolicy(CachePolicy):
         plan = _with_repairs_chosen(lookup.plan)
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.requester.is_other(self._owners[donor]) for donor in donors)
-        losses = Losses()
+        num_refused = num_generation = 0
         if self._loss_finder is not None:
             nodes = self._core.own_nodes(namespace, lookup.candidates)
-            losses = self._loss_finder.losses(request.token_ids, plan, nodes, self._core.cost.rates)
+            rates = self._core.cost.rates
+            num_refused, num_generation = self._loss_finder.losses(request.token_ids, plan, nodes, rates)
         self._keeper.hold(lookup.plan)
         self._core.note_use(lookup)
         await self._remember(request, plan)
         self._keeper.release(lookup.plan)
         self._check_counters()
         plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
+        similarities = [one.similarity for one in lookup.candidates if one.similarity is not None]
         return replace(
             _outcome(plan, counts_repaired=self.sharing.open_gates),
             num_donors=len(donors),
@@ -162,10 +181,10 @@ class SharingPolicy(CachePolicy):
             lookup_s=max(0.0, lookup.seconds - plan_s),
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
-            distance=_distance(lookup),
+            distance=max(0.0, 1.0 - max(similarities)) if similarities else None,
             embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
-            num_refused=losses.num_refused,
-            num_refused_generation=losses.num_generation,
+            num_refused=num_refused,
+            num_refused_generation=num_generation,
         )
 
     def _check_counters(self) -> None:
@@ -206,9 +225,7 @@ class SharingPolicy(CachePolicy):
 
 
 def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
-    """
-    An engine chooses repairs by what the model computes; without a model: as many, at the starts of pieces.
-    """
+    """An engine chooses repairs by what the model computes; here they are as many, at starts of pieces."""
     if isinstance(plan, NoPlan) or plan.order is None:
         return plan
     choice = choose_by_place(
@@ -240,8 +257,3 @@ def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool) -> Outcome:
         shifts=tuple(copy.shift for copy in plan.copies),
         reason=plan.reason,
     )
-
-
-def _distance(lookup: Lookup) -> float | None:
-    found = [c.similarity for c in lookup.candidates if c.similarity is not None]
-    return max(0.0, 1.0 - max(found)) if found else None

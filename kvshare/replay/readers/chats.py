@@ -5,8 +5,6 @@ A row becomes a request for each turn that asks for an answer. Each row is a con
 data sets repeat ids, for copies and for parts of one conversation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +13,8 @@ from kvshare.replay.readers import fields
 from kvshare.replay.readers.files import Row
 from kvshare.replay.readers.rows import LoggedRow, Reason, RowError, Turn
 from kvshare.replay.requests import LoggedRequest, Message
+
+Times = Sequence[float | None]  # of messages
 
 
 def is_wildchat(row: Row) -> bool:
@@ -34,9 +34,8 @@ def read_wildchat(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     said = fields.first(row, "conversation", "messages")
     messages = fields.messages(said)
     user = fields.optional_id(row, "hashed_ip") or fields.optional_id(said[0], "hashed_ip")
-    yield _conversation(
-        row, blank, messages, user=user, times=_times(said, fields.time_s(row.get("timestamp")))
-    )
+    times = _times(said, fields.time_s(row.get("timestamp")))
+    yield _conversation(row, blank, messages, user=user, times=times)
 
 
 def is_lmsys(row: Row) -> bool:
@@ -63,18 +62,13 @@ def is_conversation(row: Row) -> bool:
 def read_conversation(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """Plain `messages` that end with the assistant; also fine-tuning files."""
     messages = fields.messages(row.get("messages"))
-    time_s = fields.time_s(fields.first(row, "timestamp", "created", "created_at"))
+    time_s = fields.time_s(fields.first(row, *fields.NAMES["time"]))
     user = fields.optional_id(row, "user", "hashed_ip")
     yield _conversation(row, blank, messages, user=user, times=[time_s] * len(messages))
 
 
 def _conversation(
-    row: Row,
-    blank: LoggedRequest,
-    messages: tuple[Message, ...],
-    *,
-    user: str | None = None,
-    times: Sequence[float | None] = (),
+    row: Row, blank: LoggedRequest, messages: tuple[Message, ...], user: str | None = None, times: Times = ()
 ) -> LoggedRow:
     """
     A request after every user message, and after every tool result that the assistant goes on from.
@@ -95,7 +89,7 @@ def _asks(messages: Sequence[Message], num_messages: int) -> bool:
     return role == "user"
 
 
-def _times(said: Sequence[Mapping[str, Any]], row_time_s: float | None) -> list[float | None]:
+def _times(said: Sequence[Mapping[str, Any]], row_time_s: float | None) -> Times:
     """Of every message: its own time, else that of the message after it, else the row's."""
     times: list[float | None] = []
     following = row_time_s

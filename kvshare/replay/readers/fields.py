@@ -1,26 +1,20 @@
 """Checked texts, ids, counts, times and messages, for all formats. Raises no error but RowError."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from kvshare.replay.readers.rows import Reason, RowError
 from kvshare.replay.requests import Message
 
-_ROLES = {
-    name: role
-    for role, names in {
-        "user": ("user", "human"),
-        "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"),
-        "system": ("system", "developer"),
-        "tool": ("tool", "function", "observation"),
-    }.items()
-    for name in names
-}
+NAMES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+_ROLES = {name: role for role, names in NAMES["roles"].items() for name in names}
 _MAX_INT32 = (1 << 31) - 1
 _FIRST_MILLISECONDS = 1e11  # as seconds, the year 5138
 _FIRST_MICROSECONDS = 1e14
@@ -40,23 +34,27 @@ def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str)
     return None if value is None else check(value)
 
 
+def of_type(kind: type[_T], value: object) -> _T:
+    """The value itself. Raises MISSING_FIELD for None and WRONG_TYPE for any other value of another type."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RowError(Reason.MISSING_FIELD if value is None else Reason.WRONG_TYPE)
+    return value
+
+
 def text(value: object) -> str:
     """Any string that can be written as UTF-8, empty or not."""
-    if value is None:
-        raise RowError(Reason.MISSING_FIELD)
-    if not isinstance(value, str):
-        raise RowError(Reason.WRONG_TYPE)
-    if not value.isascii():
+    found = of_type(str, value)
+    if not found.isascii():
         try:
-            value.encode("utf-8")
+            found.encode("utf-8")
         except UnicodeEncodeError as exc:  # half a surrogate pair, written as an escape
             raise RowError(Reason.BAD_UTF8) from exc
-    return value
+    return found
 
 
 def language(row: Mapping[str, Any]) -> str:
     """The log's word for the language; "unknown" if there is none."""
-    named = first(row, "language", "lang")
+    named = first(row, *NAMES["language"])
     return (text(named) if isinstance(named, str) else "") or "unknown"
 
 
@@ -70,13 +68,12 @@ def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
 
 def count(value: object) -> int:
     """A whole number from 0; a string of digits counts as one."""
-    if value is None:
-        raise RowError(Reason.MISSING_FIELD)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    number = of_type(int, value)
+    if number < 0:
         raise RowError(Reason.WRONG_TYPE)
-    return value
+    return number
 
 
 def int32(value: object) -> int:
@@ -114,10 +111,8 @@ def seconds(value: object) -> float:
 
 
 def _time_of_text(value: str) -> float | None:
-    try:
+    with suppress(ValueError):
         return time_s(float(value))
-    except ValueError:
-        pass
     try:
         return time_s(datetime.fromisoformat(value.removesuffix(" UTC")))
     except (ValueError, OverflowError) as exc:
@@ -126,19 +121,13 @@ def _time_of_text(value: str) -> float | None:
 
 def messages(value: object, *, role: str = "role", content: str = "content") -> tuple[Message, ...]:
     """Messages with the roles system, user, assistant and tool. Raises EMPTY if none has any text."""
-    if value is None:
-        raise RowError(Reason.MISSING_FIELD)
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise RowError(Reason.WRONG_TYPE)
-    read = tuple(_message(item, role, content) for item in value)
+    read = tuple(_message(of_type(dict, item), role, content) for item in of_type(list, value))
     if not any(message["content"].strip() for message in read):
         raise RowError(Reason.EMPTY)
     return read
 
 
-def _message(item: object, role: str, content: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError(Reason.WRONG_TYPE)
+def _message(item: Mapping[str, Any], role: str, content: str) -> Message:
     name = text(item.get(role)).strip().lower()
     if name not in _ROLES:
         raise RowError(Reason.UNKNOWN_ROLE)
@@ -156,9 +145,7 @@ def message_text(value: object) -> str:
         return text(value)
     texts = []
     for part in value:
-        if not isinstance(part, Mapping):
-            raise RowError(Reason.WRONG_TYPE)
-        if part.get("type") not in _TEXT_PARTS:
+        if of_type(dict, part).get("type") not in _TEXT_PARTS:
             raise RowError(Reason.NOT_TEXT)
         texts.append(text(part.get("text")))
     return "\n".join(texts)

@@ -1,9 +1,8 @@
 """
 Any file -> raw rows: JSON lines or one JSON array, plain, gzip or zstd; Parquet.
 
-Recognised by content, not by name. Knows no format of logs. The only file that imports zstandard, and
-parquet.py the only one that imports pyarrow, each when a file needs it: `kvshare warm` reads JSON without the
-extra `replay`.
+Recognised by content, not by name. Knows no format of logs. The only file of the readers that imports
+zstandard and pyarrow, each when a file needs it: `kvshare warm` reads JSON without the extra `replay`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,17 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import chain, count, islice, repeat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from kvshare.errors import LogError
 from kvshare.extras import require
 from kvshare.replay.readers.rows import Reason
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 MAX_ROW_BYTES = 64 << 20
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
@@ -31,6 +35,9 @@ _CHUNK_BYTES = 1 << 20
 _PEEK_BYTES = 4096
 _ZSTD_STEP = 4096  # compressed bytes at a time: few enough that what they come to stays small
 _BROKEN = (EOFError, OSError, zlib.error)
+_BATCH_ROWS = 64
+# Of the published data sets: large, and nothing here asks for them.
+_UNUSED_COLUMNS = frozenset({"openai_moderation", "detoxify_moderation", "header"})
 
 Row = Mapping[str, Any]
 
@@ -135,13 +142,6 @@ def _parsed(data: bytes) -> Row | Reason:
     return value if isinstance(value, dict) else Reason.NOT_AN_OBJECT
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
-    require("replay", what="reading Parquet")
-    from kvshare.replay.readers.parquet import parquet_rows
-
-    return parquet_rows(path)
-
-
 def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
     """
     The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
@@ -180,3 +180,49 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
             position -= len(element)
             element.clear()
     yield number + 1, Reason.TRUNCATED
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
+    """
+    What cannot be read costs no other row: a value costs its row, bytes that cannot be decoded the rest of
+    their row group, as pyarrow can skip no less.
+    """
+    require("replay", what="reading Parquet")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path, pre_buffer=False)
+    except (ArrowException, OSError) as exc:
+        raise LogError(f"{path.name}: begins as Parquet, but cannot be read as such") from exc
+    with file:
+        first = 1
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            rows = chain(_group_rows(file, group), repeat(Reason.DAMAGED))
+            yield from zip(count(first), islice(rows, num_rows), strict=False)
+            first += num_rows
+
+
+def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | Reason]:
+    """As many rows of the group as can be decoded."""
+    from pyarrow import ArrowException
+
+    columns = [name for name in file.schema_arrow.names if name not in _UNUSED_COLUMNS]
+    try:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
+            yield from _batch_rows(batch)
+    except (ArrowException, OSError):
+        return
+
+
+def _batch_rows(batch: RecordBatch) -> Iterator[Row | Reason]:
+    from pyarrow import ArrowException
+
+    try:
+        yield from batch.to_pylist()
+    except (ArrowException, ValueError, OverflowError) as exc:  # no Python value: the year 10000, nanoseconds
+        if batch.num_rows > 1:
+            yield from chain.from_iterable(_batch_rows(batch.slice(i, 1)) for i in range(batch.num_rows))
+        else:
+            yield Reason.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else Reason.WRONG_TYPE

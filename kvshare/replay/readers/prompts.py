@@ -1,21 +1,27 @@
-"""Rows that are requests: plain prompts and messages, prompts of load tools, traces without text."""
+"""
+Rows that are requests: plain prompts and messages, prompts of load tools, traces without text, and OpenAI
+request bodies.
 
-from __future__ import annotations
+Requests have a conversation, a user and a time under any of the names in names.yaml.
+"""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvshare.errors import LogError
 from kvshare.replay.readers import fields
+from kvshare.replay.readers.fields import NAMES
 from kvshare.replay.readers.files import Row
 from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 _MOONCAKE_BLOCK_SIZE = 512
-_TIMES = ("timestamp", "created", "created_at")
-_ANSWER_LENGTHS = ("output_tokens_count", "output_tokens", "output_length", "completion_tokens")
-_PROMPT_LENGTHS = ("prompt_tokens_count", "prompt_tokens", "prompt_length", "prompt_len")
+
+
+def is_plain(row: Row) -> bool:
+    return not row.keys().isdisjoint(("messages", "prompt", "token_ids"))
 
 
 def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
@@ -29,14 +35,14 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """
     content: dict[str, Any]
     if row.get("messages") is not None:
-        content = {"messages": asking(fields.messages(row["messages"]))}
+        content = {"messages": _asking(fields.messages(row["messages"]))}
     elif row.get("token_ids") is not None:
-        content = {"token_ids": tokens(row["token_ids"])}
+        content = {"token_ids": _tokens(row["token_ids"])}
     else:
-        content = {"prompt": full_text(row.get("prompt"))}
+        content = {"prompt": _full_text(row.get("prompt"))}
     turn = fields.optional(fields.int32, row, "turn")
     answer = fields.optional(fields.text, row, "answer", "completion", "response")
-    yield request_row(row, blank, turn=turn, times=(*_TIMES, "time"), answer=answer, **content)
+    yield _request_row(row, blank, turn=turn, times=(*NAMES["time"], "time"), answer=answer, **content)
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
@@ -44,36 +50,37 @@ def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow
     return read_plain({**row, "prompt": row.get(field), "messages": None, "token_ids": None}, blank)
 
 
-def request_row(
+def _request_row(
     row: Row,
     blank: LoggedRequest,
     *,
     turn: int | None = None,
-    times: Sequence[str] = _TIMES,
+    times: Sequence[str] = NAMES["time"],
     **content: Any,
 ) -> LoggedRow:
     """
-    A request with its `content` and what else the row has, under any of the names that logs use.
+    A request with its `content` and what else the row has.
 
     `times`: fields for the time. `time` is one in plain rows only: elsewhere it may be a duration.
     """
-    conversation = fields.optional_id(row, "conversation", "conversation_id", "session_id")
+    conversation = fields.optional_id(row, *NAMES["conversation"])
     messages = content.get("messages")
+    num_questions = sum(message["role"] == "user" for message in messages or ())
     request = replace(
         blank,
         conversation=conversation or blank.conversation,
-        turn=_num_earlier_turns(messages or ()) if turn is None else turn,
-        user=fields.optional_id(row, "user", "safety_identifier", "user_id"),
+        turn=max(0, num_questions - 1) if turn is None else turn,
+        user=fields.optional_id(row, *NAMES["user"]),
         time_s=fields.time_s(fields.first(row, *times)),
         language=fields.language(row),
-        namespace=fields.optional_id(row, "namespace", "tenant") or "default",
+        namespace=fields.optional_id(row, *NAMES["namespace"]) or "default",
         **content,
     )
     by_order = conversation is not None and messages is None and turn is None
     return LoggedRow(request, turn_by_order=by_order)
 
 
-def request_rows(
+def _request_rows(
     items: Sequence[object], blank: LoggedRequest, read: Callable[[Any, LoggedRequest], LoggedRow]
 ) -> Iterator[LoggedRow | Reason]:
     """A request for each item of a row; an item that cannot be read costs no other."""
@@ -86,9 +93,8 @@ def request_rows(
 
 
 def is_prompt(row: Row) -> bool:
-    if isinstance(row.get("requests"), list):
-        return True
-    return "prompt" in row and any(name in row for name in (*_ANSWER_LENGTHS, *_PROMPT_LENGTHS))
+    has_length = not row.keys().isdisjoint(NAMES["lengths"])
+    return isinstance(row.get("requests"), list) or ("prompt" in row and has_length)
 
 
 def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
@@ -105,23 +111,17 @@ def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]
         time_s = _milliseconds(row, "timestamp_ms")
         yield _prompt_row(row if time_s is None else {**row, "timestamp": time_s}, blank)
         return
-    if not isinstance(requests, list):
-        raise RowError(Reason.WRONG_TYPE)
-    if not requests:
+    if not fields.of_type(list, requests):
         raise RowError(Reason.EMPTY)
     time_s = _milliseconds(row, "timestamp")  # AIBrix's own files count from 0
-    yield from request_rows(requests, blank, lambda one, own: _prompt_row(one, own, timestamp=time_s))
+    yield from _request_rows(requests, blank, lambda one, own: _prompt_row(one, own, timestamp=time_s))
 
 
-def _prompt_row(row: object, blank: LoggedRequest, **known: float | None) -> LoggedRow:
-    if not isinstance(row, Mapping):
-        raise RowError(Reason.WRONG_TYPE)
-    return request_row(
-        {**row, **known},
-        blank,
-        prompt=full_text(row.get("prompt")),
-        answer=fields.optional(fields.text, row, "completion", "answer"),
-    )
+def _prompt_row(item: object, blank: LoggedRequest, **known: float | None) -> LoggedRow:
+    row = fields.of_type(dict, item)
+    prompt = _full_text(row.get("prompt"))
+    answer = fields.optional(fields.text, row, "completion", "answer")
+    return _request_row({**row, **known}, blank, prompt=prompt, answer=answer)
 
 
 def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
@@ -131,26 +131,14 @@ def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     Users and conversations are not named, and a known first block may be any system prompt, so that user and
     turn are unknown.
     """
-    hash_ids = row.get("hash_ids")
-    if hash_ids is None:
-        raise RowError(Reason.MISSING_FIELD)
-    if not isinstance(hash_ids, list):
-        raise RowError(Reason.WRONG_TYPE)
-    hashes = tuple(fields.count(hash_id) for hash_id in hash_ids)
+    hashes = tuple(map(fields.count, fields.of_type(list, row.get("hash_ids"))))
     num_tokens = fields.count(row.get("input_length"))
     if not num_tokens:
         raise RowError(Reason.EMPTY)
     if len(hashes) != -(-num_tokens // _MOONCAKE_BLOCK_SIZE):
         raise RowError(Reason.WRONG_TYPE)  # the blocks and the length contradict each other
-    yield LoggedRow(
-        replace(
-            blank,
-            time_s=_milliseconds(row, "timestamp"),
-            block_hashes=hashes,
-            block_size=_MOONCAKE_BLOCK_SIZE,
-            num_tokens=num_tokens,
-        )
-    )
+    blocks = replace(blank, block_hashes=hashes, block_size=_MOONCAKE_BLOCK_SIZE, num_tokens=num_tokens)
+    yield LoggedRow(replace(blocks, time_s=_milliseconds(row, "timestamp")))
 
 
 def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
@@ -158,14 +146,76 @@ def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     raise LogError(f"{blank.source} has only the lengths of requests; a replay needs their text or token ids")
 
 
-def asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def is_body(row: Row) -> bool:
+    if any(isinstance(row.get(name), Mapping) for name in ("body", "request")):
+        return True
+    return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
+
+
+def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
+    """
+    OpenAI request bodies: bare, or under `body` (Batch API) or `request`, the answer under `response`.
+
+    Chat completions, completions (a prompt may be a text, token ids, or a list of either: one request each)
+    and responses (`input`, `instructions`). Conversation, user and time are beside the body, in it, or in its
+    `metadata`. Tools become a system message before the others: the template of the log's model would write
+    them there, in words that are not known here.
+    """
+    found = fields.first(row, "body", "request")
+    body = row if found is None else fields.of_type(dict, found)
+    metadata = body.get("metadata")
+    known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
+    named = known.get("conversation_id") or known.get("session_id") or known.get("conversation")
+    known["conversation"] = named if isinstance(named, str | int) else None  # the API's is an object
+    answer, messages, prompt = _answer(known.get("response")), body.get("messages"), body.get("prompt")
+    if messages is None and prompt is not None:
+        is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str)
+
+        def read(one: Any, own: LoggedRequest) -> LoggedRow:
+            if isinstance(one, list):
+                return _request_row(known, own, answer=answer, token_ids=_tokens(one))
+            return _request_row(known, own, answer=answer, prompt=_full_text(one))
+
+        yield from _request_rows(prompt if is_several else [prompt], blank, read)
+        return
+    messages = _messages_of_input(body) if messages is None else fields.messages(messages)
+    if tools := fields.first(body, "tools", "functions"):
+        text = fields.text(json.dumps(tools, ensure_ascii=False, default=str))
+        messages = ({"role": "system", "content": text}, *messages)
+    yield _request_row(known, blank, messages=_asking(messages), answer=answer)
+
+
+def _messages_of_input(body: Row) -> tuple[Message, ...]:
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    instructions = fields.optional(fields.text, body, "instructions")
+    leading = ({"role": "system", "content": instructions},) if instructions else ()
+    return (*leading, *fields.messages(items))
+
+
+def _answer(response: object) -> str | None:
+    """The text of the first choice; None if the log has none, or in another shape."""
+    if isinstance(response, str):
+        return fields.text(response)
+    found: Any = response
+    if isinstance(found, Mapping) and isinstance(found.get("body"), Mapping):
+        found = found["body"]
+    choices = found.get("choices") if isinstance(found, Mapping) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        return None
+    message = choices[0].get("message")
+    content = message.get("content") if isinstance(message, Mapping) else choices[0].get("text")
+    return fields.text(content) if isinstance(content, str) else None
+
+
+def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The same messages. Raises RowError if none of them asks for an answer."""
     if not any(message["role"] in ("user", "tool") for message in messages):
         raise RowError(Reason.NO_USER_TURN)
     return messages
 
 
-def full_text(value: object) -> str:
+def _full_text(value: object) -> str:
     """A text that is not blank."""
     text = fields.text(value)
     if not text.strip():
@@ -173,18 +223,11 @@ def full_text(value: object) -> str:
     return text
 
 
-def tokens(value: object) -> tuple[int, ...]:
+def _tokens(value: object) -> tuple[int, ...]:
     """Token ids that fit 32 bits."""
-    if not isinstance(value, list):
-        raise RowError(Reason.WRONG_TYPE)
-    if not value:
+    if not (ids := fields.of_type(list, value)):
         raise RowError(Reason.EMPTY)
-    return tuple(map(fields.int32, value))
-
-
-def _num_earlier_turns(messages: Sequence[Message]) -> int:
-    """User messages before the last one."""
-    return max(0, sum(message["role"] == "user" for message in messages) - 1)
+    return tuple(map(fields.int32, ids))
 
 
 def _milliseconds(row: Row, name: str) -> float | None:

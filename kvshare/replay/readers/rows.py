@@ -5,8 +5,6 @@ reason.
 Rows that cannot be read are counted by file, line and one word, without their text.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -80,8 +78,6 @@ class Reason(StrEnum):
 
 
 class RowError(Exception):
-    """This row cannot be read; raised by the formats."""
-
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
         self.reason = reason
@@ -106,6 +102,5 @@ class ReadReport:
         return self._reasons.total()
 
     def unreadable(self) -> Unreadable:
-        """As in `results.json`."""
         reasons = {str(reason): count for reason, count in sorted(self._reasons.items())}
         return Unreadable(num_rows=self.num_unreadable, reasons=reasons, lines=tuple(self.examples))

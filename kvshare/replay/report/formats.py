@@ -1,7 +1,5 @@
 """Numbers as a reader wants them: few digits, the unit that fits, and a dash where a number is not known."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -1,6 +1,4 @@
-"""
-Which plots there are, and those that put the policies side by side, a curve each; None: nothing to draw.
-"""
+"""Which plots there are, and those with a curve for each policy; None: nothing to draw."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class Curve(NamedTuple):
 
 
 def draw(report: Report) -> dict[str, Picture | None]:
-    """
-    All plots by the names of their files; "-all" has the curves of all policies, not of the main ones only.
-    """
+    """All plots by the names of their files; "-all" has the curves of all policies, not of the main ones."""
     kvshare = report.kvshare
     curves = {
         "hit-rate-over-time": hit_rate_over_time,
@@ -123,9 +119,7 @@ def coverage(policies: Iterable[PolicyResults]) -> Picture | None:
 
 
 def hit_rate_against_capacity(policies: Iterable[PolicyResults]) -> Picture | None:
-    """
-    Tokens not computed by capacity, the infinite store at the right; None for less than two finite stores.
-    """
+    """Tokens not computed by capacity, the infinite store at the right; None below two finite ones."""
     known = [one for one in policies if one.family != "nothing" and one.token_hit_rate is not None]
     capacities = sorted({one.capacity_tokens for one in known if one.capacity_tokens})
     if len(capacities) < 2:
@@ -172,9 +166,7 @@ def _along_the_stream(
 def _curves(
     title: str, curves: Sequence[Curve], y_name: str, heading: str, *, marker: str = ""
 ) -> Iterator[tuple[Picture, Axes]]:
-    """
-    With a legend: the value and name of each, and a policy's options below it. The caller sets the scales.
-    """
+    """With a legend: value and name of each, a policy's options below it. The caller sets the scales."""
     width = max(len(curve.value) for curve in curves)
     styles = looks(curve.policy for curve in curves)
     num_rows = sum(curve.policy.arm.count(":") + 1 for curve in curves)

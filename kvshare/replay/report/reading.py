@@ -1,25 +1,13 @@
 """`results.json` and `requests.parquet` -> what report and terminal show."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Final
 
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import numpy as np
 
-from kvshare.errors import LogError
-from kvshare.replay.results import (
-    REQUESTS_FILE,
-    RESULTS_FILE,
-    SCHEMA_VERSION,
-    Document,
-    Figures,
-    PolicyResults,
-    Results,
-    finite,
-)
+from kvshare.replay.results import REQUESTS_FILE, Document, Figures, PolicyResults, Results
+from kvshare.replay.rows import read_policy
+from kvshare.replay.whole_files import cannot_be_read, read_results
 
 _NUM_MAIN: Final = 4
 _MAX_POINTS: Final = 1500  # of a scatter plot: more only make the file large
@@ -108,15 +96,10 @@ def read_report(folder: Path) -> Report:
 
     Raises:  LogError if there is no `results.json` of this schema; `requests.parquet` may be missing
     """
-    path = folder / RESULTS_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-        kind = document.get("kind") if isinstance(document, dict) else None
-        if kind != "replay" or document.get("schema_version") != SCHEMA_VERSION:
-            raise LogError(f"{path.name} is not a replay's of schema {SCHEMA_VERSION}")
-        report = parse_report(document)
-    except (OSError, ValueError) as exc:
-        raise LogError(f"{path.name} cannot be read: {type(exc).__name__}") from exc
+        report = parse_report(read_results(folder))
+    except ValueError as exc:
+        raise cannot_be_read(folder, exc) from exc
     return report.model_copy(update={"points": _points(folder / REQUESTS_FILE, report)})
 
 
@@ -133,18 +116,12 @@ def _points(path: Path, report: Report) -> tuple[Point, ...]:
     response, similarity = report.find("response"), report.similarity
     if not path.is_file() or similarity is None or response is None:
         return ()
-    names = [response.arm, similarity.overlap]
-    index, stride = pc.field("index"), max(1, -(-response.num_requests // _MAX_POINTS))
-    picked = pc.field("arm").isin(names) & pc.field("capacity_tokens").is_null()
-    picked &= index / stride * stride == index  # of integers, so rounded down
-    columns = ["index", "arm", "num_tokens", "num_hit", "distance"]
-    rows = pq.read_table(path, columns=columns, filters=picked).to_pylist()
-    near, shared = ({row["index"]: row for row in rows if row["arm"] == name} for name in names)
-    return tuple(
-        (near[at]["distance"], shared[at]["num_hit"] / max(1, shared[at]["num_tokens"]))
-        for at in near
-        if at in shared and finite(near[at]["distance"]) is not None
-    )
+    distances = read_policy(path, response.arm, columns=["index", "distance"])["distance"].to_numpy()
+    rows = read_policy(path, similarity.overlap, columns=["index", "num_tokens", "num_hit"])
+    overlaps = rows["num_hit"].to_numpy() / np.maximum(rows["num_tokens"].to_numpy(), 1)
+    picked = np.arange(len(rows)) % max(1, -(-len(rows) // _MAX_POINTS)) == 0
+    picked &= np.isfinite(distances)
+    return tuple(zip(distances[picked].tolist(), overlaps[picked].tolist(), strict=True))
 
 
 def _natural(group: tuple[str, Figures]) -> tuple[int, str]:

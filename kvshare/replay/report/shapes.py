@@ -1,6 +1,4 @@
-"""
-The plots of one policy or of the log: savings, the oracle's losses, similarity, trees, the paper's figures.
-"""
+"""Plots of one policy or of the log: savings, the oracle's losses, similarity, trees, the paper's figures."""
 
 from __future__ import annotations
 
@@ -9,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import yaml
+
 from kvshare.replay.report.formats import counted, percent, short
-from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
+from kvshare.replay.report.picture import COLOURS, TEMPLATES, Picture, drawing, tip
 from kvshare.replay.report.reading import Report
 from kvshare.replay.results import Document, Histogram, PolicyResults, Similarity, Tree
 
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 Reported = Mapping[str, Mapping[str, float]]  # log -> name of a figure -> what the paper has
 
-_STEPS: Final = {
-    "oracle": ("seen before (oracle)", "total"),
-    "not_found": ("not found", "computed"),
-    "too_short": ("prompt too short to look up", "computed"),
-    "generation": ("rejected: copies of copies", "computed"),
-    "refused": ("rejected by another threshold", "computed"),
-    "repaired": ("repaired: computed again", "repaired"),
-    "hit": ("not computed", "kv0"),
-}
+_STEPS: Final = yaml.safe_load((TEMPLATES / "bars.yaml").read_text(encoding="utf-8"))
 _MAX_WIDE: Final = 10  # buckets with room for both of their ends
 
 
@@ -36,15 +28,10 @@ def savings(policy: PolicyResults | None) -> Picture | None:
     if policy is None or policy.num_tokens <= 0:
         return None
     total, hit = policy.num_tokens, policy.num_hit_tokens
-    copied, repaired = total - policy.num_exact_tokens, total - hit - policy.num_repaired_tokens
-    bars = [
-        ("all prompt tokens", 0, total, "total"),
-        ("equal prefix: not computed", copied, total, "prefix"),
-        ("copies from elsewhere", total - hit, copied, "kv0"),
-        ("repaired: computed again", repaired, total - hit, "repaired"),
-        ("computed: nothing shared", 0, repaired, "computed"),
-    ]
-    return _falling(f"Where the tokens go: {policy.label}", bars, total)
+    exact, repaired = policy.num_exact_tokens, policy.num_repaired_tokens
+    steps = {"all": total, "prefix": -exact, "copies": exact - hit, "repaired": -repaired}
+    steps["rest"] = hit + repaired - total
+    return _falling(f"Where the tokens go: {policy.label}", steps, total)
 
 
 def oracle_losses(report: Report) -> Picture | None:
@@ -53,13 +40,8 @@ def oracle_losses(report: Report) -> Picture | None:
     losses = next((one for one in report.waterfall if one.arm == label), None)
     if losses is None or losses.num_tokens <= 0 or not losses.steps:
         return None
-    bars, level = [], 0
-    for step in losses.steps:
-        start = 0 if step.name in ("oracle", "hit") else level
-        level = start + step.num_tokens
-        name, colour = _STEPS.get(step.name, (step.name, "computed"))
-        bars.append((name, min(start, level), max(start, level), colour))
-    return _falling(f"From the oracle to {label}", bars, losses.num_tokens)
+    steps = {step.name: step.num_tokens for step in losses.steps}
+    return _falling(f"From the oracle to {label}", steps, losses.num_tokens)
 
 
 def likeness(similarity: Similarity | None) -> Picture | None:
@@ -139,16 +121,21 @@ def _buckets(edges: Sequence[float]) -> list[str]:
     return inner + [f"{edge:g}+" for edge in edges[-1:]]
 
 
-def _falling(title: str, bars: Sequence[tuple[str, int, int, str]], total: int) -> Picture:
-    """Horizontal bars of tokens (name, low, high, colour); each begins where the one above ends."""
-    notes = [f"{counted(high - low)}  ({percent((high - low) / total)})" for _, low, high, _ in bars]
-    with drawing(title, height=92 + 38 * len(bars)) as picture:
+def _falling(title: str, steps: Mapping[str, int], total: int) -> Picture:
+    """Horizontal bars of tokens: sums begin at 0, each loss (negative) where the bar above ends."""
+    names, notes, level = [], [], 0
+    with drawing(title, height=92 + 38 * len(steps)) as picture:
         axes = picture.figure.add_subplot(xlabel="share of all prompt tokens, %")
-        for place, (name, low, high, colour) in enumerate(bars):
-            share, left, look = 100 * (high - low) / total, 100 * low / total, COLOURS[colour]
+        for place, (step, change) in enumerate(steps.items()):
+            start = 0 if step in ("all", "oracle", "hit") else level
+            level, low, num_tokens = start + change, min(start, start + change), abs(change)
+            name, colour = _STEPS.get(step, (step, "computed"))
+            share, left, look = 100 * num_tokens / total, 100 * low / total, COLOURS[colour]
             (bar,) = axes.barh(place, share, 0.68, left, color=look, edgecolor=look)
-            tip(bar, f"{name}: {notes[place]} tokens")
-        _share_rows(axes, [name for name, *_ in bars], ["tokens", *notes])
+            names.append(name)
+            notes.append(f"{counted(num_tokens)}  ({percent(num_tokens / total)})")
+            tip(bar, f"{name}: {notes[-1]} tokens")
+        _share_rows(axes, names, ["tokens", *notes])
     return picture
 
 
@@ -209,9 +196,7 @@ def _draw_shares(
     marked: tuple[int, int],
     x_name: str,
 ) -> Picture:
-    """
-    Rows of parts, each a share and its darkness in (0, 1]; `marks`: what the paper reports, over some rows.
-    """
+    """Rows of parts, each a share and its darkness in (0, 1]; `marks`: the paper's shares, over some rows."""
     with drawing(title, height=106 + 30 * len(rows) + 20 * len(marks)) as picture:
         axes = picture.figure.add_subplot(xlabel=x_name)
         picture.figure.suptitle(title, x=0.01, ha="left")

@@ -1,7 +1,5 @@
 """`window` and `resubmit`: real conversations whose beginning is dropped, or an earlier turn changed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +27,11 @@ def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     Several chats at a time, from the turn that fills the window. After the last chat they start again with
     other window sizes and some questions reworded, as chats of other users.
     """
-    usable = [chat for chat in sources.chats(paths) if _num_turns(chat) >= _MIN_TURNS]
-    long = [chat for chat in usable if _num_chars(chat) > _SMALLEST]
+    long = [
+        chat
+        for chat in sources.chats(paths)
+        if sum(message["role"] == "user" for message in chat) >= _MIN_TURNS and _num_chars(chat) > _SMALLEST
+    ]
     yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
 
 
@@ -47,9 +48,8 @@ def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> 
         if message["role"] == "user":
             answer = chat[number + 1]["content"] if number + 1 < len(chat) else None
             if _num_chars(chat[: number + 2]) > size:
-                yield WorkloadRow(
-                    conversation, turn, user, (_SYSTEM, *kept(chat[: number + 1], size)), answer
-                )
+                messages = (_SYSTEM, *kept(chat[: number + 1], size))
+                yield WorkloadRow(conversation, turn, user, messages, answer)
                 turn += 1
 
 
@@ -68,10 +68,6 @@ def kept(history: Sequence[Message], size: int) -> tuple[Message, ...]:
     while len(messages) > 1 and (_num_chars(messages) > size or messages[0]["role"] != "user"):
         messages = messages[1:]
     return tuple(messages)
-
-
-def _num_turns(chat: Sequence[Message]) -> int:
-    return sum(message["role"] == "user" for message in chat)
 
 
 def _num_chars(messages: Sequence[Message]) -> int:

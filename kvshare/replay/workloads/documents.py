@@ -1,7 +1,5 @@
 """`rag`, `agent` and `revise`: the same documents again, beside others or a little changed."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -90,25 +88,15 @@ def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iter
 
 
 def _run(task: Question, conversation: str, user: str, draw: random.Random) -> Iterator[WorkloadRow]:
-    messages: list[Message] = [
-        AGENT_SYSTEM,
-        {"role": "user", "content": f"Task: {task.text}"},
-    ]
+    messages: list[Message] = [AGENT_SYSTEM, {"role": "user", "content": f"Task: {task.text}"}]
     for turn, document in enumerate(task.passages):
-        call = tool_call(document)
+        call, text = tool_call(document), document.text[:_LONGEST]
         yield WorkloadRow(conversation, turn, user, tuple(messages), call)
-        messages += [
-            {"role": "assistant", "content": call},
-            {"role": "user", "content": _result(document, draw)},
-        ]
+        if draw.random() < _CHANGES:
+            text = refigured(text, draw, most=2)
+        result = tool_result(Passage(_name(document), text), draw)
+        messages += [{"role": "assistant", "content": call}, {"role": "user", "content": result}]
     yield WorkloadRow(conversation, len(task.passages), user, tuple(messages))
-
-
-def _result(document: Passage, draw: random.Random) -> str:
-    text = document.text[:_LONGEST]
-    if draw.random() < _CHANGES:
-        text = refigured(text, draw, most=2)
-    return tool_result(Passage(_name(document), text), draw)
 
 
 def revise(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
@@ -147,15 +135,11 @@ def tool_result(document: Passage, draw: random.Random) -> str:
 
 def refigured(text: str, draw: random.Random, *, most: int) -> str:
     """The text with its first `most` numbers of two to six digits a little larger."""
-    return _NUMBER.sub(lambda match: _near(match.group(), draw), text, count=most)
+    return _NUMBER.sub(lambda match: str(int(match.group()) + draw.randint(1, 9)), text, count=most)
 
 
 def _name(document: Passage) -> str:
     return document.title or " ".join(document.text.split()[:6])
-
-
-def _near(number: str, draw: random.Random) -> str:
-    return str(int(number) + draw.randint(1, 9))
 
 
 def _tasks(paths: Sequence[Path], draw: random.Random) -> list[Question]:
@@ -165,8 +149,7 @@ def _tasks(paths: Sequence[Path], draw: random.Random) -> list[Question]:
     draw.shuffle(passages)
     for start in range(0, len(passages) - _STEPS + 1, _STEPS):
         dealt = tuple(passages[start : start + _STEPS])
-        titles = ", ".join(_name(passage) for passage in dealt[:2])
-        tasks.append(
-            Question(f"Write one paragraph on what these have in common, beginning with {titles}.", dealt)
-        )
+        titles = ", ".join(map(_name, dealt[:2]))
+        asked = f"Write one paragraph on what these have in common, beginning with {titles}."
+        tasks.append(Question(asked, dealt))
     return tasks

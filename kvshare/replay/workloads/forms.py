@@ -1,7 +1,5 @@
 """`template` and `header`: one text for all users, with other values in its slots or on top of it."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -39,9 +37,8 @@ def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
     for number in count():
         (form,) = draw.choices(used, weights)
         message = {"role": "user", "content": filled(form, draw)}
-        yield WorkloadRow(
-            f"template-c{number}", 0, f"u{draw.randrange(max(2, num_requests // 3))}", (message,)
-        )
+        user = f"u{draw.randrange(max(2, num_requests // 3))}"
+        yield WorkloadRow(f"template-c{number}", 0, user, (message,))
 
 
 def is_form(text: str) -> bool:
@@ -107,12 +104,9 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     users = [(f"u{number}", sources.person(draw)) for number in range(max(2, num_requests // 4))]
     for number in count():
         user, name = draw.choice(users)
-        system = _header(name, draw) + draw.choice(bodies)
-        messages = (
-            {"role": "system", "content": system},
-            {"role": "user", "content": draw.choice(questions)},
-        )
-        yield WorkloadRow(f"header-c{number}", 0, user, messages)
+        system = {"role": "system", "content": _header(name, draw) + draw.choice(bodies)}
+        question = {"role": "user", "content": draw.choice(questions)}
+        yield WorkloadRow(f"header-c{number}", 0, user, (system, question))
 
 
 def _header(name: str, draw: random.Random) -> str:

@@ -4,8 +4,6 @@ What workloads are made of: source files -> texts, passages, chats; and random v
 It reads the published forms of the data sets and skips rows that do not fit.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -30,7 +28,7 @@ TOPICS: Sequence[str] = WORDS["topics"]
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRow:
-    """One line of the file; `id` and `timestamp` are given last, see generate.py."""
+    """One line of the file; `id` and `timestamp` are set last, by `generate`."""
 
     id: str = field(default="", kw_only=True)  # unique in the file
     conversation: str  # equal in all requests of a conversation
@@ -104,14 +102,8 @@ def _text(row: Mapping[str, Any]) -> str | None:
     for name in _TEXT_FIELDS:
         if isinstance(value := row.get(name), str) and value.strip():
             return value.strip()
-    for name in ("messages", "conversation", "conversations"):
-        if isinstance(said := row.get(name), list):
-            return _first_question(said)
-    return None
-
-
-def _first_question(said: Sequence[Any]) -> str | None:
-    for message in said:
+    logged = (row.get(name) for name in ("messages", "conversation", "conversations"))
+    for message in next((said for said in logged if isinstance(said, list)), ()):
         if isinstance(message, Mapping) and message.get("role", message.get("from")) in ("user", "human"):
             content = message.get("content", message.get("value"))
             return content.strip() if isinstance(content, str) and content.strip() else None
@@ -153,18 +145,15 @@ def clock(draw: random.Random) -> str:
 
 def value_for(slot: str, draw: random.Random) -> str:
     """A value that fits the slot's name."""
-    name = set(re.split(r"[^a-z]+", slot.lower()))
-    if name & {"date", "time", "day", "deadline", "datum"}:
-        return date(draw)
-    if name & {"number", "id", "amount", "price", "count", "age", "year", "size", "length", "nummer"}:
+    words = set(re.split(r"[^a-z]+", slot.lower()))
+    kind = next((kind for kind, names in WORDS["slots"].items() if words & set(names)), "other")
+    if kind in ("date", "person"):
+        return date(draw) if kind == "date" else person(draw)
+    if kind == "number":
         return str(draw.randint(10, 99_999))
-    if name & {"city", "country", "location", "place", "address", "ort"}:
-        return draw.choice(PLACES)
-    if name & {"product", "item", "order", "brand", "model"}:
-        return draw.choice(PRODUCTS)
-    if name & {"name", "author", "person", "customer", "client", "patient", "user"}:
-        return person(draw)
-    return f"{draw.choice(TOPICS)} in {draw.choice(PLACES)}"
+    if kind == "other":
+        return f"{draw.choice(TOPICS)} in {draw.choice(PLACES)}"
+    return str(draw.choice(WORDS[kind]))
 
 
 def endless(items: Sequence[_T], draw: random.Random) -> Iterator[_T]:

@@ -12,7 +12,7 @@ from kvshare.bench.figures import drop_from_page_cache, grown, memory_bytes, per
 from kvshare.bench.index import Corpus
 from kvshare.bench.text_like import as_text, common_words, text_like_prompts
 from kvshare.errors import ConfigError
-from kvshare.replay.policies.losses import LossFinder
+from kvshare.replay.policies.sharing_options import LossFinder
 from vector_index import Embedder
 
 

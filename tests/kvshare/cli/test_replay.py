@@ -22,6 +22,8 @@ from typer.core import TyperGroup
 
 from kvshare.cli import main, replay
 from kvshare.cli.views import draw
+from kvshare.replay.options import ReplayOptions
+from kvshare.replay.policies.base import BatchEmbeddings
 from tests.kvshare.cli.conftest import Outcome
 from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
@@ -136,7 +138,7 @@ def test_diff_is_shown(kvshare: Kvshare) -> None:
 @pytest.mark.usefixtures("log")
 def test_paper_is_shown(kvshare: Kvshare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both figures' numbers, and the rows that could not be read."""
-    monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
+    monkeypatch.setattr(ReplayOptions, "embeddings", lambda *_: BatchEmbeddings(FakeEmbedder()))
     done = kvshare(
         "replay", "log.jsonl", "--tokenizer", "demo", "--paper", "--arms", "prefix", "--out", "paper"
     )
@@ -258,7 +260,7 @@ def test_what_was_read_is_reported(
     seen: list[tuple[int, int | None]] = []
     bar = nullcontext(lambda done, total: seen.append((done, total)))
     monkeypatch.setattr(replay, "progress_bar", lambda *, hidden: bar)
-    monkeypatch.setattr("kvshare.replay.paper.bundled_embedder", lambda options: FakeEmbedder())
+    monkeypatch.setattr(ReplayOptions, "embeddings", lambda *_: BatchEmbeddings(FakeEmbedder()))
     more = {"plain": (), "paper": ("--paper",), "live": ("--engine", engine.url, "--key", KEY)}
     assert (
         kvshare(

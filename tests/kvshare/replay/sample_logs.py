@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.replay.requests import Message
+from kvshare.replay.workloads import generate, write_rows
 from kvshare.replay.workloads.chats import reworded
-from kvshare.replay.workloads.generate import generate, write_rows
 from tests.kvshare.replay.readers.logs import write_lines
 
 _QUESTIONS = 3  # of a conversation; the reader makes a request of each

@@ -19,8 +19,7 @@ from kvshare.demo import MODEL_PATH
 from kvshare.engines.base import Delta, Event, Finished, GenerationRequest, SamplingParams
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.namespace import Namespace
-from kvshare.replay.policies import BatchEmbeddings, PolicyContext
-from kvshare.replay.policies.base import prompt_text
+from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext, prompt_text
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
 from kvshare.replay.requests import TokenizedRequest

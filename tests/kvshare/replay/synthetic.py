@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import token_ids
-from kvshare.replay.policies import BatchEmbeddings, PolicyContext
+from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
 from kvshare.replay.requests import LoggedRequest, TokenizedRequest
 from kvshare.settings import load_settings
 
@@ -85,4 +85,5 @@ def policy_context(
         prefill_tokens_per_s=1000.0,
         embeddings=BatchEmbeddings(FakeEmbedder()) if embeddings else None,
         punctuation_ids=punctuation_ids,
+        explain_losses=True,
     )

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvshare.errors import ConfigError, UnreachableError
-from kvshare.replay.live import LIVE_POLICIES, LiveOptions, Pace, replay_live
-from kvshare.replay.live_figures import summarise
+from kvshare.replay.live import LIVE_POLICIES, LiveOptions, Pace, replay_live, summarise
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings

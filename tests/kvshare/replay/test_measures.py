@@ -4,15 +4,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from kvshare.replay.counts import (
+from kvshare.replay.measures import (
     LENGTH_BUCKETS,
     LENGTH_EDGES,
     buckets,
     histogram,
     milliseconds,
+    policy_results,
+    policy_times,
+    similarity,
     stretches,
+    waterfalls,
 )
-from kvshare.replay.measures import policy_results, policy_times, similarity, waterfalls
 from kvshare.replay.policies.oracle import GramTable
 from kvshare.replay.results import PolicyResults, Row, Store, policy_label
 from kvshare.replay.rows import SCHEMA, language_label, numbering

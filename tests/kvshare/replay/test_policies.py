@@ -16,11 +16,10 @@ from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
 from kvshare.reasons import Reason
 from kvshare.replay.measures import waterfalls
-from kvshare.replay.policies import losses, make_policy, parse_policies
+from kvshare.replay.policies import make_policy, parse_policies, sharing_options
 from kvshare.replay.policies.base import CachePolicy
-from kvshare.replay.policies.losses import Losses, LossFinder
 from kvshare.replay.policies.sharing import SharingPolicy
-from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
 from kvshare.replay.requests import Outcome, TokenizedRequest, any_of
 from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
@@ -318,9 +317,9 @@ def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None
     explained = run("kvshare-fingerprints", requests)
     assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
     look = LossFinder(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
-    monkeypatch.setattr(losses, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+    monkeypatch.setattr(sharing_options, "make_plan", lambda *_, **__: pytest.fail("planned again"))
     rates = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
-    assert look.losses(requests[0].token_ids, NoPlan(Reason.NOTHING_IN_COMMON), (), rates) == Losses()
+    assert look.losses(requests[0].token_ids, NoPlan(Reason.NOTHING_IN_COMMON), (), rates) == (0, 0)
 
 
 def test_requests_embedded_for_the_look_up_are_told() -> None:
@@ -462,3 +461,5 @@ def test_arms_have_their_options() -> None:
     arm.close()
     names = [one.text for one in parse_policies("fast,prefix")]
     assert len(names) == len(set(names))
+    oracles = [make_policy(one, policy_context()) for one in parse_policies("oracle,oracle:tail=1")]
+    assert [oracle.options for oracle in oracles] == [{"min_run": 16}, {"min_run": 16, "tail": 1}]

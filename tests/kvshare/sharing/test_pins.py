@@ -14,7 +14,7 @@ from delta_tree import Copy, DeltaTree, Node, NodeId, Span, TokenIds, new_segmen
 from kvshare.errors import RequestError
 from kvshare.inspection import QUESTIONS
 from kvshare.reasons import Reason
-from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
 

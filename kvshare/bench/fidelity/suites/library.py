@@ -22,8 +22,7 @@ import yaml
 
 from kvshare.bench.fidelity.scenario import SEED, half_of
 from kvshare.replay.requests import Message
-from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.generate import SAMPLES
+from kvshare.replay.workloads import SAMPLES, sources
 from kvshare.replay.workloads.sources import Passage, objects
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("plain", {"messages": []}, Reason.EMPTY),
     ("plain", {"messages": "hello"}, Reason.WRONG_TYPE),
     ("plain", {"messages": ["hello"]}, Reason.WRONG_TYPE),
+    ("plain", {"messages": [None]}, Reason.MISSING_FIELD),
     ("plain", {"messages": [{"role": "user"}]}, Reason.MISSING_FIELD),
     ("plain", {"messages": [{"role": "wizard", "content": "x"}]}, Reason.UNKNOWN_ROLE),
     ("plain", {"messages": [{"role": "system", "content": "x"}]}, Reason.NO_USER_TURN),

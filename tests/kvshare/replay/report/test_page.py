@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from kvshare.cli.main import app
 from kvshare.demo import MODEL_PATH
 from kvshare.errors import LogError
-from kvshare.replay.report import write_report
-from kvshare.replay.report.page import render
+from kvshare.replay.report import render, write_report
 from kvshare.replay.report.picture import Picture
 from kvshare.replay.report.plots import draw
 from kvshare.replay.report.reading import parse_report, read_report
