@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
-from kvshare.vllm_connector.metadata import StepMetadata, Transfers, WorkerHandshake, WorkerReport
+from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -114,8 +114,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save(self._step_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        transfers = self._worker.take_transfers() if self._worker is not None else Transfers()
-        return KVConnectorTransferResults(transfers.saved, transfers.loaded, transfers.failed)
+        return self._worker.take_transfers() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.build_connector_worker_meta() if self._worker is not None else None
@@ -125,6 +124,12 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
 
     # --- scheduler side -----------------------------------------------------------------------------------
+
+    @property
+    def _scheduler(self) -> ConnectorScheduler:
+        """For the methods that vLLM calls in the scheduler only."""
+        assert self._scheduler_side is not None
+        return self._scheduler_side.scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -137,39 +142,33 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def on_new_request(self, request: Request) -> None:
-        if (scheduler := self._scheduler_or_none()) is not None:
-            with _contained():
-                scheduler.on_new_request(request)
+        with _contained():
+            self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         num_matched = 0
-        if (scheduler := self._scheduler_or_none()) is not None:
-            with _contained():
-                num_matched = scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        with _contained():
+            num_matched = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return num_matched, num_matched > 0  # asynchronous: other requests run while it is loaded
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if (scheduler := self._scheduler_or_none()) is not None:
-            scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        scheduler = self._scheduler_or_none()
-        return scheduler.build_connector_meta(scheduler_output) if scheduler is not None else StepMetadata()
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if (scheduler := self._scheduler_or_none()) is not None:
-            meta = connector_output.kv_connector_worker_meta
-            report = meta if isinstance(meta, WorkerReport) else None
-            with _contained():
-                scheduler.update_connector_output(report, connector_output.finished_sending or ())
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, WorkerReport) else WorkerReport()
+        with _contained():
+            self._scheduler.update_connector_output(report, connector_output.finished_sending or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         must_stay = False
-        if (scheduler := self._scheduler_or_none()) is not None:
-            with _contained():
-                must_stay = scheduler.request_finished(request, block_ids)
+        with _contained():
+            must_stay = self._scheduler.request_finished(request, block_ids)
         return must_stay, None
 
     def request_finished_all_groups(
@@ -179,8 +178,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """vLLM calls this when weights change, among other reasons: all segments are dropped."""
-        if (scheduler := self._scheduler_or_none()) is not None:
-            scheduler.reset_cache()
+        self._scheduler.reset_cache()
         return True
 
     def shutdown(self) -> None:
@@ -188,10 +186,6 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.close()
         if self._worker is not None:
             self._worker.close()
-
-    def _scheduler_or_none(self) -> ConnectorScheduler | None:
-        """None in a worker, before the handshakes, and where nothing is shared."""
-        return self._scheduler_side.scheduler if self._scheduler_side is not None else None
 
 
 @contextmanager

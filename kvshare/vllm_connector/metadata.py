@@ -66,7 +66,7 @@ class SaveRequest:
 
     request_id: str
     block_ids: tuple[int, ...]
-    spans: tuple[tuple[SegmentId, Span], ...]
+    spans: tuple[tuple[SegmentId, Span], ...] = ()
     has_ended: bool = True
 
     def without(self, segment_ids: Collection[SegmentId]) -> SaveRequest:
@@ -94,15 +94,6 @@ class LoadResult:
     repaired: tuple[Span, ...] = ()  # copied tokens that were chosen and computed again
 
 
-@dataclass(slots=True)
-class Transfers:
-    """Requests whose transfers have ended."""
-
-    saved: set[str] = field(default_factory=set)  # ended requests: their blocks may be freed
-    loaded: set[str] = field(default_factory=set)  # with those that failed
-    failed: set[str] = field(default_factory=set)
-
-
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """What a worker did since its last report, by vLLM's request id."""
@@ -110,7 +101,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: dict[str, LoadResult] = field(default_factory=dict)
     saved_prompts: set[str] = field(default_factory=set)  # of requests that are still running
     failed_saves: set[str] = field(default_factory=set)
-    stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # fetch, lay, pass, save
+    stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # see `Finished`
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:

@@ -26,10 +26,11 @@ class Message:
 
     __slots__ = ()
     _optional: ClassVar[frozenset[str]] = frozenset()  # fields that may be missing
+    _protocol: ClassVar[int | None] = None  # version of the protocol, if the document has one
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json")
-        return document
+        return document if self._protocol is None else {"protocol": self._protocol, **document}
 
     @classmethod
     def from_json(cls, document: object) -> Self:
@@ -46,6 +47,8 @@ class Message:
     @classmethod
     def _check_complete(cls, document: object) -> object:
         if isinstance(document, dict):
+            if cls._protocol is not None and document.get("protocol") != cls._protocol:
+                raise ValueError(f"protocol: expected {cls._protocol}, got {document.get('protocol')!r}")
             names = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
             if missing := names - cls._optional - document.keys():
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")

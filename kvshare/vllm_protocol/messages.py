@@ -33,22 +33,6 @@ TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control ser
 _Segment = Annotated[SegmentId, Field(strict=True, gt=0)]
 
 
-class VersionedMessage(Message):
-    """A message with the version of its protocol."""
-
-    __slots__ = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"protocol": PROTOCOL, **super().to_json()}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_protocol(cls, document: object) -> object:
-        if isinstance(document, dict) and document.get("protocol") != PROTOCOL:
-            raise ValueError(f"protocol: expected {PROTOCOL}, got {document.get('protocol')!r}")
-        return document
-
-
 class WireCopy(NamedTuple):
     """
     Stored KV for a span of the prompt; an array in JSON.
@@ -99,7 +83,7 @@ class WireOrder(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket(VersionedMessage):
+class Ticket(Message):
     """
     One request's plan, and whether its KV may be retained.
 
@@ -115,6 +99,8 @@ class Ticket(VersionedMessage):
     copies: tuple[WireCopy, ...] = ()  # ascending by target, disjoint
     keep: Flag = True
     order: WireOrder | None = None  # repairs that the connector still has to choose
+
+    _protocol = PROTOCOL
 
     @property
     def is_exact(self) -> bool:
@@ -176,6 +162,11 @@ class Stored(NamedTuple):
     length: Number
     num_bytes: Number  # sum over all ranks
 
+    @property
+    def span(self) -> Span:
+        """Its positions."""
+        return Span(self.start, self.start + self.length)
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled(Message):
@@ -199,7 +190,8 @@ class Finished(Message):
 
     Retained positions are covered by the copies `used` (indices into the ticket's copies) without the spans
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
-    generated tokens among the retained ones.
+    generated tokens among the retained ones. `stage_seconds`: "fetch" verifies segments, "lay" writes copies
+    into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
     """
 
     request_id: Text
@@ -211,7 +203,7 @@ class Finished(Message):
     output_ids: tuple[Number, ...] = ()
     stored: tuple[Stored, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)  # lay, pass, save
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
     kind: Literal["finished"] = "finished"
 
 
@@ -250,7 +242,7 @@ class HeldSegments(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaInfo(VersionedMessage):
+class ReplicaInfo(Message):
     """`GET /info`: the abilities and the KV layout of a vLLM with the connector."""
 
     epoch: Text
@@ -271,6 +263,7 @@ class ReplicaInfo(VersionedMessage):
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
     data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
 
+    _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size"}
     )

@@ -9,12 +9,13 @@ answer is still being generated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from delta_tree import TokenIds
 from kvshare.bench.burst import Served, compare
-from kvshare.bench.vllm.session import run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, stack
+from kvshare.bench.vllm.session import Session, run_benchmark
+from kvshare.bench.vllm.stack import EditedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +25,19 @@ class Config(EditedConfig):
     repeats: int = 3
 
 
-def run(config: Config) -> dict[str, Any]:
+async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Figures over `repeats` bursts."""
-    return run_benchmark("burst", config, measure, stack)
+
+    def prompts() -> list[TokenIds]:
+        base = bench.unrelated()
+        return [bench.edited(base) for _ in range(bench.config.concurrency)]
+
+    async def serve(arm: str, prompt: TokenIds) -> Served:
+        client = bench.plain if arm == "full" else bench.proxy
+        answer = await client.complete(prompt, max_tokens=bench.config.max_tokens)
+        return Served(answer.ttft_s, answer.num_cached / len(prompt))
+
+    return await compare(prompts, serve, bench.settle, repeats=bench.config.repeats)
 
 
-async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, without the head of the document."""
-    async with session(servers, config) as bench:
-
-        def prompts() -> list[TokenIds]:
-            base = bench.unrelated()
-            return [bench.edited(base) for _ in range(config.concurrency)]
-
-        async def serve(arm: str, prompt: TokenIds) -> Served:
-            client = bench.plain if arm == "full" else bench.proxy
-            answer = await client.complete(prompt, max_tokens=config.max_tokens)
-            return Served(answer.ttft_s, answer.num_cached / len(prompt))
-
-        return await compare(prompts, serve, bench.settle, repeats=config.repeats)
+run = partial(run_benchmark, "burst", measure)

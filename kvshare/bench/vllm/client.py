@@ -1,5 +1,5 @@
 """
-One streamed completion over a real socket, with its times: what a user of the server would measure.
+One server over a real socket: streamed completions with their times, as a user would measure, and metrics.
 
 Prompts are sent as token ids, so that every server gets the same ones. Answers are greedy and of a fixed
 length unless the request is aborted.
@@ -8,18 +8,19 @@ length unless the request is aborted.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from delta_tree import TokenIds
 from kvshare.bench.vllm.servers import MODEL_NAME
 from kvshare.errors import EngineError
-from kvshare.replay.live_client import events, session
+from kvshare.replay.live_client import events
 
 
 @dataclass(slots=True)
@@ -37,11 +38,6 @@ class Answer:
     @property
     def ttft_s(self) -> float:
         return self.token_times_s[0]
-
-    @property
-    def steps_s(self) -> list[tuple[float, float]]:
-        """Start and end of each gap between chunks, by `time.perf_counter`."""
-        return list(pairwise(self.sent_at_s + seconds for seconds in self.token_times_s))
 
     @property
     def gaps_s(self) -> list[float]:
@@ -73,8 +69,37 @@ class Answer:
                 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """All samples of a `/metrics` page, by name and labels."""
+
+    samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+    def by(self, name: str, *labels: str) -> dict[str, float]:
+        """Sums of the samples of that name, by the values of these labels."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for (sample, pairs), value in self.samples.items():
+            if sample == name:
+                values = dict(pairs)
+                found[": ".join(values[label] for label in labels if values[label])] += value
+        return dict(found)
+
+    def total(self, name: str) -> float:
+        return sum(self.by(name).values())
+
+    def since(self, before: Counters) -> Counters:
+        return Counters({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+    @property
+    def stage_ms(self) -> dict[str, float]:
+        """Mean milliseconds per stage of the proxy's requests."""
+        seconds = self.by("kvshare_stage_duration_seconds_sum", "stage")
+        counts = self.by("kvshare_stage_duration_seconds_count", "stage")
+        return {stage: 1e3 * seconds[stage] / count for stage, count in counts.items() if count}
+
+
 class Client:
-    """Requests to one server."""
+    """Requests to one server, over as many connections as there are requests at a time."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -134,20 +159,22 @@ class Client:
             raise EngineError(f"expected a stream of {max_tokens} tokens, got {found}")
         return answer
 
-    async def get(self, path: str, **parameters: str) -> str:
-        async with self._session.get(path, params=parameters) as response:
+    async def counters(self) -> Counters:
+        """The metrics of the proxy, or of a vLLM."""
+        families = text_string_to_metric_families(await self.fetch("/metrics"))
+        samples = (sample for family in families for sample in family.samples)
+        return Counters({(each.name, frozenset(each.labels.items())): each.value for each in samples})
+
+    async def block_size(self) -> int:
+        """Tokens per block of a vLLM's prefix cache."""
+        sizes = (await self.counters()).by("vllm:cache_config_info", "block_size")
+        return int(next(iter(sizes)))
+
+    async def fetch(self, path: str, document: Mapping[str, Any] | None = None) -> str:
+        """The answer to a GET, or to a POST of a document. Raises EngineError."""
+        method = "GET" if document is None else "POST"
+        async with self._session.request(method, path, json=document) as response:
             return await _text(response)
-
-    async def post(self, path: str, document: Mapping[str, Any]) -> str:
-        async with self._session.post(path, json=document) as response:
-            return await _text(response)
-
-
-@asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
-    """A client with as many connections as it has requests at a time."""
-    async with session(url, key=None) as own:
-        yield Client(own)
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:

@@ -18,23 +18,15 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvshare.bench.bound import copy_rates
-from kvshare.bench.vllm import break_even, decoding, parity, soak, syncs
-from kvshare.bench.vllm.session import EditedT
-from kvshare.bench.vllm.stack import (
-    ALWAYS_SHARE,
-    EditedConfig,
-    Pair,
-    Stack,
-    StackOptions,
-    document,
-    pair,
-    with_proxy,
-)
+from kvshare.bench.vllm import gpu_parts, parity, servers, soak
+from kvshare.bench.vllm.session import Session, measured
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, Stack, StackOptions, document, pair, stack
 from kvshare.errors import ConfigError, KVShareError
 
 PARTS = ("self_test", "parity", "break_even", "inter_token", "soak", "syncs")
@@ -46,14 +38,11 @@ _SHARE_OF_DEVICE = 0.42  # of its memory, for each of two vLLMs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EditedConfig):
+class Config(gpu_parts.Config):
     """`prompt_tokens` is the longest prompt. `model`: "timing", "small", or what vLLM takes as a model."""
 
     model: str = "timing"
     backends: str | None = None  # names with commas; None: those of the platform
-    streams: int = 8
-    output_tokens: int = 128
-    repeats: int = 3
     minutes: float = 1.0  # of the soak
 
     @property
@@ -63,31 +52,19 @@ class Config(EditedConfig):
             return [name.strip() for name in self.backends.split(",") if name.strip()]
         return platform_backends()
 
-    # Each part has a seed of its own, or a prompt that one part stored could be an unrelated one of another.
+    def part(self, number: int) -> gpu_parts.Config:
+        """With another seed, or a prompt that one part stored could be an unrelated one of another."""
+        return replace(self, seed=_NUM_SEEDS * self.seed + number)
 
     @property
     def parity(self) -> parity.Config:
-        return parity.Config(tokens=min(400, self.prompt_tokens), seed=_NUM_SEEDS * self.seed)
-
-    @property
-    def break_even(self) -> break_even.Config:
-        return self._edited(break_even.Config, number=1)
-
-    @property
-    def decoding(self) -> decoding.Config:
-        own = {"streams": self.streams, "output_tokens": self.output_tokens}
-        return self._edited(decoding.Config, number=2, **own)
-
-    def _edited(self, kind: type[EditedT], *, number: int, **own: Any) -> EditedT:
-        """The config of a part with edited prompts."""
-        same = {name: getattr(self, name) for name in ("prompt_tokens", "changed", "edits", "repeats")}
-        return kind(seed=_NUM_SEEDS * self.seed + number, **same, **own)
+        return parity.Config(tokens=min(400, self.prompt_tokens), seed=self.part(0).seed)
 
     @property
     def soak(self) -> soak.Config:
         longest = min(600, self.prompt_tokens)
         return soak.Config(
-            seed=_NUM_SEEDS * self.seed + 3,
+            seed=self.part(3).seed,
             minutes=self.minutes,
             min_prompt=longest // 4,
             max_prompt=longest,
@@ -97,7 +74,7 @@ class Config(EditedConfig):
     @property
     def cache_tokens(self) -> int:
         """Of vLLM's KV cache: for the streams and what arrives meanwhile, so that parity is preempted."""
-        streams = self.streams * (decoding.STREAM_PROMPT + self.output_tokens)
+        streams = self.streams * (gpu_parts.STREAM_PROMPT + self.output_tokens)
         return streams + 3 * self.prompt_tokens + self.max_model_len
 
     @property
@@ -156,11 +133,11 @@ def run(config: Config) -> dict[str, Any]:
         raise ConfigError("--backends", f"expected names with commas, got {config.backends!r}")
     bandwidths = copy_rates()
     found = [_measured(name, config).to_json() for name in config.names]
-    whole = document("gpu", stack_options(config, config.names[0]), config)
-    del whole["servers"]["vllm"]["attention_backend"]
-    whole["environment"]["device"] = _device()
+    head = document("gpu", stack_options(config, config.names[0]), config)
+    del head["servers"]["vllm"]["attention_backend"]
+    head["environment"]["device"] = _device()
     return {
-        **whole,
+        **head,
         "passed": all(each["passed"] for each in found),
         "copy_bytes_per_s": bandwidths,
         "backends": found,
@@ -191,39 +168,39 @@ def _measured(backend: str, config: Config) -> Report:
         if not torch.cuda.is_available():
             report.not_measured["syncs"] = "there is no CUDA device"
         elif "syncs" not in report.not_measured:
-            with pair(stack_options(config, backend, checks_syncs=True)) as both, with_proxy(both) as whole:
-                asyncio.run(report.add("syncs", syncs.measure(whole, replace(config.decoding, repeats=1))))
+            with stack(stack_options(config, backend, checks_syncs=True)) as checked:
+                part = replace(config.part(2), repeats=1)
+                asyncio.run(report.add("syncs", measured(gpu_parts.syncs, checked, part)))
     except KVShareError as exc:  # the servers of several parts
         report.fail([name for name in PARTS if report.parts[name] is None], str(exc))
     return report
 
 
-async def measure(both: Pair, config: Config, report: Report) -> None:
+async def measure(both: Stack, config: Config, report: Report) -> None:
     """
     All parts but `syncs`, over vLLMs that run already. Parity comes before the proxy starts, which would drop
     segments that it has not planned.
     """
-    await report.add("self_test", self_test(both))
+    await report.add("self_test", measured(self_test, both, config))
     tested = report.parts["self_test"]
     if tested is None or not tested["passed"]:
         report.fail(PARTS[1:], "the connector shares nothing, see self_test")
         return
-    await report.add("parity", _parity(both, config))
+    await report.add("parity", measured(partial(_parity, report=config), both, config.parity))
     noise = (report.parts["parity"] or {}).get("noise", 0.0)
     soaked = replace(config.soak, tie_margin=max(config.soak.tie_margin, _TIE_OF_NOISE * noise))
-    with with_proxy(both) as whole:
-        await report.add("break_even", break_even.measure(whole, config.break_even))
-        await report.add("inter_token", decoding.measure(whole, config.decoding))
-        await report.add("soak", _soak(whole, soaked))
+    with servers.running([both.proxy]):
+        await report.add("break_even", measured(gpu_parts.break_even, both, config.part(1)))
+        await report.add("inter_token", measured(gpu_parts.inter_token, both, config.part(2)))
+        await report.add("soak", measured(_soak, both, soaked))
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         report.device_bytes = total - free
 
 
-async def self_test(both: Pair) -> dict[str, Any]:
+async def self_test(bench: Session[Config]) -> dict[str, Any]:
     """What the connector reports of itself, once vLLM serves."""
-    async with both.control() as control:
-        info = await control.info()
+    info = await bench.control.info()
     return {
         "passed": info.shares,
         "attention_backend": info.settings["attention_backend"],
@@ -234,24 +211,24 @@ async def self_test(both: Pair) -> dict[str, Any]:
     }
 
 
-async def _parity(both: Pair, config: Config) -> dict[str, Any]:
+async def _parity(bench: Session[parity.Config], *, report: Config) -> dict[str, Any]:
     """`passed`: null where rounding is so coarse that only `of_noise` says anything."""
-    batch = 5 * (config.parity.tokens + _PARITY_OUTPUT)
-    num_copies = math.ceil(config.cache_tokens / batch) + 1  # at a time: more than the cache holds
-    mode = await parity.measure(both, config.parity, copies=num_copies)
+    batch = 5 * (bench.config.tokens + _PARITY_OUTPUT)
+    num_copies = math.ceil(report.cache_tokens / batch) + 1  # at a time: more than the cache holds
+    mode = await parity.measure(bench, copies=num_copies)
     error, noise = mode["max_abs_logprob_error"], mode["noise"]
     return {
-        "passed": error <= _MAX_EXACT_ERROR if config.dtype == "float32" else None,
+        "passed": error <= _MAX_EXACT_ERROR if report.dtype == "float32" else None,
         "of_noise": error / noise if noise else None,
         **mode,
     }
 
 
-async def _soak(servers: Stack, config: soak.Config) -> dict[str, Any]:
+async def _soak(bench: Session[soak.Config]) -> dict[str, Any]:
     """With those keys of a soak's document that the report does not have."""
-    head = document("soak", servers.options, config)
+    head = document("soak", bench.servers.options, bench.config)
     own: dict[str, Any] = {name: head[name] for name in ("config", "model") if name in head}
-    return {**own, **await soak.measure(servers, config)}
+    return {**own, **await soak.measure(bench)}
 
 
 def _device() -> dict[str, Any] | None:

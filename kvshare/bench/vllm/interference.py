@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,10 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare.bench.figures import by_name, intervals, percentiles
 from kvshare.bench.harness import alternate, median
-from kvshare.bench.vllm import reports
 from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.prompts import prefix_hit, unrelated_prompt
-from kvshare.bench.vllm.session import Session, run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, stack
+from kvshare.bench.vllm.session import Session, run_benchmark
+from kvshare.bench.vllm.stack import EditedConfig
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import Finished
 
@@ -75,42 +76,35 @@ class Scene:
             seconds, first = finished.stage_seconds, answer.sent_at_s + answer.ttft_s
             before = sum(seconds.get(stage, 0.0) for stage in ("fetch", "lay", "pass"))
             windows.append((first - before, first + seconds.get("save", 0.0)))
-        steps = [step for stream in self.streams for step in stream.steps_s]
+        times = ([each.sent_at_s + after for after in each.token_times_s] for each in self.streams)
+        steps = chain.from_iterable(map(pairwise, times))
         return float(np.mean([any(a < end and start < b for a, b in windows) for start, end in steps]))
 
 
-def run(config: Config) -> dict[str, Any]:
+async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Medians over the repeats, each of prompts that are new to all servers."""
-    return run_benchmark("interference", config, measure, stack)
+    arrivals = bench.config.arrivals
+    donor, block_size = bench.unrelated(), await bench.plain.block_size()
+    await bench.begin([donor])
+    num_computed = 0  # tokens of a planned prompt, the median of the last shared scene
 
+    async def play(arm: str) -> Scene:
+        nonlocal num_computed
+        if arm == "baseline":
+            hit = partial(prefix_hit, bench.rng, donor, num_new=num_computed, block_size=block_size)
+            return await _scene(bench, bench.plain, [hit() for _ in arrivals])
+        scene = await _scene(bench, bench.proxy, [bench.edited(donor) for _ in arrivals])
+        await bench.settle()
+        finished = [each for each in await bench.watch.look() if each.decision == "approx"]
+        if len(finished) != len(arrivals):
+            shared = f"{len(finished)} of {len(arrivals)} planned requests were shared"
+            raise EngineError(f"{shared}, expected all: {bench.watch.decisions}")
+        num_computed = round(median([each.num_computed for each in finished]))
+        return replace(scene, finished=finished)
 
-async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, without the head of the document."""
-    async with session(servers, config) as bench:
-        donor, block_size = bench.unrelated(), await reports.read_block_size(bench.plain)
-        await bench.begin([donor])
-        num_computed = 0  # tokens of a planned prompt, the median of the last shared scene
-
-        async def play(arm: str) -> Scene:
-            nonlocal num_computed
-            if arm == "baseline":
-                hits = [
-                    prefix_hit(bench.rng, donor, num_new=num_computed, block_size=block_size)
-                    for _ in config.arrivals
-                ]
-                return await _scene(bench, bench.plain, hits)
-            scene = await _scene(bench, bench.proxy, [bench.edited(donor) for _ in config.arrivals])
-            await bench.settle()
-            finished = [each for each in await bench.finished() if each.decision == "approx"]
-            if len(finished) != len(config.arrivals):
-                shared = f"{len(finished)} of {len(config.arrivals)} planned requests were shared"
-                raise EngineError(f"{shared}, expected all: {bench.watch.decisions}")
-            num_computed = round(median([each.num_computed for each in finished]))
-            return replace(scene, finished=finished)
-
-        scenes = await alternate(_ARMS, config.repeats, play)
+    scenes = await alternate(_ARMS, bench.config.repeats, play)
     figures = summary(scenes["shared"], scenes["baseline"])
-    return {**figures, "arrivals": len(config.arrivals), "decisions": bench.watch.decisions}
+    return {**figures, "arrivals": len(arrivals), "decisions": bench.watch.decisions}
 
 
 async def _scene(bench: Session[Config], client: Client, prompts: Sequence[TokenIds]) -> Scene:
@@ -174,3 +168,6 @@ def _arm(scenes: Sequence[Scene]) -> dict[str, Any]:
         "planned_ttft": percentiles([answer.ttft_s for answer in planned]),
         "cached_tokens": median([answer.num_cached for answer in planned]),
     }
+
+
+run = partial(run_benchmark, "interference", measure)

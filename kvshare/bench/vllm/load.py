@@ -24,13 +24,23 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Span, TokenIds
-from kvshare.bench.bound import ModelSize, computed_spans
+from kvshare.bench.bound import computed_spans
 from kvshare.bench.harness import rounds
-from kvshare.bench.vllm.load_figures import Played, closed_figures, open_figures
-from kvshare.bench.vllm.sequences import Load, Request, play, play_open, poisson_arrivals
-from kvshare.bench.vllm.session import Session, run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
-from kvshare.bench.vllm.workload import FilePrompts, read_prompts
+from kvshare.bench.vllm.client import Client
+from kvshare.bench.vllm.prompts import unrelated_prompt
+from kvshare.bench.vllm.sequences import (
+    FilePrompts,
+    Load,
+    Request,
+    closed_figures,
+    open_figures,
+    play,
+    play_open,
+    poisson_arrivals,
+    read_prompts,
+)
+from kvshare.bench.vllm.session import Session, run_benchmark
+from kvshare.bench.vllm.stack import EditedConfig, StackOptions
 from kvshare.errors import ConfigError
 
 ARMS = ("plain", "shared")
@@ -88,20 +98,15 @@ def run(config: Config) -> dict[str, Any]:
     num_prompts, given = max(1, len(config.rates)) * config.repeats * config.requests, None
     if config.workload is not None:
         given = read_prompts(config.workload, num_prompts=num_prompts, max_tokens=config.prompt_tokens)
-    return run_benchmark("load", config, partial(measure, given=given), stack)
+    return run_benchmark("load", partial(measure, given=given), config)
 
 
-async def measure(servers: Stack, config: Config, given: FilePrompts | None = None) -> dict[str, Any]:
-    """
-    The same over servers that run already, without the head of the document.
-
-    `given`: `requests` prompts for each repeat and rate.
-    """
-    async with session(servers, config) as bench:
-        donors = [bench.unrelated() for _ in range(config.families)]
-        load = _Load(bench, donors, given, servers.options.model_size)
-        await load.start()
-        measured = await (load.open_loop() if config.rates else load.closed_loop())
+async def measure(bench: Session[Config], given: FilePrompts | None = None) -> dict[str, Any]:
+    """`given`: `requests` prompts for each repeat and rate."""
+    config = bench.config
+    load = _Load(bench, [bench.unrelated() for _ in range(config.families)], given)
+    await load.start()
+    measured = await (load.open_loop() if config.rates else load.closed_loop())
     summary = {**measured, "decisions": bench.watch.decisions}
     return summary if given is None else {**summary, "workload": given.description}
 
@@ -116,7 +121,7 @@ def new_sequence(
         if is_near := number < num_near:
             prompt = config.edited(rng, donors[number % len(donors)])
         else:
-            prompt = config.unrelated(rng)
+            prompt = unrelated_prompt(rng, config.prompt_tokens)
         requests.append(config.request(rng, prompt, is_near=is_near))
     return [requests[index] for index in rng.permutation(num_requests)]
 
@@ -133,24 +138,22 @@ class _Load:
     bench: Session[Config]
     donors: Sequence[TokenIds]
     given: FilePrompts | None
-    size: ModelSize
     num_sent: int = 0  # of the given prompts
 
     async def start(self) -> None:
         """Have both arms serve the popular prompts."""
-        bench = self.bench
-        donated = [Request(donor, bench.config.min_output, is_near=False) for donor in self.donors]
-        for client in (bench.plain, bench.proxy):
-            await play(client, donated, concurrency=bench.config.concurrency)
-        await bench.begin()
+        config = self.bench.config
+        donated = [Request(donor, config.min_output, is_near=False) for donor in self.donors]
+        for name in ARMS:
+            await play(self._client(name), donated, concurrency=config.concurrency)
+        await self.bench.begin()
 
     async def closed_loop(self) -> dict[str, Any]:
-        config = self.bench.config
-        found: dict[str, dict[str, list[Played]]] = {
+        found: dict[str, dict[str, list[Load]]] = {
             kind: {name: [] for name in ARMS} for kind in ("mixed", "unrelated")
         }
         prefills = []
-        for _, order in rounds(ARMS, config.repeats, warms_up=False):
+        for _, order in rounds(ARMS, self.bench.config.repeats, warms_up=False):
             for kind, sequence in (("mixed", self._mixed()), ("unrelated", self._unrelated())):
                 for name in order:
                     found[kind][name].append(await self._closed(name, sequence))
@@ -167,12 +170,14 @@ class _Load:
                 sequence = self._mixed()
                 arrivals = poisson_arrivals(bench.rng, len(sequence), per_s=rate)
                 for name in order:
-                    client = bench.plain if name == "plain" else bench.proxy
-                    both[name].append(await play_open(client, sequence, arrivals))
+                    both[name].append(await play_open(self._client(name), sequence, arrivals))
                     await bench.settle()
             found.append(open_figures(rate, both))
-        await bench.finished()
+        await bench.watch.look()
         return {"open_loop": found}
+
+    def _client(self, name: str) -> Client:
+        return self.bench.plain if name == "plain" else self.bench.proxy
 
     def _mixed(self) -> list[Request]:
         rng, config = self.bench.rng, self.bench.config
@@ -186,24 +191,18 @@ class _Load:
         config = self.bench.config
         return new_sequence(self.bench.rng, config, [], num_requests=config.unrelated_requests)
 
-    async def _closed(self, name: str, sequence: Sequence[Request]) -> Played:
+    async def _closed(self, name: str, sequence: Sequence[Request]) -> Load:
         """One arm. It ends when all is stored, so that the next arm does not pay for it."""
-        bench, servers, is_plain = self.bench, self.bench.servers, name == "plain"
-        serving = (servers.plain,) if is_plain else (servers.shared, servers.proxy)
+        bench, servers = self.bench, self.bench.servers
+        serving = (servers.plain,) if name == "plain" else (servers.shared, servers.proxy)
         before = sum(server.cpu_seconds() for server in serving)
-        client = bench.plain if is_plain else bench.proxy
-        load = await play(client, sequence, concurrency=bench.config.concurrency)
+        load = await play(self._client(name), sequence, concurrency=bench.config.concurrency)
         await asyncio.sleep(_AFTERWARDS_S)
         cpu_s = sum(server.cpu_seconds() for server in serving) - before
         await bench.settle()
-        finished = await bench.finished()
         # Each prompt sees only itself, so operations are counted prompt by prompt.
-        computed = (
-            [
-                [Span(answer.num_cached, len(request.prompt))]
-                for request, answer in zip(load.requests, load.answers, strict=True)
-            ]
-            if is_plain
-            else [computed_spans(each) for each in finished]
-        )
-        return Played(load, cpu_s, sum(self.size.flops(spans) for spans in computed))
+        computed = [computed_spans(each) for each in await bench.watch.look()]
+        if name == "plain":
+            pairs = zip(load.requests, load.answers, strict=True)
+            computed = [(Span(answer.num_cached, len(request.prompt)),) for request, answer in pairs]
+        return replace(load, cpu_s=cpu_s, flops=sum(map(servers.options.model_size.flops, computed)))

@@ -28,10 +28,10 @@ import numpy as np
 
 from delta_tree import Span, TokenIds, gaps
 from kvshare.bench.direct import scattered_runs
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Answer, Client, connected
+from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.prompts import unrelated_prompt
-from kvshare.bench.vllm.stack import BenchConfig, Pair, StackOptions, document, pair
+from kvshare.bench.vllm.session import Session, measured
+from kvshare.bench.vllm.stack import BenchConfig, StackOptions, document, pair
 from kvshare.bench.vllm.tickets import TicketWriter, copies_of
 from kvshare.vllm_protocol.messages import Finished
 
@@ -67,42 +67,37 @@ def run(config: Config) -> dict[str, Any]:
     modes = {}
     for name, enforce_eager in _MODES.items():
         with pair(replace(config, eager=enforce_eager).options) as servers:
-            modes[name] = asyncio.run(measure(servers, config))
+            modes[name] = asyncio.run(measured(measure, servers, config))
     return summary(modes, config)
 
 
 def summary(modes: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
     """The document over the figures of each mode."""
-    whole = document("parity", config.options, config)
-    del whole["servers"]["vllm"]["enforce_eager"]  # `modes` has both
+    head = document("parity", config.options, config)
+    del head["servers"]["vllm"]["enforce_eager"]  # `modes` has both
     worst = max(mode["max_abs_logprob_error"] for mode in modes.values())
-    return {**whole, "max_abs_logprob_error": worst, "modes": modes}
+    return {**head, "max_abs_logprob_error": worst, "modes": modes}
 
 
-async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str, Any]:
-    """The mode of servers that run already. Of each case `copies` requests run at the same time."""
-    async with (
-        connected(servers.plain.url) as plain,
-        connected(servers.shared.url) as shared,
-        servers.control() as control,
-    ):
-        tickets = TicketWriter(shared, control, "parity")
-        await tickets.check()
-        bench = _Parity(plain, tickets, np.random.default_rng(config.seed), config.tokens)
-        errors = {name: await bench.error([name]) for name in _CASES}
-        batch = [*_CASES, "plain"] * copies
-        errors["mixed_batch"] = await bench.error(batch)
-        noise = await bench.error(["plain"] * len(batch))
-        foreign = await bench.error(["identity"], foreign=True)
-        before = await reports.read_counters(shared)
-        errors["preempted"] = await bench.error(batch, _LONG)
-        counted = (await reports.read_counters(shared)).since(before)
+async def measure(bench: Session[Config], *, copies: int = 2) -> dict[str, Any]:
+    """One mode. Of each case `copies` requests run at the same time."""
+    tickets = TicketWriter(bench.shared, bench.watch, "parity")
+    await tickets.check()
+    parity = _Parity(bench, tickets)
+    errors = {name: await parity.error([name]) for name in _CASES}
+    batch = [*_CASES, "plain"] * copies
+    errors["mixed_batch"] = await parity.error(batch)
+    noise = await parity.error(["plain"] * len(batch))
+    foreign = await parity.error(["identity"], foreign=True)
+    before = await bench.shared.counters()
+    errors["preempted"] = await parity.error(batch, _LONG)
+    counted = (await bench.shared.counters()).since(before)
     return {
         "max_abs_logprob_error": max(errors.values()),
         "errors": errors,
         "noise": noise,
         "foreign_kv_error": foreign,
-        "decisions": bench.decisions,
+        "decisions": parity.decisions,
         "preemptions": counted.total("vllm:num_preemptions_total"),
     }
 
@@ -111,18 +106,17 @@ async def measure(servers: Pair, config: Config, *, copies: int = 2) -> dict[str
 class _Parity:
     """Stored prompts, and the differences of their planned repetitions."""
 
-    plain: Client
+    bench: Session[Config]
     tickets: TicketWriter
-    rng: np.random.Generator
-    num_tokens: int
     decisions: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     async def error(self, cases: Sequence[str], max_tokens: int = _SHORT, *, foreign: bool = False) -> float:
         """The largest error of a request of each case, all at once. `foreign`: over another prompt's KV."""
-        prompts, donors = ([unrelated_prompt(self.rng, self.num_tokens) for _ in cases] for _ in range(2))
+        rng, num_tokens, plain = self.bench.rng, self.bench.config.tokens, self.bench.plain
+        prompts, donors = ([unrelated_prompt(rng, num_tokens) for _ in cases] for _ in range(2))
         stored = [await self.tickets.store(prompt) for prompt in (donors if foreign else prompts)]
         expected = [
-            await self.plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
+            await plain.complete(prompt, max_tokens=max_tokens, num_top=_NUM_TOP) for prompt in prompts
         ]
         requests = zip(cases, prompts, stored, strict=True)
         found = await asyncio.gather(*(self._planned(*request, max_tokens) for request in requests))
@@ -130,13 +124,13 @@ class _Parity:
 
     async def _planned(self, case: str, prompt: TokenIds, stored: Finished, max_tokens: int) -> Answer:
         """The prompt again, with the stored KV that the case copies."""
-        copied, exact_length = _copied(case, self.rng, len(prompt))
+        copied, exact_length = _copied(case, self.bench.rng, len(prompt))
         copies = [copy for span in copied for copy in copies_of(stored, span, span.start)]
-        ticket = self.tickets.ticket(prompt, copies, exact_length=exact_length)
-        answer = await self.tickets.ask(prompt, ticket, max_tokens=max_tokens, num_top=_NUM_TOP)
-        finished = await self.tickets.finished(ticket)
-        said = finished.decision if finished.reason is None else f"{finished.decision}: {finished.reason}"
-        self.decisions[case][said] += 1
+        answer, finished = await self.tickets.ask(
+            prompt, copies, exact_length=exact_length, max_tokens=max_tokens, num_top=_NUM_TOP
+        )
+        reason = "" if finished.reason is None else f": {finished.reason}"
+        self.decisions[case][finished.decision + reason] += 1
         return answer
 
 

@@ -82,14 +82,10 @@ class Op:
 
 
 class Mixture:
-    """Draws requests; all kinds but unrelated prompts derive from prompts that were sent before."""
+    """Draws requests; all kinds but unrelated prompts derive from the last `max_prompts` that were sent."""
 
-    def __init__(
-        self, rng: np.random.Generator, *, min_prompt: int, max_prompt: int, max_prompts: int
-    ) -> None:
-        self._rng = rng
-        self._min_prompt = min_prompt
-        self._max_prompt = max_prompt
+    def __init__(self, rng: np.random.Generator, min_prompt: int, max_prompt: int, max_prompts: int) -> None:
+        self._rng, self._min_prompt, self._max_prompt = rng, min_prompt, max_prompt
         self._asked: deque[TokenIds] = deque(maxlen=max_prompts)
 
     def draw(self) -> Op:
@@ -123,5 +119,4 @@ class Mixture:
         return token_ids(np.concatenate([head, unrelated_prompt(self._rng, num_new)]))
 
     def _one_of(self, shares: dict[str, float]) -> str:
-        names = list(shares)
-        return names[int(self._rng.choice(len(names), p=list(shares.values())))]
+        return str(self._rng.choice(list(shares), p=list(shares.values())))

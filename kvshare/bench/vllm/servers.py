@@ -110,26 +110,28 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout_s: float = _START_S) -> None:
-        """Raises EngineError, with the end of the log, if the process ends or takes longer."""
-        deadline = time.monotonic() + timeout_s
+    def wait_ready(self) -> None:
+        """Raises EngineError, with the end of the log, if the process ends or takes too long."""
+        deadline = time.monotonic() + _START_S
         while not self._answers():
             has_ended = self._process is None or self._process.poll() is not None
             if has_ended or time.monotonic() > deadline:
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                what = "ended while starting" if has_ended else f"was not ready after {timeout_s:g} s"
+                what = "ended while starting" if has_ended else f"was not ready after {_START_S:g} s"
                 raise EngineError(f"{self.name} {what}:\n{tail}")
             time.sleep(0.2)
 
     def stop(self) -> None:
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        self._signal(signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_S)
-        self._signal(signal.SIGKILL)  # children that still run, too
-        self._process.wait()
-        self._process = None
+            process.wait(_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # children that still run, too
+        process.wait()
 
     def cpu_seconds(self) -> float:
         """User and system time of all its processes so far, including children that have ended."""
@@ -140,11 +142,6 @@ class Server:
         with suppress(OSError), urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
             return bool(response.status == 200)
         return False
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
 
 def session_cpu_seconds(session_id: int) -> float:
@@ -233,7 +230,6 @@ def new_token() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in sockets]

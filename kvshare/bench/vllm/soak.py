@@ -9,22 +9,20 @@ that may be approximate (mode approx, and not an unrelated prompt) are only coun
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from kvshare.bench.fidelity.measures import num_agreed
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Answer, Client, connected
+from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.prompts import Mixture, Op
-from kvshare.bench.vllm.reports import watching
-from kvshare.bench.vllm.session import run_benchmark
-from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, Stack, StackOptions, stack
+from kvshare.bench.vllm.session import Session, run_benchmark, watching
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 from kvshare.errors import EngineError
 
 _MAX_EXAMPLES = 10
@@ -62,31 +60,24 @@ class Config(BenchConfig):
         return StackOptions("small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=self.seed)
 
 
-def run(config: Config) -> dict[str, Any]:
+async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
-    return run_benchmark("soak", config, measure, stack)
-
-
-async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, without the head of the document."""
-    async with servers.clients() as (plain, proxy), servers.control() as control:
-        before = await reports.read_counters(proxy)
-        soak = _Soak(config, plain, proxy)
-        async with watching(control) as watch:
-            await soak.run()
-        counted = (await reports.read_counters(proxy)).since(before)
-    preemptions = {}
-    for server in (servers.plain, servers.shared):
-        async with connected(server.url) as client:
-            counters = await reports.read_counters(client)
-        preemptions[server.name] = counters.total("vllm:num_preemptions_total")
+    before, soak, servers = await bench.proxy.counters(), _Soak(bench), bench.servers
+    async with watching(bench.control) as watch:
+        await soak.run()
+    counted = (await bench.proxy.counters()).since(before)
+    lookups = counted.by("kvshare_lookup_requests_total", "result", "reason")
+    preemptions = {
+        server.name: (await client.counters()).total("vllm:num_preemptions_total")
+        for server, client in ((servers.plain, bench.plain), (servers.shared, bench.shared))
+    }
     return {
         **soak.summary(),
         "evicted_segments": watch.num_dropped,
         "preemptions": preemptions,
         "within_bytes": watch.peak_bytes <= watch.max_bytes,
         "decisions": watch.decisions,
-        "lookups": counted.lookups,
+        "lookups": {planned: int(count) for planned, count in lookups.items() if count},
         "tokens_by_source": counted.by("kvshare_prompt_tokens_by_source_total", "source"),
     }
 
@@ -95,58 +86,46 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
 class _Soak:
     """Clients that send requests until the time is over, and the verdicts on their answers."""
 
-    config: Config
-    plain: Client
-    proxy: Client
-    rng: np.random.Generator = field(init=False)
+    bench: Session[Config]
     mixture: Mixture = field(init=False)
     references: dict[bytes, asyncio.Task[Answer]] = field(default_factory=dict)
-    ops: Counter[str] = field(default_factory=Counter)
-    verdicts: Counter[str] = field(default_factory=Counter)
-    agreements: list[float] = field(default_factory=list)  # of answers that may be approximate
-    examples: list[Mapping[str, Any]] = field(default_factory=list)  # of answers that are not right
+    sent: Counter[str] = field(default_factory=Counter)
+    judged: list[tuple[Op, Verdict]] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     num_evictions: int = 0
 
     def __post_init__(self) -> None:
-        config, self.rng = self.config, np.random.default_rng(self.config.seed)
-        self.mixture = Mixture(
-            self.rng,
-            min_prompt=config.min_prompt,
-            max_prompt=config.max_prompt,
-            max_prompts=config.max_prompts,
-        )
+        config = self.bench.config
+        self.mixture = Mixture(self.bench.rng, config.min_prompt, config.max_prompt, config.max_prompts)
 
     async def run(self) -> None:
-        deadline = time.monotonic() + 60 * self.config.minutes
+        deadline = time.monotonic() + 60 * self.bench.config.minutes
 
         async def one_client() -> None:
             while time.monotonic() < deadline:
                 await self._one(self.mixture.draw())
 
-        await asyncio.gather(*(one_client() for _ in range(self.config.concurrency)))
+        await asyncio.gather(*(one_client() for _ in range(self.bench.config.concurrency)))
 
     async def _one(self, op: Op) -> None:
-        self.ops[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
+        self.sent[f"{op.kind}:{op.mode}" + (":abort" if op.aborts else "")] += 1
+        config = self.bench.config
         try:
-            answer = await self._asked(op)
-            if answer is not None:
-                self._count(op, judge(answer, await self._reference(op), tie_margin=self.config.tie_margin))
+            if (answer := await self._asked(op)) is not None:
+                verdict = judge(answer, await self._reference(op), tie_margin=config.tie_margin)
+                self.judged.append((op, verdict))
         except EngineError as exc:
             self.errors[str(exc)[:200]] += 1
         self.mixture.remember(op.prompt)
-        if self.ops.total() % self.config.evict_every == 0:
+        if self.sent.total() % config.evict_every == 0:
             self.num_evictions += 1
-            if self.rng.random() < _EVICT_ALL:
-                await self.proxy.post("/admin/evict", {"all": True, "dry_run": False})
-            else:
-                await reports.evict_one(self.proxy, self.rng)
+            await self._evict()
 
     async def _asked(self, op: Op) -> Answer | None:
         """None where the client hung up before the first token."""
-        asking = self.proxy.complete(
+        asking = self.bench.proxy.complete(
             op.prompt,
-            max_tokens=self.config.output_tokens,
+            max_tokens=self.bench.config.output_tokens,
             num_top=2,
             extra={"kvshare": {"mode": op.mode}},
             abort_after=op.abort_after,
@@ -160,36 +139,51 @@ class _Soak:
         """Stock vLLM's answer; each prompt is sent to it once."""
         key = op.prompt.tobytes()
         if key not in self.references:
-            asking = self.plain.complete(op.prompt, max_tokens=self.config.output_tokens, num_top=2)
+            max_tokens = self.bench.config.output_tokens
+            asking = self.bench.plain.complete(op.prompt, max_tokens=max_tokens, num_top=2)
             self.references[key] = asyncio.create_task(asking)
         return await self.references[key]
 
-    def _count(self, op: Op, verdict: Verdict) -> None:
-        if op.may_be_approximate:
-            self.verdicts["approximate"] += 1
-            self.agreements.append(verdict.agreement)
-            return
-        self.verdicts[verdict.name] += 1
-        if verdict.name != "right" and len(self.examples) < _MAX_EXAMPLES:
-            asked = {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt)}
-            self.examples.append({**asked, **asdict(verdict)})
+    async def _evict(self) -> None:
+        """Everything, or a prompt of the tree's first levels; it may have been evicted meanwhile."""
+        proxy, rng = self.bench.proxy, self.bench.rng
+        if rng.random() < _EVICT_ALL:
+            await proxy.fetch("/admin/evict", {"all": True, "dry_run": False})
+        elif node_ids := _node_ids(json.loads(await proxy.fetch("/admin/tree?depth=3"))["roots"]):
+            chosen = node_ids[int(rng.integers(len(node_ids)))]
+            try:
+                await proxy.fetch("/admin/evict", {"node": chosen})
+            except EngineError as exc:
+                if "node_not_found" not in str(exc):
+                    raise
 
     def summary(self) -> dict[str, Any]:
-        num_wrong = self.verdicts["wrong"]
+        exact = [(op, verdict) for op, verdict in self.judged if not op.may_be_approximate]
+        names = Counter(verdict.name for _, verdict in exact)
+        agreements = [verdict.agreement for op, verdict in self.judged if op.may_be_approximate]
+        examples = [
+            {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt), **asdict(verdict)}
+            for op, verdict in exact
+            if verdict.name != "right"
+        ]
         return {
-            "passed": num_wrong == 0 and not self.errors,
-            "requests": self.ops.total(),
-            "wrong_outputs": num_wrong,
-            "ties": self.verdicts["tied"],
-            "right_outputs": self.verdicts["right"],
-            "approximate_outputs": self.verdicts["approximate"],
-            "approximate_agreement": fmean(self.agreements) if self.agreements else None,
-            "aborted": sum(count for op, count in self.ops.items() if op.endswith(":abort")),
+            "passed": names["wrong"] == 0 and not self.errors,
+            "requests": self.sent.total(),
+            "wrong_outputs": names["wrong"],
+            "ties": names["tied"],
+            "right_outputs": names["right"],
+            "approximate_outputs": len(agreements),
+            "approximate_agreement": fmean(agreements) if agreements else None,
+            "aborted": sum(count for op, count in self.sent.items() if op.endswith(":abort")),
             "failed": dict(self.errors),
             "evictions": self.num_evictions,
-            "ops": dict(sorted(self.ops.items())),
-            "examples": self.examples,
+            "ops": dict(sorted(self.sent.items())),
+            "examples": examples[:_MAX_EXAMPLES],
         }
+
+
+def _node_ids(branches: list[Mapping[str, Any]]) -> list[int]:
+    return [node_id for branch in branches for node_id in (int(branch["id"]), *_node_ids(branch["children"]))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +208,6 @@ def judge(answer: Answer, reference: Answer, *, tie_margin: float = Config.tie_m
     margin = reference.margins[same] if same < min(len(found), len(expected)) else None
     name = "tied" if margin is not None and margin < tie_margin else "wrong"
     return Verdict(name, same / max(1, len(found)), same, margin, error)
+
+
+run = partial(run_benchmark, "soak", measure)

@@ -1,12 +1,12 @@
-"""The servers of a benchmark, and their options: stock vLLM, vLLM with the connector, and the proxy."""
+"""The servers of a benchmark, their options, and the head of its document."""
 
 from __future__ import annotations
 
 import os
 import platform
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,11 @@ from kvshare.bench.bound import ModelSize
 from kvshare.bench.harness import environment
 from kvshare.bench.random_models import DEMO_VOCAB_SIZE, LLAMAS, llama_config, write_model
 from kvshare.bench.vllm import servers
-from kvshare.bench.vllm.client import Client, connected
-from kvshare.bench.vllm.prompts import near_duplicate, unrelated_prompt
+from kvshare.bench.vllm.prompts import near_duplicate
 from kvshare.bench.vllm.servers import Server, VllmOptions
-from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.versions import installed_build
 
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
-_CONTROL_TIMEOUT_S = 60.0  # the process of a loaded vLLM may be slow to answer
 _ROOM = 128  # tokens of context beyond the prompt
 
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0}}
@@ -107,78 +104,48 @@ class EditedConfig(BenchConfig):
         vllm = replace(self.vllm, max_model_len=self.longest + _ROOM, kv_cache_gib=2)
         return StackOptions(vllm=vllm, seed=self.seed)
 
-    def unrelated(self, rng: np.random.Generator) -> TokenIds:
-        return unrelated_prompt(rng, self.prompt_tokens)
-
     def edited(self, rng: np.random.Generator, donor: TokenIds, *, is_even: bool = False) -> TokenIds:
         return near_duplicate(rng, donor, changed=self.changed, edits=self.edits, is_even=is_even)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Both vLLMs, running."""
+class Stack:
+    """Stock vLLM, vLLM with the connector, and the proxy in front of that one."""
 
     options: StackOptions
     plain: Server
     shared: Server
-    token: str  # opens the connector's control server
-    folder: Path
-
-    @asynccontextmanager
-    async def control(self) -> AsyncIterator[ControlClient]:
-        """A client of the connector's control server."""
-        assert self.shared.control_url is not None
-        url = self.shared.control_url
-        async with ControlClient(url, token=self.token, timeout_s=_CONTROL_TIMEOUT_S) as control:
-            yield control
-
-
-@dataclass(frozen=True, slots=True)
-class Stack(Pair):
-    """Both vLLMs and the proxy, running."""
-
     proxy: Server
-
-    @asynccontextmanager
-    async def clients(self) -> AsyncIterator[tuple[Client, Client]]:
-        """Clients of stock vLLM and of the proxy."""
-        async with connected(self.plain.url) as plain, connected(self.proxy.url) as front:
-            yield plain, front
+    token: str  # opens the connector's control server
 
 
 @contextmanager
-def pair(options: StackOptions) -> Iterator[Pair]:
-    """Both vLLMs; random weights are written before. Raises EngineError if one does not start."""
-    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
-        folder = Path(name)
-        token = servers.new_token()
-        vllm, model = options.vllm, options.model
+def pair(options: StackOptions) -> Iterator[Stack]:
+    """
+    Both vLLMs run, the proxy does not: once it is started, it may drop what the connector has stored before.
+
+    Raises:  EngineError if one does not start
+    """
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name, ExitStack() as started:
+        folder, vllm, model, token = Path(name), options.vllm, options.model, servers.new_token()
         if options.has_random_weights:
             length, own = vllm.max_model_len, folder / "model"
             model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
         plain = servers.plain_vllm(model, folder, vllm)
         shared = servers.shared_vllm(model, folder, vllm, kv_bytes=options.kv_bytes, token=token)
+        proxy = servers.proxy(shared, folder, token=token, settings=options.proxy_settings)
         # On one GPU they start one after the other: each measures the memory that is free.
         is_divided = vllm.device_memory is not None
-        with ExitStack() as started:
-            for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
-                started.enter_context(servers.running(group))
-            yield Pair(options, plain, shared, token, folder)
+        for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
+            started.enter_context(servers.running(group))
+        yield Stack(options, plain, shared, proxy, token)
 
 
 @contextmanager
 def stack(options: StackOptions) -> Iterator[Stack]:
-    """All three servers. Raises EngineError if one does not start."""
-    with pair(options) as both, with_proxy(both) as whole:
-        yield whole
-
-
-@contextmanager
-def with_proxy(both: Pair) -> Iterator[Stack]:
-    """The proxy in front of running vLLMs. It may drop what the connector has stored before."""
-    proxy = servers.proxy(both.shared, both.folder, token=both.token, settings=both.options.proxy_settings)
-    with servers.running([proxy]):
-        yield Stack(both.options, both.plain, both.shared, both.token, both.folder, proxy)
+    """All three servers run. Raises EngineError if one does not start."""
+    with pair(options) as found, servers.running([found.proxy]):
+        yield found
 
 
 def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict[str, Any]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from delta_tree import TokenIds
 from kvshare.bench.figures import trend
 from kvshare.bench.random_models import timing_bytes_per_token
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.reports import watching
-from kvshare.bench.vllm.session import Session, run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
+from kvshare.bench.vllm.session import Session, run_benchmark, watching
+from kvshare.bench.vllm.stack import EditedConfig, StackOptions
 
 _ROOM = 64  # tokens of context beyond the prompt
 _FILLING = 2  # batches before the first measured one
@@ -66,27 +65,25 @@ class _Batch:
         return fmean(self.full_s) / fmean(self.popular_s + self.recent_s)
 
 
-def run(config: Config) -> dict[str, Any]:
+async def measure(bench: Session[Config]) -> dict[str, Any]:
     """
     Speedup of every batch: mean time of a full prefill over mean time to first token of its recipients.
 
     `last3_over_first3`: mean speedup of the last three batches over that of the first three.
     `trend_per_batch`: relative change of the speedup from a batch to the next, with its 95 % interval.
     """
-    return run_benchmark("steady", config, measure, stack)
-
-
-async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, with what is stored there, without the head of the document."""
-    async with session(servers, config) as bench:
-        popular = [bench.unrelated() for _ in range(config.families)]
-        await bench.begin(popular)
-        batches, last = [], popular
-        async with watching(bench.control) as bench.watch:
-            for _ in range(config.batches + _FILLING):
-                prompts = [_recipient(bench, (popular, last)[n % 2]) for n in range(config.recipients)]
-                batches.append(await _batch(bench, prompts))
-                last = prompts[::2]
+    config = bench.config
+    popular = [bench.unrelated() for _ in range(config.families)]
+    await bench.begin(popular)
+    batches, last = [], popular
+    async with watching(bench.control) as bench.watch:
+        for _ in range(config.batches + _FILLING):
+            prompts = []
+            for number in range(config.recipients):
+                donors = last if number % 2 else popular
+                prompts.append(bench.edited(donors[int(bench.rng.integers(len(donors)))]))
+            batches.append(await _batch(bench, prompts))
+            last = prompts[::2]
     batches, watch = batches[_FILLING:], bench.watch
     speedups = [batch.speedup for batch in batches]
     return {
@@ -102,10 +99,6 @@ async def measure(servers: Stack, config: Config) -> dict[str, Any]:
     }
 
 
-def _recipient(bench: Session[Config], donors: Sequence[TokenIds]) -> TokenIds:
-    return bench.edited(donors[int(bench.rng.integers(len(donors)))])
-
-
 async def _batch(bench: Session[Config], prompts: list[TokenIds]) -> _Batch:
     """Recipients one after another; between them full prefills, and unrelated prompts to store."""
     batch, dropped_before = _Batch(), bench.watch.num_dropped
@@ -119,7 +112,7 @@ async def _batch(bench: Session[Config], prompts: list[TokenIds]) -> _Batch:
             batch.full_s.append((await bench.plain.complete(bench.unrelated())).ttft_s)
             await bench.proxy.complete(bench.unrelated())
             await bench.settle()
-    batch.num_bytes = int((await reports.read_stats(bench.proxy))["num_bytes"])
+    batch.num_bytes = int((await bench.stats())["num_bytes"])
     batch.num_dropped = bench.watch.num_dropped - dropped_before
     return batch
 
@@ -133,3 +126,6 @@ def course(speedups: Sequence[float]) -> dict[str, Any]:
         "trend_per_batch": slope,
         "intervals": {"trend_per_batch": around},
     }
+
+
+run = partial(run_benchmark, "steady", measure)

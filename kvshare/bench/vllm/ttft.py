@@ -15,19 +15,19 @@ What the proxy adds is measured separately, on repetitions that vLLM has in its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from delta_tree import TokenIds
-from kvshare.bench.bound import Bound, ModelSize, bound_figures, computed_spans, copied_bytes_per_s
+from kvshare.bench.bound import Bound, bound_figures, computed_spans, copied_bytes_per_s
 from kvshare.bench.figures import by_name, intervals
 from kvshare.bench.harness import median
-from kvshare.bench.vllm import reports
-from kvshare.bench.vllm.client import Answer, connected
+from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.prompts import prefix_hit
-from kvshare.bench.vllm.session import Session, run_benchmark, session
-from kvshare.bench.vllm.stack import EditedConfig, Stack, StackOptions, stack
+from kvshare.bench.vllm.session import Session, run_benchmark
+from kvshare.bench.vllm.stack import EditedConfig, StackOptions
 from kvshare.vllm_protocol.messages import Finished
 
 _EQUAL_COMPUTE = "ideal"  # the arm's key, without its ending
@@ -60,9 +60,9 @@ class Config(EditedConfig):
 
 @dataclass(slots=True)
 class Repeat:
-    """One measurement of every arm; what is by name is of the arms that share."""
+    """One measurement of every arm. `ttft_s` is by arm, the next three by the arms that share."""
 
-    ttft_s: dict[str, float] = field(default_factory=dict)  # of all arms
+    ttft_s: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, Bound] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # tokens
     equal_computed: dict[str, int] = field(default_factory=dict)  # tokens, by the equal-compute prefix hit
@@ -70,105 +70,85 @@ class Repeat:
     stage_ms: dict[str, float] = field(default_factory=dict)
     unrelated_stage_ms: dict[str, float] = field(default_factory=dict)
 
+    def ratios(self, ending: str) -> dict[str, float]:
+        shared, full = f"shared{ending}", self.ttft_s["full"]
+        return {
+            **ratios(self.ttft_s, ending),
+            "of_bound": self.bounds[shared].seconds(full) / self.ttft_s[shared],
+        }
 
-def run(config: Config) -> dict[str, Any]:
+
+async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Medians over the repeats, each of recipients that are new to all servers."""
-    return run_benchmark("ttft", config, measure, stack)
+    donor, is_long = bench.unrelated(), bench.config.is_long
+    block_size = await bench.plain.block_size()
+    options, info = bench.servers.options, await bench.control.info()
+    bytes_per_s = copied_bytes_per_s(len(options.vllm.cores))
+    bound = partial(
+        Bound.of, options.model_size, bytes_per_token=info.bytes_per_token, bytes_per_s=bytes_per_s
+    )
 
-
-async def measure(servers: Stack, config: Config) -> dict[str, Any]:
-    """The same over servers that run already, without the head of the document."""
-    async with session(servers, config) as bench:
-        ttft = _Ttft(
-            bench,
-            donor=bench.unrelated(),
-            size=servers.options.model_size,
-            block_size=await reports.read_block_size(bench.plain),
-            bytes_per_token=(await bench.control.info()).bytes_per_token,
-            copied_bytes_per_s=copied_bytes_per_s(len(servers.options.vllm.cores)),
-        )
-        await bench.begin([ttft.donor])
-        await ttft.repeat()  # caches and allocators are warm from here on
-        repeats = [await ttft.repeat() for _ in range(config.num_repeats)]
-        front = {} if config.is_long else {"front_ms": await ttft.front_ms()}
-    return {**summary(repeats, config.prompt_tokens), **front, "decisions": bench.watch.decisions}
-
-
-@dataclass(slots=True)
-class _Ttft:
-    """A donor that both arms have served, and the measurements over it."""
-
-    bench: Session[Config]
-    donor: TokenIds
-    size: ModelSize
-    block_size: int  # of vLLM's prefix cache
-    bytes_per_token: int
-    copied_bytes_per_s: float
-
-    async def repeat(self) -> Repeat:
-        bench, found = self.bench, Repeat()
-        full = await bench.plain.complete(bench.unrelated())
-        found.ttft_s["full"] = full.ttft_s
-        if bench.config.is_long:
-            await self._share(found, "", bench.edited(self.donor))
-            return found
-        proxied, _, found.unrelated_stage_ms = await self._store(bench.unrelated())
-        found.ttft_s["full_proxied"] = proxied.ttft_s
-        for ending, is_even in _PLACEMENTS.items():
-            edited = bench.edited(self.donor, is_even=is_even)
-            if not is_even:
-                cached = await bench.plain.complete(edited)
-                found.ttft_s["prefix_cache"], found.prefix_cached = cached.ttft_s, cached.num_cached
-            await self._share(found, ending, edited)
-        return found
-
-    async def _share(self, found: Repeat, ending: str, edited: TokenIds) -> None:
+    async def share(found: Repeat, ending: str, edited: TokenIds) -> None:
         """An edited prompt, and the prefix hit that computes as many tokens."""
-        bench, name = self.bench, f"shared{ending}"
-        shared, finished, stages = await self._store(edited)
+        name = f"shared{ending}"
+        shared, finished, stages = await _store(bench, edited)
         computed = finished.num_computed
-        prompt = prefix_hit(bench.rng, self.donor, num_new=computed, block_size=self.block_size)
+        prompt = prefix_hit(bench.rng, donor, num_new=computed, block_size=block_size)
         equal_compute = await bench.plain.complete(prompt)
         found.ttft_s |= {name: shared.ttft_s, f"{_EQUAL_COMPUTE}{ending}": equal_compute.ttft_s}
         found.computed[name] = computed
         found.equal_computed[name] = len(prompt) - equal_compute.num_cached
-        found.bounds[name] = Bound.of(
-            self.size,
-            computed_spans(finished),
-            num_tokens=len(edited),
-            num_copied=len(edited) - computed - finished.num_local,
-            bytes_per_token=self.bytes_per_token,
-            bytes_per_s=self.copied_bytes_per_s,
-        )
+        num_copied = len(edited) - computed - finished.num_local
+        found.bounds[name] = bound(computed_spans(finished), num_tokens=len(edited), num_copied=num_copied)
         found.stage_ms = found.stage_ms or stages
 
-    async def front_ms(self) -> float:
-        """
-        Milliseconds that a repetition through the proxy takes more than one straight to the vLLM behind it.
+    async def repeat() -> Repeat:
+        found = Repeat({"full": (await bench.plain.complete(bench.unrelated())).ttft_s})
+        if is_long:
+            await share(found, "", bench.edited(donor))
+            return found
+        proxied, _, found.unrelated_stage_ms = await _store(bench, bench.unrelated())
+        found.ttft_s["full_proxied"] = proxied.ttft_s
+        for ending, is_even in _PLACEMENTS.items():
+            edited = bench.edited(donor, is_even=is_even)
+            if not is_even:
+                cached = await bench.plain.complete(edited)
+                found.ttft_s["prefix_cache"], found.prefix_cached = cached.ttft_s, cached.num_cached
+            await share(found, ending, edited)
+        return found
 
-        The prompt ends one token after a block, so that vLLM's own cache has all but that token either way,
-        and the plan, which is made and sent, has nothing to add. The median of pairs.
-        """
-        prompt = self.donor[: len(self.donor) // _BLOCK_SIZE * _BLOCK_SIZE + 1]
-        added = []
-        async with connected(self.bench.servers.shared.url) as behind:
-            for _ in range(_FRONT_REPEATS + 1):
-                straight = await behind.complete(prompt)
-                through = await self.bench.proxy.complete(prompt, extra={"kvshare": {"mode": "exact"}})
-                added.append(through.ttft_s - straight.ttft_s)
-        return 1e3 * median(added[1:])  # the first found no prefix in vLLM's own cache
+    await bench.begin([donor])
+    await repeat()  # caches and allocators are warm from here on
+    repeats = [await repeat() for _ in range(bench.config.num_repeats)]
+    front = {} if is_long else {"front_ms": await _front_ms(bench, donor)}
+    return {**summary(repeats, len(donor)), **front, "decisions": bench.watch.decisions}
 
-    async def _store(self, prompt: TokenIds) -> tuple[Answer, Finished, dict[str, float]]:
-        """A request through the proxy, until it is stored: the connector's report, milliseconds by stage."""
-        proxy = self.bench.proxy
-        before = await reports.read_counters(proxy)
-        num_nodes = (await reports.read_stats(proxy))["num_nodes"]
-        answer = await proxy.complete(prompt)
-        await reports.wait_stats(proxy, lambda stats: stats["num_nodes"] > num_nodes)
-        finished = (await self.bench.finished())[-1]
-        inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in finished.stage_seconds.items()}
-        counted = (await reports.read_counters(proxy)).since(before)
-        return answer, finished, {**counted.stage_ms, **inside}
+
+async def _front_ms(bench: Session[Config], donor: TokenIds) -> float:
+    """
+    Milliseconds that a repetition through the proxy takes more than one straight to the vLLM behind it.
+
+    The prompt ends one token after a block, so that vLLM's own cache has all but that token either way, and
+    the plan, which is made and sent, has nothing to add. The median of pairs.
+    """
+    prompt = donor[: len(donor) // _BLOCK_SIZE * _BLOCK_SIZE + 1]
+    added = []
+    for _ in range(_FRONT_REPEATS + 1):
+        straight = await bench.shared.complete(prompt)
+        through = await bench.proxy.complete(prompt, extra={"kvshare": {"mode": "exact"}})
+        added.append(through.ttft_s - straight.ttft_s)
+    return 1e3 * median(added[1:])  # the first found no prefix in vLLM's own cache
+
+
+async def _store(bench: Session[Config], prompt: TokenIds) -> tuple[Answer, Finished, dict[str, float]]:
+    """A request through the proxy, until it is stored: the connector's report, milliseconds by stage."""
+    before, num_nodes = await bench.proxy.counters(), (await bench.stats())["num_nodes"]
+    answer = await bench.proxy.complete(prompt)
+    await bench.wait_stored(num_nodes)
+    finished = (await bench.watch.look())[-1]
+    inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in finished.stage_seconds.items()}
+    counted = (await bench.proxy.counters()).since(before)
+    return answer, finished, {**counted.stage_ms, **inside}
 
 
 def summary(repeats: Sequence[Repeat], num_tokens: int) -> dict[str, Any]:
@@ -181,7 +161,7 @@ def summary(repeats: Sequence[Repeat], num_tokens: int) -> dict[str, Any]:
     ttft_s = by_name([repeat.ttft_s for repeat in repeats])
     ttft = {name: median(values) for name, values in ttft_s.items()}
     found: dict[str, Any] = {
-        **_shared(repeats, ttft, "", num_tokens),
+        **_placement(repeats, ttft, "", num_tokens),
         "median_ttft_s": ttft,
         "ttft_s": ttft_s,
         "spread": {name: (max(values) - min(values)) / ttft[name] for name, values in ttft_s.items()},
@@ -192,7 +172,7 @@ def summary(repeats: Sequence[Repeat], num_tokens: int) -> dict[str, Any]:
     found["tokens"]["prefix_cached"] = median([repeat.prefix_cached for repeat in repeats])
     return {
         **found,
-        "even": _shared(repeats, ttft, "_even", num_tokens),
+        "even": _placement(repeats, ttft, "_even", num_tokens),
         "prefix_cache_speedup": ttft["full"] / ttft["prefix_cache"],
         "unrelated_loss": ttft["full_proxied"] / ttft["full"] - 1,
         "speedup_over_proxied": ttft["full_proxied"] / ttft["shared"],
@@ -200,28 +180,21 @@ def summary(repeats: Sequence[Repeat], num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _shared(
-    repeats: Sequence[Repeat], ttft: dict[str, float], ending: str, num_tokens: int
+def _placement(
+    repeats: Sequence[Repeat], ttft: Mapping[str, float], ending: str, num_tokens: int
 ) -> dict[str, Any]:
-    """Of one placement of the edits."""
+    """Of one placement of the edits; `ttft` has the medians."""
     shared = f"shared{ending}"
     bounds = [repeat.bounds[shared] for repeat in repeats]
-    computed, equal_computed = (
-        median([tokens[shared] for tokens in each])
-        for each in ([repeat.computed for repeat in repeats], [repeat.equal_computed for repeat in repeats])
-    )
+    computed = median([repeat.computed[shared] for repeat in repeats])
+    equal_computed = median([repeat.equal_computed[shared] for repeat in repeats])
     equal_compute_speedup = ttft["full"] / ttft[_EQUAL_COMPUTE + ending]
-    ratios = _ratios(ttft, ending)
-    each = [
-        {**_ratios(own.ttft_s, ending), "of_bound": bound.seconds(own.ttft_s["full"]) / own.ttft_s[shared]}
-        for own, bound in zip(repeats, bounds, strict=True)
-    ]
     return {
-        **ratios,
+        **ratios(ttft, ending),
         **bound_figures(bounds, full_s=ttft["full"], shared_s=ttft[shared]),
         "equal_compute_speedup": equal_compute_speedup,
         "ideal_speedup": equal_compute_speedup,  # its older name
-        "intervals": intervals(by_name(each)),
+        "intervals": intervals(by_name([repeat.ratios(ending) for repeat in repeats])),
         "tokens": {
             "computed": computed,
             "computed_fraction": computed / num_tokens,
@@ -231,7 +204,7 @@ def _shared(
     }
 
 
-def _ratios(ttft: dict[str, float], ending: str) -> dict[str, float]:
+def ratios(ttft: Mapping[str, float], ending: str) -> dict[str, float]:
     shared = ttft[f"shared{ending}"]
     of_equal_compute = ttft[_EQUAL_COMPUTE + ending] / shared
     return {
@@ -241,5 +214,8 @@ def _ratios(ttft: dict[str, float], ending: str) -> dict[str, float]:
     }
 
 
-def _medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(values) for name, values in sorted(by_name(rows).items())}
+
+
+run = partial(run_benchmark, "ttft", measure)

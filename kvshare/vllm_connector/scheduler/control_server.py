@@ -13,15 +13,13 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
 from kvshare.safe_logging import class_and_place
-from kvshare.vllm_connector.scheduler.event_log import EventLog
-from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_protocol.json_fields import Message, WireError
 from kvshare.vllm_protocol.messages import HeldSegments, ReplicaInfo
 
@@ -32,41 +30,34 @@ _MAX_BODY_BYTES = 16 * 1024 * 1024
 _IDLE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ControlState:
-    """What the routes read. `drop` drops segments and returns how many were held."""
-
-    info: Callable[[], ReplicaInfo]
-    events: EventLog
-    segments: SegmentIndex
-    drop: Callable[[list[SegmentId]], int]
-
-
-class ControlServer:
+class ControlServer(ThreadingHTTPServer):
     """Runs in daemon threads of the scheduler's process. `close` is idempotent."""
 
-    def __init__(self, state: ControlState, *, host: str, port: int, token: str | None) -> None:
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self,
+        info: Callable[[], ReplicaInfo],
+        scheduler: ConnectorScheduler,
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+    ) -> None:
         """Raises OSError if it cannot listen on the address."""
-        handler = type("Handler", (_Handler,), {"state": state, "token": token})
-        self._server = _Server((host, port), handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="kvshare-control", daemon=True
-        )
-        self._thread.start()
+        super().__init__((host, port), _Handler)
+        self.info, self.scheduler, self.token = info, scheduler, token
+        threading.Thread(target=self.serve_forever, name="kvshare-control", daemon=True).start()
 
     @property
     def port(self) -> int:
         """The port it listens on; a free one if it was given as 0."""
-        return int(self._server.server_address[1])
+        return int(self.server_address[1])
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that closes its connection is no error."""
@@ -75,14 +66,13 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    state: ControlState
-    token: str | None
+    server: ControlServer
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._answer({"/info": self.state.info, "/journal": self._journal, "/segments": self._segments})
+        self._answer({"/info": self.server.info, "/journal": self._journal, "/segments": self._segments})
 
     def do_POST(self) -> None:
         self._answer({"/drop": self._drop})
@@ -103,26 +93,26 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(400, {"error": str(exc)})
 
     def _is_authorized(self) -> bool:
-        if self.token is None:
+        if (token := self.server.token) is None:
             return True
         given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     def _journal(self) -> Message:
         after = self._parameter("after", int)
         wait_s = min(self._parameter("wait_s", float), _MAX_WAIT_S)
-        return self.state.events.read(after, wait_s=wait_s)
+        return self.server.scheduler.events.read(after, wait_s=wait_s)
 
     def _segments(self) -> Message:
-        events = self.state.events
-        last = events.last  # read before the ids, so that the reader may see an event twice but misses none
-        return HeldSegments(events.epoch, last, tuple(self.state.segments.ids()))
+        scheduler = self.server.scheduler
+        last = scheduler.events.last  # read before the ids: a reader may see an event twice but misses none
+        return HeldSegments(scheduler.events.epoch, last, tuple(scheduler.segments.ids()))
 
     def _drop(self) -> dict[str, Any]:
         segment_ids = self._body().get("segment_ids")
         if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
             raise WireError("segment_ids: expected a list of integers")
-        return {"num_dropped": self.state.drop([SegmentId(entry) for entry in segment_ids])}
+        return {"num_dropped": self.server.scheduler.drop(map(SegmentId, segment_ids))}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
         text = parse_qs(urlsplit(self.path).query).get(name, ["0"])[0]

@@ -16,11 +16,10 @@ from typing import Any
 from vllm.config import VllmConfig
 
 import kvshare
-from delta_tree import SegmentId
 from kvshare.loopback import is_loopback
 from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
-from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
+from kvshare.vllm_connector.scheduler.control_server import ControlServer
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
@@ -35,7 +34,7 @@ _NO_ADDRESS = "the control server cannot listen on {}:{} ({}): set another --con
 
 class SchedulerSide:
     """
-    One per engine (a vLLM with data parallelism has several). `scheduler` is None while nothing is shared.
+    One per engine (a vLLM with data parallelism has several). `scheduler` takes tickets once all is well.
     """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, unsupported: Sequence[str]) -> None:
@@ -60,14 +59,11 @@ class SchedulerSide:
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
         self.segments = SegmentIndex(settings.max_bytes)
-        self.scheduler: ConnectorScheduler | None = None
+        self.scheduler = ConnectorScheduler(segments=self.segments, events=self.events)
         self._control: ControlServer | None = None
         try:
             self._control = ControlServer(
-                ControlState(self.info, self.events, self.segments, self.drop),
-                host=settings.control_host,
-                port=port,
-                token=token,
+                self.info, self.scheduler, host=settings.control_host, port=port, token=token
             )
         except OSError as exc:
             if not self._unsupported:
@@ -78,6 +74,8 @@ class SchedulerSide:
         """Share if every worker can. A worker that did not get the model sends no handshake."""
         known = list(handshakes)
         self._handshakes = known
+        self.scheduler.bytes_per_token = sum(worker.bytes_per_token for worker in known)  # over all ranks
+        self.scheduler.may_move_keys = bool(known) and all(worker.can_move_keys for worker in known)
         if not self._unsupported:
             if len(known) < self._config.parallel_config.world_size:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
@@ -90,18 +88,9 @@ class SchedulerSide:
             log.error("kvshare: nothing is shared, requests are served without it: %s", reasons)
             return
         assert self._control is not None  # or its address would be among the reasons
-        self.scheduler = ConnectorScheduler(
-            segments=self.segments,
-            events=self.events,
-            bytes_per_token=self._bytes_per_token,
-            may_move_keys=self._may_move_keys,
-        )
+        self.scheduler.shares = True
         backend, port = known[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
-
-    def drop(self, segment_ids: list[SegmentId]) -> int:
-        """Drop segments. Thread-safe: the control server calls it."""
-        return self.scheduler.drop(segment_ids) if self.scheduler is not None else 0
 
     def close(self) -> None:
         if self._control is not None:
@@ -109,14 +98,14 @@ class SchedulerSide:
 
     def info(self) -> ReplicaInfo:
         """The answer to `GET /info`. Thread-safe."""
-        config = self._config
+        config, names = self._config, self._config.model_config.served_model_name
         unsupported = tuple(self._unsupported)
-        is_starting = self.scheduler is None and not unsupported
+        is_starting = not self.scheduler.shares and not unsupported
         if is_starting:
             unsupported = ("starting: the workers have not reported yet",)
         return ReplicaInfo(
             epoch=self.events.epoch,
-            model=_served_name(config),
+            model=str(names[0] if isinstance(names, list) else names),
             versions={
                 "vllm": self._vllm_version,
                 "torch": importlib.metadata.version("torch"),
@@ -124,12 +113,12 @@ class SchedulerSide:
             },
             refusals=unsupported,
             warnings=tuple(self._warnings),
-            can_move_keys=self._may_move_keys,
+            can_move_keys=self.scheduler.may_move_keys,
             # Empty while starting: the proxy then asks again.
             namespace_fields={} if is_starting else self._namespace_fields(),
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
-            bytes_per_token=self._bytes_per_token,
+            bytes_per_token=self.scheduler.bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
             num_segments=len(self.segments),
@@ -138,15 +127,6 @@ class SchedulerSide:
             data_parallel_rank=self._rank,
             data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),
         )
-
-    @property
-    def _bytes_per_token(self) -> int:
-        """Over all ranks."""
-        return sum(worker.bytes_per_token for worker in self._handshakes)
-
-    @property
-    def _may_move_keys(self) -> bool:
-        return bool(self._handshakes) and all(worker.can_move_keys for worker in self._handshakes)
 
     def _namespace_fields(self) -> dict[str, str]:
         model = self._config.model_config
@@ -174,8 +154,3 @@ class SchedulerSide:
             "block_size": config.cache_config.block_size,
             "attention_backend": self._handshakes[0].attention_backend if self._handshakes else "",
         }
-
-
-def _served_name(config: VllmConfig) -> str:
-    name = config.model_config.served_model_name
-    return str(name[0] if isinstance(name, list) else name)

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.reasons import Reason
-from kvshare.vllm_protocol.messages import (
-    Finished,
-    Prefilled,
-    Stored,
-    Ticket,
-    WireCopy,
-    WireSpan,
-    digest_of,
-)
+from kvshare.vllm_protocol.messages import Finished, Prefilled, Stored, Ticket, WireCopy, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -170,7 +162,9 @@ class TicketedRequest:
         """Lost copies behind `num_local` were computed instead; a lost copy across it leaves mixed slots."""
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
-        lost = frozenset(index for index in self.placed if self._is_lost(self.copy(index), result))
+        behind = (index for index in self.placed if self.copy(index).target.end > self.num_local)
+        gone = result.unreadable
+        lost = {index for index in behind if result.failed or self.copy(index).segment_id in gone}
         if any(self.copy(index).target_start < self.num_local for index in lost):
             self._note_mixed()
         self.placed -= lost
@@ -221,9 +215,12 @@ class TicketedRequest:
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
         num_placed -= sum(len(span) for span in self.repaired)
+        decision: Literal["approx", "exact", "full"] = "exact" if num_local + num_placed else "full"
+        if self.placed and not self.ticket.is_exact:
+            decision = "approx"
         finished = Finished(
             request_id=self.ticket.request_id,
-            decision=self._decision(num_local + num_placed),
+            decision=decision,
             reason=self.lost or self._reason(),
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
@@ -247,9 +244,6 @@ class TicketedRequest:
         """Exact KV is never mixed: it is the same wherever it came from."""
         self.is_mixed = self.is_mixed or not self.ticket.is_exact
 
-    def _is_lost(self, copy: WireCopy, result: LoadResult) -> bool:
-        return copy.target.end > self.num_local and (result.failed or copy.segment_id in result.unreadable)
-
     def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:
         """Whether the copies that a retained prompt refers to are readable, and still in its slots."""
         if any(self.copy(index).segment_id in unreadable for index in copies):
@@ -265,11 +259,6 @@ class TicketedRequest:
         if not self.ticket.is_exact and len(self.placed) < len(self.ticket.copies):
             return Reason.SEGMENTS_GONE
         return None
-
-    def _decision(self, num_reused: int) -> Literal["approx", "exact", "full"]:
-        if self.placed and not self.ticket.is_exact:
-            return "approx"
-        return "exact" if num_reused else "full"
 
 
 def _wire(spans: Collection[Span]) -> tuple[WireSpan, ...]:

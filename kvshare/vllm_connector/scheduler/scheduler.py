@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -19,12 +19,7 @@ from vllm.v1.request import Request
 from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tokens, split
 from kvshare.reasons import Reason
 from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
-from kvshare.vllm_connector.metadata import (
-    LoadRequest,
-    SaveRequest,
-    StepMetadata,
-    WorkerReport,
-)
+from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
@@ -36,24 +31,15 @@ log = logging.getLogger("vllm.kvshare")
 _MAX_SEEN = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Retained:
-    """The computed KV of a request that may be saved."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    output_ids: tuple[int, ...]
-
-
 @dataclass(eq=False, kw_only=True)
 class ConnectorScheduler:
     """One per scheduler, with vLLM's method names. Keys are vLLM's request ids; events carry the proxy's."""
 
     segments: SegmentIndex
     events: EventLog
-    bytes_per_token: int
-    may_move_keys: bool
+    shares: bool = False  # no ticket is taken before this and the next two are set
+    bytes_per_token: int = 0
+    may_move_keys: bool = False
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
@@ -67,7 +53,7 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""
         document = (request.kv_transfer_params or {}).get(TICKET_KEY)
-        if document is None:
+        if document is None or not self.shares:
             return
         try:
             ticket = Ticket.from_json(document)
@@ -156,9 +142,8 @@ class ConnectorScheduler:
         self._publish_if_done(request.request_id, ticketed)
         return ticketed.state is State.SAVING
 
-    def update_connector_output(self, report: WorkerReport | None, saved: Iterable[str]) -> None:
+    def update_connector_output(self, report: WorkerReport, saved: Iterable[str]) -> None:
         """Take the workers' report of a step, and the ended requests whose KV has been saved."""
-        report = report if report is not None else WorkerReport()
         for request_id, stage_seconds in report.stage_seconds.items():
             if (ticketed := self._requests.get(request_id)) is not None:
                 ticketed.note_times(stage_seconds)
@@ -190,11 +175,11 @@ class ConnectorScheduler:
         """Request a save of an ended request, or of what is not saved of it yet."""
         num_retained = _num_retained(request, ticketed)
         output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
-        retained = _Retained(request.request_id, tuple(block_ids), num_retained, output_ids)
+        save = SaveRequest(request.request_id, tuple(block_ids))
         if ticketed.retained is not None:
-            self._save_answer(ticketed, retained)
+            self._save_answer(ticketed, save, output_ids)
         elif num_retained:
-            self._save(ticketed, retained)
+            self._save(ticketed, save, output_ids)
 
     def _save_prompts(self, step: SchedulerOutput) -> None:
         """
@@ -202,58 +187,60 @@ class ConnectorScheduler:
 
         By then the results of their loads are known, and their blocks stay allocated during the step.
         """
-        due = [name for name in step.num_scheduled_tokens if self._may_save_prompt(name)]
+        known = {name: self._requests.get(name) for name in step.num_scheduled_tokens}
+        due = {name: each for name, each in known.items() if each is not None and each.may_save_prompt}
         if not due:
             return
         assert step.kv_connector_block_state is not None
         computed = _num_computed(step)
-        for request_id in due:
-            ticketed = self._requests[request_id]
+        for request_id, ticketed in due.items():
             if computed[request_id] < ticketed.ticket.num_tokens:
                 continue
             ticketed.was_saved_early = True
             block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
-            prompt = _Retained(request_id, block_ids, ticketed.ticket.num_tokens, ())
-            self._save(ticketed, prompt, has_ended=False)
+            self._save(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
             ticketed.lost = None  # if it failed, it is tried again with the answer
             ticketed.saved_early = ticketed.stored
 
-    def _may_save_prompt(self, request_id: str) -> bool:
-        ticketed = self._requests.get(request_id)
-        return ticketed is not None and ticketed.may_save_prompt
-
-    def _save(self, ticketed: TicketedRequest, retained: _Retained, *, has_ended: bool = True) -> None:
+    def _save(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...] = ()) -> None:
         """Make room for all tokens that no stored segment covers, and request their save."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             ticketed.lost = Reason.SEGMENTS_GONE  # copied KV must not be stored as if it had been computed
             return
-        computed = gaps((ticketed.copy(index).target for index in copies), retained.num_tokens)
+        num_prompt = ticketed.ticket.num_tokens
+        targets = (ticketed.copy(index).target for index in copies)
+        computed = gaps(targets, num_prompt + len(output_ids))
         if ticketed.ticket.order is not None:  # all tokens of a segment have the same generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, _first_approximate(ticketed, copies))
-        computed = cut(computed, retained.num_tokens - len(retained.output_ids))  # answers have own segments
+        computed = cut(computed, num_prompt)  # answers have own segments
         stored = self._add(ticketed, computed, copies)
         if stored is None:
             ticketed.lost = Reason.NO_ROOM
             return
-        self._saves.append(_save_request(retained, stored, has_ended=has_ended))
+        self._request_save(save, stored)
         ticketed.retain(copies, stored)
-        ticketed.output_ids = retained.output_ids
+        ticketed.output_ids = output_ids
 
-    def _save_answer(self, ticketed: TicketedRequest, retained: _Retained) -> None:
+    def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> None:
         """Request a save of the answer. Its prompt's save may still be under way, and needs the blocks."""
         assert ticketed.retained is not None
         answer: tuple[Stored, ...] = ()
-        if retained.output_ids and ticketed.is_as_saved:
-            behind = (Span(retained.num_tokens - len(retained.output_ids), retained.num_tokens),)
+        if output_ids and ticketed.is_as_saved:
+            num_prompt = ticketed.ticket.num_tokens
+            behind = (Span(num_prompt, num_prompt + len(output_ids)),)
             added = self._add(ticketed, behind, ticketed.retained)
             if added is None:
                 ticketed.lost = Reason.NO_ROOM  # the prompt stays retained
             else:
-                answer, ticketed.output_ids = added, retained.output_ids
+                answer, ticketed.output_ids = added, output_ids
                 ticketed.stored += answer
-        self._saves.append(_save_request(retained, answer, has_ended=True))
+        self._request_save(save, answer)
+
+    def _request_save(self, save: SaveRequest, stored: Iterable[Stored]) -> None:
+        spans = tuple((segment.segment_id, segment.span) for segment in stored)
+        self._saves.append(replace(save, spans=spans))
 
     def _add(
         self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
@@ -298,7 +285,7 @@ class ConnectorScheduler:
 
     def _note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
         lost = Reason.SAVE_FAILED if request_id in report.failed_saves else ticketed.lost
-        if lost is None and not self._is_held(ticketed):
+        if lost is None and not self._are_held(ticketed, ticketed.stored):
             lost = Reason.SEGMENTS_GONE  # dropped while the rest was being saved
         ticketed.note_saved(lost=lost)
         if lost is not None:
@@ -309,11 +296,8 @@ class ConnectorScheduler:
             self._note_dropped(self.segments.drop(segment.segment_id for segment in unreported))
         self._publish_if_done(request_id, ticketed)
 
-    def _is_held(self, ticketed: TicketedRequest) -> bool:
-        """Whether all segments of its retained KV are held."""
-        return self._are_held(ticketed, ticketed.stored)
-
     def _are_held(self, ticketed: TicketedRequest, stored: Iterable[Stored]) -> bool:
+        """Whether these segments, and those of the copies in its retained KV, are held."""
         assert ticketed.retained is not None
         return ticketed.retained <= self._held(ticketed.ticket) and all(
             segment.segment_id in self.segments for segment in stored
@@ -368,13 +352,6 @@ def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
     num_computed: int = request.num_prompt_tokens + request.num_output_tokens - 1
     is_complete = request.num_output_tokens and request.num_computed_tokens >= num_computed
     return num_computed if ticketed.may_retain and is_complete else 0
-
-
-def _save_request(retained: _Retained, stored: Iterable[Stored], *, has_ended: bool) -> SaveRequest:
-    spans = tuple(
-        (segment.segment_id, Span(segment.start, segment.start + segment.length)) for segment in stored
-    )
-    return SaveRequest(retained.request_id, retained.block_ids, spans, has_ended)
 
 
 def _num_computed(step: SchedulerOutput) -> dict[str, int]:

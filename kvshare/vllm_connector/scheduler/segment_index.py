@@ -17,8 +17,6 @@ from kvshare.kv.tier import SegmentTable
 
 @dataclass(frozen=True, slots=True)
 class HeldSegment:
-    """A held segment."""
-
     namespace: str
     num_tokens: int
     num_bytes: int  # over all ranks

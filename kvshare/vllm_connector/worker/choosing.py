@@ -12,20 +12,17 @@ no probes, and repairs are chosen by position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from delta_tree import SegmentId, Span, gaps, merge
+from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
 from kvshare.sharing.selection import Choice, choose, choose_by_place
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
-
-Summed = Callable[[torch.Tensor], torch.Tensor]  # over all ranks, each of which has some of the heads
+from kvshare.vllm_connector.worker.ranks import num_ranks, summed
 
 
 class Choosing:
@@ -42,8 +39,7 @@ class Choosing:
     ) -> None:
         self._load, self._cache = load, cache
         self.listens = can_listen and load.end == len(load.token_ids)
-        placed = [span for _, span in load.targets(unreadable)]
-        self._computed = gaps(merge([Span(0, load.start), *placed]), load.end)
+        self._computed = load.runs(unreadable)
         probes = order.probes if self.listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.pieces, probes, order.num_tokens)
@@ -66,7 +62,7 @@ class Choosing:
         """The runs after the choice: repairs, and what attends to them."""
         return [self._run(span) for span in merge([*choice.repairs, *choice.again])]
 
-    def choice(self, summed: Summed, num_ranks: int) -> Choice:
+    def choice(self) -> Choice:
         """The same on every rank. Probed rows are restored, so that probes are no repairs."""
         if not self.listens:
             return choose_by_place(
@@ -82,7 +78,7 @@ class Choosing:
             changed = summed(squares).sqrt().cpu().numpy()
             slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
             self._cache.write(*self._probed_rows, torch.cat(slots))
-        received = summed(self.listener.attended_there) / num_ranks
+        received = summed(self.listener.attended_there) / num_ranks()
         return choose(
             self._order,
             self._computed,

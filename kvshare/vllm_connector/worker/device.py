@@ -1,20 +1,22 @@
 """
-What copies need of a device, for CUDA and for a CPU.
+What copies need of a device, for CUDA and for a CPU, and the times of its work.
 
-    mark      a point in the order of work on vLLM's own stream
+    mark      a point in the order of work on vLLM's own stream. The host's clock would only time the launches
     beside    a context: work inside starts after a mark, beside vLLM's stream, and is done when it ends
     staging   a buffer of fixed size on the device, between host memory and vLLM's cache
 
-    CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA
+    CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA. Marks are events
     CPU       the thread that copies takes the place of the stream; rows are in host memory, nothing is staged
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,52 +27,37 @@ log = logging.getLogger("vllm.kvshare")
 STAGING_BYTES = 128 * 1024**2  # what a CUDA worker leaves free for it, see `workers.py`
 
 
-class Device(Protocol):
-    """Used by one thread at a time, except `mark`."""
+class Device:
+    """The CPU: work is done when its call returns. Used by one thread at a time, except for marks."""
 
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory for fast copies."""
 
     def mark(self) -> Any:
         """The current point in the order of work on the device."""
+        return time.perf_counter()
 
-    def beside(self, mark: Any) -> Any:
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """Between two marks; None while the device has not reached the second."""
+        return float(end - begin)
+
+    def beside(self, mark: Any) -> AbstractContextManager[None]:
         """A context: work inside starts after the mark, and is done when the context ends."""
+        return nullcontext()
 
     def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One batch of host rows on the device; the next batch reuses their memory."""
+        return list(rows)
 
     def room_for(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Device memory of the rows' shapes, to be copied to the host by `to_host`."""
+        return list(rows)
 
     def to_host(self, staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
         """Copy rows from the device's memory into host rows."""
 
 
-class HostDevice:
-    """The CPU: host rows are used where they are."""
-
-    def register(self, buffer: torch.Tensor) -> None:
-        pass
-
-    def mark(self) -> None:
-        """Work on the CPU is done when its call returns."""
-
-    @contextmanager
-    def beside(self, mark: None) -> Iterator[None]:
-        yield
-
-    def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(rows)
-
-    def room_for(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(rows)
-
-    def to_host(self, staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        pass
-
-
-class CudaDevice:
+class CudaDevice(Device):
     """Not run on a GPU yet: its calls of CUDA are tested with a stand-in for torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
@@ -89,9 +76,12 @@ class CudaDevice:
             )
 
     def mark(self) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) / 1000 if end.query() else None
 
     @contextmanager
     def beside(self, mark: Any) -> Iterator[None]:
@@ -123,8 +113,49 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
 
 
-def device_of(device: torch.device) -> Device:
-    return CudaDevice(device) if device.type == "cuda" else HostDevice()
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """Work that was done for several requests together, and each one's share of it."""
+
+    name: str
+    begin: Any
+    end: Any
+    shares: dict[str, float]  # by request
+
+
+class Times:
+    """Collects the times of stages by request, some of which are known only later."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pending: list[Stage] = []
+        self._known: dict[str, dict[str, float]] = {}
+
+    def add(self, name: str, begin: Any, end: Any, counts: dict[str, int]) -> None:
+        """A stage between two marks; `counts` is each request's amount of its work."""
+        total = sum(counts.values())
+        shares = {request_id: count / total if total else 0.0 for request_id, count in counts.items()}
+        self._pending.append(Stage(name, begin, end, shares))
+
+    def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
+        """Stages of one request with known times."""
+        own = self._known.setdefault(request_id, {}) if seconds else {}
+        for stage, value in seconds.items():
+            own[stage] = own.get(stage, 0.0) + value
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Seconds by request and stage: all that became known since the last call."""
+        waiting = []
+        for stage in self._pending:
+            seconds = self._device.seconds(stage.begin, stage.end)
+            if seconds is None:
+                waiting.append(stage)
+                continue
+            for request_id, share in stage.shares.items():
+                self.note(request_id, {stage.name: seconds * share})
+        self._pending = waiting
+        known, self._known = self._known, {}
+        return known
 
 
 def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:

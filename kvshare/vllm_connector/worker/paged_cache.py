@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -47,7 +48,7 @@ class PagedCache:
         self.layers = dict(layers)
         self._in_order = list(self.layers.values())
         self.block_size = block_size
-        first = next(iter(self.layers.values())).kv_cache
+        first = self._in_order[0].kv_cache
         _, num_heads, _, width = first.shape
         self.kernel_block_size: int = first.shape[2]
         self.kv_layout = KVLayout.uniform(
@@ -67,30 +68,26 @@ class PagedCache:
 
     def find_layout(self, block_id: int) -> str | None:
         """Determine how blocks are read, with an unused block. Returns why that failed, or None."""
-        if len({layer.kv_cache.shape for layer in self.layers.values()}) != 1:
+        if len({layer.kv_cache.shape for layer in self._in_order}) != 1:
             return "the layers' KV caches have different shapes"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
         slots = self.slots((block_id,), Span(0, self.kernel_block_size))
-        layer = next(iter(self.layers.values()))
-        block = layer.kv_cache[self.kernel_blocks((block_id,))[0]]
-        self._layout = find_layout(block, lambda k, v: self._write_layer(layer, k, v, slots))
+        block = self._in_order[0].kv_cache[self.kernel_blocks((block_id,), Span(0, 1))[0]]
+        self._layout = find_layout(block, lambda k, v: self.write_layer(0, k, v, slots))
         if self._layout is None:
             return "the layout of the attention backend's KV cache is unknown"
         return None
 
-    def kernel_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """The block table in kernel blocks."""
+    def kernel_blocks(self, block_ids: Sequence[int], span: Span) -> list[int]:
+        """The kernel blocks of a span."""
         ratio = self.block_size // self.kernel_block_size
-        return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
+        own = self._blocks_of(block_ids, span)
+        return [block_id * ratio + part for block_id in own for part in range(ratio)]
 
     def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
         """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
         return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
-
-    def kernel_blocks_of(self, block_ids: Sequence[int], span: Span) -> list[int]:
-        """The kernel blocks of a span."""
-        return self.kernel_blocks(self._blocks_of(block_ids, span))
 
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
         """Slots of the positions in `span`, (len(span),) int64 on the device."""
@@ -115,7 +112,8 @@ class PagedCache:
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """The same for one layer. Shapes:  k, v (T, H, D); slots (T,)"""
-        self._write_layer(self._in_order[layer], k, v, slots)
+        module = self._in_order[layer]
+        module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
         """A copy of a span's KV on the host, (L, len(span), H, D)."""
@@ -133,7 +131,7 @@ class PagedCache:
         Shapes:  into (H, L, 2, len(span), D) each, on the device
         """
         assert self._layout is not None
-        tables = [self.kernel_blocks_of(block_ids, span) for span in spans]
+        tables = [self.kernel_blocks(block_ids, span) for span in spans]
         numbers = np.array([block for table in tables for block in table], np.int64)
         (blocks,) = to_device(self.kv_layout.device, numbers)
         places, num_before = [], 0
@@ -143,31 +141,31 @@ class PagedCache:
             num_before += len(table) * self.kernel_block_size
         for index, layer in enumerate(self._in_order):
             copied = layer.kv_cache.index_select(0, blocks)
-            for plane, found in enumerate((self._layout.k(copied), self._layout.v(copied))):
-                rows = found.flatten(0, 1)
+            for plane, read in enumerate(self._layout.planes):
+                rows = read(copied).flatten(0, 1)
                 for target, place in zip(into, places, strict=True):
                     target[:, index, plane] = rows[place].transpose(0, 1)
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel blocks of positions [0, num_tokens), on the device."""
-        return self._on_device(self.kernel_blocks_of(block_ids, Span(0, num_tokens)))
+        return self._on_device(self.kernel_blocks(block_ids, Span(0, num_tokens)))
 
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
         cache = self._in_order[layer].kv_cache
-        return self._layout.k(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
+        return self._layout.planes[0](cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
 
     def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
         assert self._layout is not None
-        size, table = self.kernel_block_size, self.kernel_blocks(block_ids)
+        size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
         blocks = self._on_device([table[position // size] for position in positions])[:, None, None]
         inside = self._on_device([position % size for position in positions])
         # Element by element: copying the whole blocks of a few rows would move megabytes.
         k: list[torch.Tensor] = []
         v: list[torch.Tensor] = []
-        for layer in self.layers.values():
+        for layer in self._in_order:
             cache = layer.kv_cache
             ahead = blocks * cache.stride(0)
             for found, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
@@ -179,18 +177,15 @@ class PagedCache:
         if (known := self._known_offsets.get(strides)) is not None:
             return known
         assert self._layout is not None
-        shape = next(iter(self.layers.values())).kv_cache.shape[1:]
+        shape = self._in_order[0].kv_cache.shape[1:]
         numbered = torch.arange(prod(shape), device=self.kv_layout.device).view(1, *shape)
-        places = (torch.unravel_index(rows(numbered)[0], shape) for rows in (self._layout.k, self._layout.v))
+        places = (torch.unravel_index(read(numbered)[0], shape) for read in self._layout.planes)
         k, v = ((torch.stack(place, dim=-1) * self._on_device(strides)).sum(dim=-1) for place in places)
         self._known_offsets[strides] = k, v
         return k, v
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.kv_layout.device)
-
-    def _write_layer(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, slots)
 
 
 ReadRows = Callable[[torch.Tensor], torch.Tensor]
@@ -205,41 +200,30 @@ def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """
-    Reads contiguous copies of blocks.
+    Reads contiguous copies of blocks: K and V, by one function each.
 
-    Shapes:  `k` and `v` take blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
+    Shapes:  blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
     """
 
     name: str
-    k: ReadRows
-    v: ReadRows
+    planes: tuple[ReadRows, ReadRows]
 
 
-def _transposed_halves(blocks: torch.Tensor) -> torch.Tensor:
-    """(B, H, 2, N * D)"""
+def _content(blocks: torch.Tensor, plane: int) -> torch.Tensor:
+    return blocks.chunk(2, dim=-1)[plane].permute(0, 2, 1, 3)
+
+
+def _transposed(blocks: torch.Tensor, plane: int) -> torch.Tensor:
     num_blocks, num_heads, num_tokens, width = blocks.shape
-    return blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)
+    rows = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)[:, :, plane]
+    if plane == 0:
+        return rows.view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
+    return rows.view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
 
 
-def _transposed_k(blocks: torch.Tensor) -> torch.Tensor:
-    num_blocks, num_heads, num_tokens, width = blocks.shape
-    k = _transposed_halves(blocks)[:, :, 0].view(num_blocks, num_heads, width // 2, num_tokens)
-    return k.permute(0, 3, 1, 2)
-
-
-def _transposed_v(blocks: torch.Tensor) -> torch.Tensor:
-    num_blocks, num_heads, num_tokens, width = blocks.shape
-    v = _transposed_halves(blocks)[:, :, 1].view(num_blocks, num_heads, num_tokens, width // 2)
-    return v.permute(0, 2, 1, 3)
-
-
-_KNOWN = (
-    BlockLayout(
-        "content",
-        lambda blocks: blocks.chunk(2, dim=-1)[0].permute(0, 2, 1, 3),
-        lambda blocks: blocks.chunk(2, dim=-1)[1].permute(0, 2, 1, 3),
-    ),
-    BlockLayout("transposed", _transposed_k, _transposed_v),
+_KNOWN = tuple(
+    BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)))
+    for name, read in (("content", _content), ("transposed", _transposed))
 )
 
 
@@ -267,7 +251,8 @@ def _reads_back(
     )
     write(k, v)
     read = block.contiguous().unsqueeze(0)
-    return torch.equal(layout.k(read)[0], k) and torch.equal(layout.v(read)[0], v)
+    found = [rows(read)[0] for rows in layout.planes]
+    return all(map(torch.equal, found, (k, v)))
 
 
 def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
@@ -285,7 +270,7 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         if len(where) != count or int(place.min()) < 0:
             return None  # no permutation: quantised, or not stored
         places.append(place.view(shape))
-    return BlockLayout("learned", *map(_gathered, places))
+    return BlockLayout("learned", (_gathered(places[0]), _gathered(places[1])))
 
 
 def _gathered(places: torch.Tensor) -> ReadRows:

@@ -98,13 +98,17 @@ class PartialForward:
                 cache.kv_layout.device,
             )
 
+    @property
+    def _impls(self) -> list[Any]:
+        return [layer.impl for layer in self._cache.layers.values()]
+
     def scaling(self, layer: int) -> float:
         """The factor of a layer's attention scores."""
-        return float(list(self._cache.layers.values())[layer].impl.scale)
+        return float(self._impls[layer].scale)
 
     def form(self, layer: int) -> Form:
         """Window, soft cap and sinks of a layer's attention, as its implementation has them."""
-        impl = list(self._cache.layers.values())[layer].impl
+        impl = self._impls[layer]
         window = getattr(impl, "sliding_window", None)
         if isinstance(window, tuple):  # FlashAttention has (number of earlier slots, of later slots)
             window = window[0] + 1
@@ -140,13 +144,8 @@ class PartialForward:
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
             for rows, table in listening:
                 keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
-                rows.observe(
-                    layer,
-                    query.transpose(0, 1),
-                    keys,
-                    scaling=self.scaling(layer),
-                    form=self.form(layer),
-                )
+                scaling, form = self.scaling(layer), self.form(layer)
+                rows.observe(layer, query.transpose(0, 1), keys, scaling=scaling, form=form)
 
         return watch
 
@@ -157,7 +156,6 @@ class PartialForward:
         through an opaque operator. Kernels that write the cache themselves have written it when `watch` is
         called.
         """
-        impls = [layer.impl for layer in self._cache.layers.values()]
 
         def standing_in(index: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
             def forward(
@@ -169,12 +167,12 @@ class PartialForward:
 
             return forward
 
-        for index, impl in enumerate(impls):
+        for index, impl in enumerate(self._impls):
             impl.forward = standing_in(index, impl.forward)
         try:
             yield
         finally:
-            for impl in impls:
+            for impl in self._impls:
                 del impl.forward  # the class's own method is in effect again
 
     def _forward(self, runs: Sequence[Run]) -> None:
@@ -201,7 +199,7 @@ class PartialForward:
         lengths = np.array([len(span) for span in spans], np.int32)
         starts = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
         ends = np.array([span.end for span in spans], np.int32)
-        blocks = [self._cache.kernel_blocks_of(run.block_ids, Span(0, run.span.end)) for run in runs]
+        blocks = [self._cache.kernel_blocks(run.block_ids, Span(0, run.span.end)) for run in runs]
         table = np.zeros((len(runs), max(map(len, blocks))), np.int32)
         for row, own in zip(table, blocks, strict=True):
             row[: len(own)] = own

@@ -1,5 +1,7 @@
 """
-Agreement between the ranks of tensor parallelism. A pass contains collectives: all ranks run it, or none.
+Agreement between the ranks of tensor parallelism, and the host memory that they share.
+
+A forward pass contains collectives: all ranks run it, or none.
 
     before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
     in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
@@ -9,9 +11,12 @@ Agreement between the ranks of tensor parallelism. A pass contains collectives: 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -20,6 +25,7 @@ from kvshare.safe_logging import classes_and_places
 
 log = logging.getLogger("vllm.kvshare")
 
+_FOLDER = Path("/dev/shm")
 _T = TypeVar("_T")
 
 
@@ -75,17 +81,57 @@ def as_one(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        if num_ranks() > 1:
-            _end_process(what, exc)
-        raise
+        if num_ranks() == 1:
+            raise
+        log.critical(
+            "kvshare: rank %d failed in %s, which all ranks run together; it ends, and vLLM with it. "
+            "Start vLLM again, and report this: %s",
+            rank(),
+            what,
+            classes_and_places(exc),
+        )
+        raise RankFailed(1) from exc
 
 
-def _end_process(what: str, exc: Exception) -> NoReturn:
-    log.critical(
-        "kvshare: rank %d failed in %s, which all ranks run together; it ends, and vLLM with it. "
-        "Start vLLM again, and report this: %s",
-        rank(),
-        what,
-        classes_and_places(exc),
-    )
-    raise RankFailed(1) from exc
+def shared_memory(num_bytes: int, name: str) -> torch.Tensor | None:
+    """
+    Reserve `num_bytes` that all ranks share: each writes its own heads of a segment there, so that the stored
+    bytes do not depend on the number of ranks, and one reader can read whole segments.
+
+    Returns:  None with a single rank, and if they cannot be reserved
+    All ranks call it together. `name` is unique to the engine.
+    """
+    if num_ranks() == 1:
+        return None
+    path, buffer = _FOLDER / f"kvshare-{name}", None
+    if rank() == 0:
+        buffer = _mapped(path, num_bytes, creates=True)
+    has_first = all(agreed([rank() != 0 or buffer is not None]))
+    if has_first and rank() != 0:
+        buffer = _mapped(path, num_bytes, creates=False)
+    have_all = all(agreed([buffer is not None]))
+    if rank() == 0:
+        path.unlink(missing_ok=True)
+    return buffer if have_all else None
+
+
+def _mapped(path: Path, num_bytes: int, *, creates: bool) -> torch.Tensor | None:
+    flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if creates else 0)
+    try:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if creates:
+                # Reserved now: running out of memory at a later write would end the process.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+    except OSError as exc:
+        log.warning(
+            "kvshare: %d bytes of shared memory cannot be reserved (%s): each rank stores its own part. "
+            "Enlarge %s (docker run --shm-size) to share it",
+            num_bytes,
+            exc.strerror or exc,
+            _FOLDER,
+        )
+        return None

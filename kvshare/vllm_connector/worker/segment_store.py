@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import xxhash
@@ -22,20 +21,6 @@ from kvshare.kv.arena import Arena, Extent
 from kvshare.kv.layout import KVLayout
 
 _SLACK = 8  # the arena is larger than all segments by one part in so many, because free memory is fragmented
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """A buffer for segments of `num_heads` heads; this rank's heads begin at `first_head`."""
-
-    buffer: torch.Tensor
-    num_heads: int
-    first_head: int = 0
-
-    @classmethod
-    def of_this_rank(cls, max_bytes: int, num_heads: int) -> Self:
-        """Memory for this rank's heads only. Pages are allocated when they are first written."""
-        return cls(torch.empty(arena_bytes(max_bytes), dtype=torch.uint8), num_heads)
 
 
 def arena_bytes(max_bytes: int) -> int:
@@ -66,10 +51,12 @@ class SegmentStore:
     because the extent of a dropped segment may be given to the next one at once.
     """
 
-    def __init__(self, memory: Memory, layout: KVLayout) -> None:
-        self.arena = Arena(memory.buffer)
-        self._memory = memory
-        self._layout = layout
+    def __init__(
+        self, buffer: torch.Tensor, layout: KVLayout, *, num_heads: int, first_head: int = 0
+    ) -> None:
+        """Segments have `num_heads` in the buffer. Those of this rank's layout begin at `first_head`."""
+        self.arena = Arena(buffer)
+        self._layout, self._num_heads, self._first_head = layout, num_heads, first_head
         self._stored: dict[SegmentId, Stored] = {}
 
     def __contains__(self, segment_id: object) -> bool:
@@ -81,11 +68,11 @@ class SegmentStore:
     def add(self, segment_id: SegmentId, num_tokens: int) -> Stored:
         """Allocate a segment. Raises MemoryError if there is no contiguous room."""
         keys, _ = self._layout.planes
-        shape = (self._memory.num_heads, self._layout.num_layers, 2, num_tokens, keys.dim)
+        shape = (self._num_heads, self._layout.num_layers, 2, num_tokens, keys.dim)
         extent = self.arena.allocate(torch.Size(shape).numel() * self._layout.dtype.itemsize)
         if extent is None:
             raise MemoryError(f"no contiguous room for a segment of {num_tokens} tokens")
-        whole, first = self.arena.view(extent, shape, self._layout.dtype), self._memory.first_head
+        whole, first = self.arena.view(extent, shape, self._layout.dtype), self._first_head
         stored = Stored(extent, whole[first : first + keys.num_heads])
         self._stored[segment_id] = stored
         return stored

@@ -70,14 +70,10 @@ class SelfTest:
         if problem := self._cache.find_layout(_FIRST_BLOCK):
             return problem
         layout, generator = self._cache.kv_layout, torch.Generator().manual_seed(11)
-        written = [
-            torch.randn(plane.shape(self._length), generator=generator).to(layout.dtype)
-            for plane in layout.planes
-        ]
-        everywhere = Span(0, self._length)
-        k, v = (rows.to(layout.device) for rows in written)
-        self._cache.write(k, v, self._cache.slots(self._block_ids, everywhere))
-        found = self._cache.read(self._block_ids, everywhere)
+        shapes = (plane.shape(self._length) for plane in layout.planes)
+        written = [torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes]
+        self._write(written, self._length)
+        found = self._cache.read(self._block_ids, Span(0, self._length))
         if not all(map(torch.equal, found.planes, written)):
             return "rows written into scattered blocks are not read back"
         return None
@@ -138,10 +134,8 @@ class SelfTest:
             return f"watching attention raised an error: {type(exc).__name__}: {exc}"
 
     def _check_listening(self) -> str | None:
-        length = self._length
+        length, agree = self._length, list[bool]()
         whole = self._compute([Span(0, length)])
-        num_layers, errors = self._cache.kv_layout.num_layers, []
-
         table = self._cache.table(self._block_ids, length)
 
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
@@ -157,13 +151,14 @@ class SelfTest:
                     for head, group in enumerate(groups)
                 ]
             ).transpose(0, 1)
-            errors.append(self._agree(expected[None], output[None]))
+            difference, scale = (expected - output.float()).abs().max(), expected.abs().max().clamp(min=1e-6)
+            agree.append(bool(difference <= self._tolerance * scale))
 
         whole_prompt = Run(self._block_ids, Span(0, length), self._tokens)
         self._forward.compute([whole_prompt], watching=lambda _: watch)
-        if len(errors) != num_layers:
+        if len(agree) != self._cache.kv_layout.num_layers:
             return "the attention kernels cannot be watched"
-        return None if all(errors) else "attention does not follow from queries and stored keys"
+        return None if all(agree) else "attention does not follow from queries and stored keys"
 
     def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
         """How each layer's K and V move to other positions: by one of these tables, or not at all."""
@@ -185,12 +180,6 @@ class SelfTest:
         """Compute the spans, and return all rows up to the last one's end."""
         self._forward.compute([Run(self._block_ids, span, self._tokens, shift) for span in spans])
         return self._cache.read(self._block_ids, Span(0, spans[-1].end))
-
-    def _agree(self, expected: torch.Tensor, got: torch.Tensor) -> bool:
-        """Whether every layer's rows agree within rounding, relative to its largest value."""
-        difference = (expected.float() - got.float()).abs().flatten(1).amax(1)
-        scale = expected.float().abs().flatten(1).amax(1).clamp(min=1e-6)
-        return bool((difference <= self._tolerance * scale).all())
 
 
 def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:

@@ -13,13 +13,14 @@ forward pass. A request is scheduled when its load is reported; if the load fail
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -27,29 +28,27 @@ from delta_tree import SegmentId, Span
 from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.movement import why_not_movable
 from kvshare.safe_logging import classes_and_places
+from kvshare.sharing.selection import Choice
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
     LoadResult,
     SaveRequest,
     StepMetadata,
-    Transfers,
     WorkerHandshake,
     WorkerReport,
 )
 from kvshare.vllm_connector.worker.choosing import Choosing
-from kvshare.vllm_connector.worker.copy_writer import CopyWriter
+from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
 from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
-from kvshare.vllm_connector.worker.device import batches, device_of
+from kvshare.vllm_connector.worker.device import CudaDevice, Device, Times, batches
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
-from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, rank, summed
-from kvshare.vllm_connector.worker.segment_store import Memory, SegmentStore, Stored, arena_bytes
+from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, rank, shared_memory
+from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.self_test import SelfTest
-from kvshare.vllm_connector.worker.shared_memory import shared_by_ranks
-from kvshare.vllm_connector.worker.step_budget import StepBudget
-from kvshare.vllm_connector.worker.stopwatch import Times, stopwatch_of
+from kvshare.vllm_connector.worker.step_budget import num_admitted
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -69,8 +68,6 @@ class _Load:
 
 @dataclass(eq=False)
 class _Save:
-    """A save under way."""
-
     request: SaveRequest
     targets: Mapping[SegmentId, Stored]
 
@@ -96,14 +93,14 @@ class ConnectorWorker:
         self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None until a model is attached
         device = torch.device(current_platform.device_type)
-        self._device = device_of(device)
-        self._times = Times(stopwatch_of(device))
-        self._budget = StepBudget(settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens)
+        self._device = CudaDevice(device) if device.type == "cuda" else Device()
+        self._times = Times(self._device)
+        self._step_tokens = settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         self._store: SegmentStore | None = None  # None until the model's layout is known
         self._copies = CopyThread()
         self._copying: deque[tuple[_Load | _Save, Job]] = deque()  # in the order of the jobs
         self._arrived: deque[_Load] = deque()  # copied but not computed yet
-        self._transfers = Transfers()
+        self._transfers = KVConnectorTransferResults()
         self._report = WorkerReport()
 
     def attach_model(self, model: torch.nn.Module) -> None:
@@ -149,15 +146,19 @@ class ConnectorWorker:
         keys, _ = self._cache.kv_layout.planes
         transfer, max_bytes = self._config.kv_transfer_config, self._settings.max_bytes
         assert transfer is not None, "or there would be no connector"
-        shared = shared_by_ranks(arena_bytes(max_bytes), str(transfer.engine_id))
-        if shared is None:
-            memory = Memory.of_this_rank(max_bytes // num_ranks(), keys.num_heads)
+        num_heads, first_head = keys.num_heads, 0
+        buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
+        if (
+            buffer is None
+        ):  # memory for this rank's heads only. Pages are allocated when they are first written
+            buffer = torch.empty(arena_bytes(max_bytes // num_ranks()), dtype=torch.uint8)
         else:
-            total = self._config.model_config.get_total_num_kv_heads()
-            copies = max(1, keys.num_heads * num_ranks() // total)  # more ranks than heads: replicated
-            memory = Memory(shared, total, rank() // copies * keys.num_heads)
-        self._store = SegmentStore(memory, self._cache.kv_layout)
-        self._device.register(memory.buffer)
+            num_heads = self._config.model_config.get_total_num_kv_heads()
+            copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated
+            first_head = rank() // copies * keys.num_heads
+        layout = self._cache.kv_layout
+        self._store = SegmentStore(buffer, layout, num_heads=num_heads, first_head=first_head)
+        self._device.register(buffer)
 
     def _run_self_test(self, model: torch.nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Reasons why nothing can be shared, and warnings about what is limited."""
@@ -221,18 +222,17 @@ class ConnectorWorker:
         if not step.has_forward:
             self._wait_for_loads()
         self._take_arrived()
-        due = self._due()
-        if due:
-            self._report_loaded(due, self._computed(due))
+        if due := self._due():
+            self._compute_and_report(due)
 
     def save(self, step: StepMetadata) -> None:
         """After the forward pass, because the rows that it has written are saved."""
         for request in step.saves:
             self._begin_save(request)
 
-    def take_transfers(self) -> Transfers:
+    def take_transfers(self) -> KVConnectorTransferResults:
         """Requests whose saves and loads ended or failed since the last call."""
-        transfers, self._transfers = self._transfers, Transfers()
+        transfers, self._transfers = self._transfers, KVConnectorTransferResults()
         return transfers
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
@@ -255,16 +255,15 @@ class ConnectorWorker:
         lap = LapTimer()
         load.readable = self._readable(found)
         fetch_s = lap()
-        with self._device.beside(mark):
-            writer = CopyWriter(self._cache, self._device)
-            for copy, target in load.request.targets():
-                if copy.segment_id not in load.readable:
-                    continue
+        copies = []
+        for copy, target in load.request.targets():
+            if copy.segment_id in load.readable:
                 start = copy.offset + target.start - copy.target_start
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
-                rows = found[copy.segment_id].rows
-                writer.add(rows, Span(start, start + len(target)), copy.shift, slots)
-            writer.write()
+                source, rows = Span(start, start + len(target)), found[copy.segment_id].rows
+                copies.append(RowCopy(rows, source, copy.shift, slots))
+        with self._device.beside(mark):
+            write_copies(self._cache, self._device, copies)
         return {"fetch": fetch_s, "lay": lap()}
 
     def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
@@ -332,66 +331,68 @@ class ConnectorWorker:
             assert self._store is not None
             self._store.drop(save.targets)
             self._report.failed_saves.add(save.request.request_id)
-        saved = self._transfers.saved if save.request.has_ended else self._report.saved_prompts
+        saved = self._transfers.finished_sending if save.request.has_ended else self._report.saved_prompts
         saved.add(save.request.request_id)
 
     def _due(self) -> list[_Load]:
         """The loads to compute in this step: in the order of arrival, within the budget."""
-        self._budget.next_step()
-        due: list[_Load] = []
-        while self._arrived and (
-            self._arrived[0].is_cancelled or self._budget.admits(self._num_to_compute(self._arrived[0]))
-        ):
-            due.append(self._arrived.popleft())
-        return due
+        sizes = (0 if load.is_cancelled else self._num_to_compute(load) for load in self._arrived)
+        return [self._arrived.popleft() for _ in range(num_admitted(sizes, self._step_tokens))]
 
     def _num_to_compute(self, load: _Load) -> int:
         order = load.request.order
         computed = sum(map(len, load.request.runs(load.unreadable)))
         return computed if order is None else computed + order.num_tokens + len(order.probes)
 
-    def _computed(self, loads: Sequence[_Load]) -> Mapping[str, _Passed] | None:
-        """Compute the placeholders of the loads. Returns the results by request; None if the pass failed."""
-        began = self._times.mark()
+    def _compute_and_report(self, loads: Sequence[_Load]) -> None:
+        """Compute the placeholders of the loads, unless they were cancelled, and report all of them."""
+        began = self._device.mark()
         awaited = [load for load in loads if not load.is_cancelled]
         try:
-            choosing = self._choices_to_make(awaited)
+            choosing = self._choosing(awaited)
             with as_one("a pass over placeholders"):
-                passed = self._compute(awaited, choosing)
+                choices, num_run = self._compute(awaited, choosing)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: computing for %d requests failed: %s", len(awaited), classes_and_places(exc))
-            return None
-        num_run = {request_id: each.num_tokens for request_id, each in passed.items() if each.num_tokens}
+            for load in loads:
+                self._fail(load)
+            return
         if num_run:
-            self._times.add("pass", began, self._times.mark(), num_run)
-        return passed
-
-    def _report_loaded(self, loads: Sequence[_Load], passed: Mapping[str, _Passed] | None) -> None:
+            self._times.add("pass", began, self._device.mark(), num_run)
         for load in loads:
             request_id = load.request.request_id
-            if passed is None:
-                self._fail(load)
-                continue
-            repaired = passed[request_id].repaired if request_id in passed else ()
-            self._transfers.loaded.add(request_id)
+            repaired = choices[request_id].repairs if request_id in choices else ()
+            self._transfers.finished_recving.add(request_id)
             self._report.loads[request_id] = LoadResult(False, load.unreadable, repaired)
 
     def _fail(self, load: _Load) -> None:
         """Report that vLLM must compute the request's prompt."""
-        self._transfers.loaded.add(load.request.request_id)
-        self._transfers.failed.add(load.request.request_id)
+        self._transfers.finished_recving.add(load.request.request_id)
+        self._transfers.failed_recving.add(load.request.request_id)
         self._report.loads[load.request.request_id] = LoadResult(True, load.unreadable)
 
-    def _choices_to_make(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
+    def _choosing(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
         """For loads with a repair order: what chooses their repairs, by request."""
-        if all(load.request.order is None for load in loads):
-            return {}
-        return on_all_ranks(
-            partial(self._choosing, loads), "another rank could not prepare a choice of repairs"
-        )
+        orders = [(load, order) for load in loads if (order := load.request.order) is not None]
 
-    def _compute(self, loads: Sequence[_Load], choosing: Mapping[str, Choosing]) -> dict[str, _Passed]:
-        """Compute placeholders, choose repairs and compute them. Returns the results by request."""
+        def prepare() -> dict[str, Choosing]:
+            return {
+                load.request.request_id: Choosing(
+                    load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
+                )
+                for load, order in orders
+            }
+
+        return on_all_ranks(prepare, "another rank could not prepare a choice of repairs") if orders else {}
+
+    def _compute(
+        self, loads: Sequence[_Load], choosing: Mapping[str, Choosing]
+    ) -> tuple[dict[str, Choice], dict[str, int]]:
+        """
+        Compute placeholders, choose repairs and compute them.
+
+        Returns:  the choices by request, and how many tokens were computed of each request that has any
+        """
         runs = {
             (request := load.request).request_id: choosing[request.request_id].first_pass
             if request.request_id in choosing
@@ -399,25 +400,13 @@ class ConnectorWorker:
             for load in loads
         }
         self._run(runs.values(), listens=any(each.listens for each in choosing.values()))
-        choices = {name: each.choice(summed, num_ranks()) for name, each in choosing.items()}
+        choices = {name: each.choice() for name, each in choosing.items()}
         behind = {name: each.second_pass(choices[name]) for name, each in choosing.items()}
         self._run(behind.values())
-        return {
-            name: _Passed(
-                sum(len(run.span) for run in (*runs[name], *behind.get(name, ()))),
-                choices[name].repairs if name in choices else (),
-            )
-            for name in runs
-        }
-
-    def _choosing(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
-        return {
-            load.request.request_id: Choosing(
-                load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
-            )
-            for load in loads
-            if (order := load.request.order) is not None
-        }
+        num_run = Counter[str]()
+        for name, own in (*runs.items(), *behind.items()):
+            num_run[name] += sum(len(run.span) for run in own)
+        return choices, +num_run  # without requests of which nothing was computed
 
     def _run(self, runs: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
         together = [run for each in runs for run in each]
@@ -425,11 +414,3 @@ class ConnectorWorker:
             self._forward.compute(together, watching=self._forward.listening)
         elif together:
             self._forward.compute(together)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """The result of a load's passes."""
-
-    num_tokens: int
-    repaired: tuple[Span, ...]

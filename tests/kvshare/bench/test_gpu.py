@@ -15,8 +15,8 @@ import torch
 
 from kvshare.bench.bound import copy_rates
 from kvshare.bench.random_models import LLAMAS
-from kvshare.bench.vllm import break_even, decoding, gpu, stack, syncs
-from kvshare.bench.vllm.decoding import Decoded
+from kvshare.bench.vllm import gpu, gpu_parts, stack
+from kvshare.bench.vllm.gpu_parts import Decoded
 from kvshare.bench.vllm.servers import Server
 from kvshare.cli import views
 from kvshare.errors import ConfigError, EngineError
@@ -40,21 +40,21 @@ def rows(**speedups: float) -> list[dict[str, float]]:
 
 def test_sharing_pays_from_where_it_always_does() -> None:
     """A shorter length that was faster by chance does not count; nor does any if the longest was not."""
-    assert break_even.first_that_pays(rows(t128=1.2, t256=0.9, t512=1.1, t1024=2.0)) == 512
-    assert break_even.first_that_pays(rows(t128=1.2, t256=1.3)) == 128
-    assert break_even.first_that_pays(rows(t128=1.2, t256=0.9)) is None
+    assert gpu_parts.first_that_pays(rows(t128=1.2, t256=0.9, t512=1.1, t1024=2.0)) == 512
+    assert gpu_parts.first_that_pays(rows(t128=1.2, t256=1.3)) == 128
+    assert gpu_parts.first_that_pays(rows(t128=1.2, t256=0.9)) is None
 
 
 def test_the_learned_length_is_that_of_the_measured_rates() -> None:
     """50 ms for the pass, 0.81 ms saved a token: 62 tokens. What was not measured gives none."""
-    assert break_even.learned(COSTS, 0.1)["learned_tokens"] == 62
-    assert break_even.learned({**COSTS, "measured": ["load"]}, 0.1)["learned_tokens"] is None
+    assert gpu_parts.learned(COSTS, 0.1)["learned_tokens"] == 62
+    assert gpu_parts.learned({**COSTS, "measured": ["load"]}, 0.1)["learned_tokens"] is None
 
 
 def test_lengths_double_up_to_the_longest() -> None:
     """Which is measured whatever it is."""
-    assert break_even.Config(prompt_tokens=1000).lengths == [128, 256, 512, 1000]
-    assert break_even.Config(prompt_tokens=512).lengths == [128, 256, 512]
+    assert gpu_parts.lengths(1000) == [128, 256, 512, 1000]
+    assert gpu_parts.lengths(512) == [128, 256, 512]
 
 
 def test_arms_are_compared_with_nothing_else_running() -> None:
@@ -62,7 +62,7 @@ def test_arms_are_compared_with_nothing_else_running() -> None:
     gaps = {"quiet": [0.010] * 100, "full": [0.010] * 50 + [0.030] * 50}
     gaps |= {"saves": [0.020] * 100, "loads": [0.010] * 99 + [0.050]}
     rounds = {name: [Decoded(own[:50], 1), Decoded(own[50:], 2)] for name, own in gaps.items()}
-    found = decoding.summary(rounds)
+    found = gpu_parts.inter_token_figures(rounds)
     assert found["arrivals"]["loads"] == 3
     assert found["mean_ratio"]["full"] == pytest.approx(2.0)
     assert found["p99_ratio"]["saves"] == pytest.approx(2.0)
@@ -83,13 +83,13 @@ def test_host_waits_are_counted_by_place() -> None:
             "/opt/x/site-packages/kvshare/other.py:1: UserWarning: something else",
         ]
     )
-    found = syncs.counted(log, 10)
+    found = gpu_parts.counted_syncs(log, 10)
     assert (found["per_step"], found["ours_per_step"]) == (0.3, 0.1)
     assert found["places"] == {
         "vllm/v1/worker/gpu/model_runner.py:9": 2,
         "kvshare/vllm_connector/worker/copy_writer.py:33": 1,
     }
-    assert syncs.counted("", 0)["per_step"] == 0
+    assert gpu_parts.counted_syncs("", 0)["per_step"] == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -111,7 +111,7 @@ def test_no_two_parts_draw_the_same_prompts() -> None:
     seeds = [
         part.seed
         for config in configs
-        for part in (config.parity, config.break_even, config.decoding, config.soak)
+        for part in (config.parity, config.part(1), config.part(2), config.soak)
     ]
     assert len(set(seeds)) == len(seeds)
 
@@ -119,7 +119,7 @@ def test_no_two_parts_draw_the_same_prompts() -> None:
 def test_the_cache_holds_what_is_timed() -> None:
     """Streams must not be preempted while they are timed; and every part fits the model's length."""
     config = gpu.Config(prompt_tokens=2000, streams=8, output_tokens=128)
-    assert config.cache_tokens > 8 * (decoding.STREAM_PROMPT + 128) + 2 * 2000
+    assert config.cache_tokens > 8 * (gpu_parts.STREAM_PROMPT + 128) + 2 * 2000
     assert config.max_model_len > max(2000, config.soak.max_model_len, config.parity.tokens)
     options = gpu.stack_options(config, "SOME_ATTN", checks_syncs=True).vllm
     assert options.arguments[options.arguments.index("--attention-backend") + 1] == "SOME_ATTN"
@@ -185,10 +185,10 @@ def test_a_backend_that_does_not_start_costs_the_others_nothing(
 async def test_where_nothing_is_shared_the_other_parts_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the connector's own words in the self-test; that is a failure of the backend."""
 
-    async def refused(_: object) -> dict[str, Any]:
+    async def unshared(*_: object) -> dict[str, Any]:
         return {"passed": False, "refusals": ["partial attention does not give the KV of a full prefill"]}
 
-    monkeypatch.setattr(gpu, "self_test", refused)
+    monkeypatch.setattr(gpu, "measured", unshared)
     report = gpu.Report("SOME_ATTN")
     await gpu.measure(None, gpu.Config(), report)  # type: ignore[arg-type]  # no server is asked
     document = report.to_json()

@@ -8,15 +8,28 @@ No timing is a limit here.
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from kvshare.bench.vllm import burst, interference, load, parity, selection, soak, stack, steady, ttft
-from kvshare.bench.vllm.stack import ALWAYS_SHARE, Pair, Stack, pair, with_proxy
-from kvshare.bench.vllm.workload import read_prompts
+from kvshare.bench.vllm import (
+    burst,
+    interference,
+    load,
+    parity,
+    selection,
+    session,
+    soak,
+    stack,
+    steady,
+    ttft,
+)
+from kvshare.bench.vllm.sequences import read_prompts
+from kvshare.bench.vllm.servers import running
+from kvshare.bench.vllm.stack import ALWAYS_SHARE, Stack, pair
 from kvshare.replay.workloads import generate, write_rows
 
 pytestmark = [
@@ -29,7 +42,7 @@ _KV_BYTES = 3072 * 4096  # a few prompts: steady must evict
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[Pair]:
+def both() -> Iterator[Stack]:
     """Two vLLMs whose KV caches are so small that requests are preempted."""
     options = replace(
         parity.Config(tokens=_TOKENS, eager=True).options,
@@ -41,20 +54,19 @@ def both() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def servers(both: Pair) -> Iterator[Stack]:
+def servers(both: Stack) -> Iterator[Stack]:
     """The same with a proxy."""
-    with with_proxy(both) as whole:
-        yield whole
+    with running([both.proxy]):
+        yield both
 
 
-async def measured(module: ModuleType, servers: Pair, **options: Any) -> dict[str, Any]:
+async def measured(module: ModuleType, servers: Stack, **options: Any) -> dict[str, Any]:
     """What a benchmark measures; by default with prompts of `_TOKENS` tokens, 5 % changed in 2 places."""
     edits = {"prompt_tokens": _TOKENS, "changed": 0.05, "edits": 2} if module is not soak else {}
-    found: dict[str, Any] = await module.measure(servers, module.Config(**{**edits, **options}))
-    return found
+    return await session.measured(module.measure, servers, module.Config(**{**edits, **options}))
 
 
-def test_a_document_begins_with_what_was_started(both: Pair) -> None:
+def test_a_document_begins_with_what_was_started(both: Stack) -> None:
     """What every document begins with."""
     document = stack.document("ttft", both.options, ttft.Config())
     assert (document["benchmark"], document["engine"], document["document_version"]) == ("ttft", "vllm", 1)
@@ -63,21 +75,21 @@ def test_a_document_begins_with_what_was_started(both: Pair) -> None:
     assert document["model"]["num_layers"] == 4
 
 
-async def test_planned_requests_equal_plain_vllm(both: Pair) -> None:
+async def test_planned_requests_equal_plain_vllm(both: Stack) -> None:
     """The promise of the README; before the proxy starts, which drops what it does not know."""
     config = parity.Config(tokens=_TOKENS, seed=1)
-    mode = await parity.measure(both, config, copies=1)
+    mode = await session.measured(partial(parity.measure, copies=1), both, config)
     document = parity.summary({"eager": mode}, config)
     assert document["benchmark"] == "parity"
     assert document["max_abs_logprob_error"] <= 1e-4
     assert set(mode["errors"]) >= {"all_placeholders", "scattered", "identity", "prefix", "preempted"}
-    assert mode["foreign_kv_error"] > 0.01  # or the laid KV would not be what answers
+    assert mode["foreign_kv_error"] > 0.01  # or the written KV would not be what answers
     assert mode["preemptions"] > 0
     assert set(mode["decisions"]["scattered"]) == {"approx"}
     assert set(mode["decisions"]["prefix"]) == {"exact"}
 
 
-async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Pair) -> None:
+async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Stack) -> None:
     """Both arms compute what was planned, or the benchmark ends in an error."""
     document = await measured(selection, both, prompt_tokens=300, repeats=1, seed=7)
     for kind in ("edited", "reordered"):
@@ -157,7 +169,7 @@ async def test_a_workload_takes_the_place_of_made_up_prompts(servers: Stack, tmp
         repeats=2,
         seed=6,
     )
-    document = await load.measure(servers, config, given)
+    document = await session.measured(partial(load.measure, given=given), servers, config)
     assert document["workload"] == given.description
     for arm in ("plain", "shared"):
         assert document["mixed"][arm]["requests"] == 8

@@ -12,9 +12,15 @@ from kvshare.bench.harness import rounds
 from kvshare.bench.vllm import interference, load, ttft
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.interference import Scene
-from kvshare.bench.vllm.load_figures import Played, closed_figures, open_figures
 from kvshare.bench.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
-from kvshare.bench.vllm.sequences import Load, Request, play_open, poisson_arrivals
+from kvshare.bench.vllm.sequences import (
+    Load,
+    Request,
+    closed_figures,
+    open_figures,
+    play_open,
+    poisson_arrivals,
+)
 from kvshare.bench.vllm.servers import session_cpu_seconds
 from kvshare.bench.vllm.steady import course
 from kvshare.bench.vllm.ttft import Repeat
@@ -118,11 +124,11 @@ def test_long_prompts_are_measured_less_often() -> None:
     assert not ttft.Config(prompt_tokens=8000).is_long
 
 
-def played(ttft_s: list[float], *, seconds: float, cpu_s: float, flops: int) -> Played:
+def played(ttft_s: list[float], *, seconds: float, cpu_s: float, flops: int) -> Load:
     """Half of the requests near, half unrelated."""
     prompt = unrelated_prompt(np.random.default_rng(0), 8)
     requests = [Request(prompt, 2, is_near=number % 2 == 0) for number in range(len(ttft_s))]
-    return Played(Load(requests, [answered(each, 0.1) for each in ttft_s], seconds), cpu_s, flops)
+    return Load(requests, [answered(each, 0.1) for each in ttft_s], seconds, cpu_s, flops)
 
 
 def test_a_load_is_compared_with_what_decoding_leaves() -> None:
@@ -151,7 +157,7 @@ def test_a_load_is_compared_with_what_decoding_leaves() -> None:
 
 def test_an_open_loop_has_quantiles_at_each_rate() -> None:
     """Milliseconds, over all repeats."""
-    both = {name: [played([1.0, 2.0, 3.0], seconds=6.0, cpu_s=0, flops=0).load] for name in load.ARMS}
+    both = {name: [played([1.0, 2.0, 3.0], seconds=6.0, cpu_s=0, flops=0)] for name in load.ARMS}
     found = open_figures(0.5, both)
     assert found["rate"] == 0.5
     assert found["shared"]["ttft"]["all"] == pytest.approx({"p50_ms": 2000.0, "p95_ms": 2900.0})

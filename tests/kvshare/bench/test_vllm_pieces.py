@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from kvshare.bench.vllm import parity, steady
-from kvshare.bench.vllm.client import Answer
+from kvshare.bench.vllm.client import Answer, Counters
 from kvshare.bench.vllm.load import Config, given_sequence, new_sequence
 from kvshare.bench.vllm.parity import distance
 from kvshare.bench.vllm.prompts import Mixture, near_duplicate, unrelated_prompt
-from kvshare.bench.vllm.reports import Counters
+from kvshare.bench.vllm.sequences import read_prompts
 from kvshare.bench.vllm.servers import Server, VllmOptions, running
 from kvshare.bench.vllm.soak import judge
-from kvshare.bench.vllm.workload import read_prompts
 from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.tokenizer import PromptEncoder

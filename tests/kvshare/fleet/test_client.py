@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from delta_tree import SegmentId
-from kvshare.bench.vllm.reports import watching
+from kvshare.bench.vllm.session import watching
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError

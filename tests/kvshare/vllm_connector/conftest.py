@@ -221,7 +221,7 @@ class Vllm:
 
     def drop(self, event: Finished) -> int:
         """Drop all segments of a donor. Returns how many were held."""
-        return self.side.drop([segment.segment_id for segment in event.stored])
+        return self.side.scheduler.drop([segment.segment_id for segment in event.stored])
 
     def events(self) -> tuple[JournalEvent, ...]:
         return self.side.events.read(0).events
@@ -240,7 +240,6 @@ class Vllm:
     def check_idle(self) -> None:
         """Nothing is leaked: no request, no block, and every segment of the index has its bytes."""
         scheduler = self.side.scheduler
-        assert scheduler is not None
         for left_over in (scheduler._requests, scheduler._loads, scheduler._saves):
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from delta_tree import SegmentId
 from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.worker.copy_writer import CopyWriter
+from kvshare.vllm_connector.worker import worker
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.self_test import SelfTest
@@ -23,7 +23,7 @@ STAGES = {
     "prepare": (ConnectorWorker, "_take_model"),
     "self-test": (SelfTest, "check_listening"),
     "fetch": (ConnectorWorker, "_readable"),
-    "place": (CopyWriter, "write"),
+    "place": (worker, "write_copies"),
     "pass": (PartialForward, "_forward"),
     "save": (ConnectorWorker, "_copy_out"),
 }
@@ -52,7 +52,7 @@ class FailingWorker(KVShareWorker):
         """All heads of a segment as they lie in the memory that this rank sees: the first key of each."""
         store = self._segment_store()
         stored = store._stored[SegmentId(segment_id)]
-        shape = (store._memory.num_heads, *stored.rows.shape[1:])
+        shape = (store._num_heads, *stored.rows.shape[1:])
         return list(store.arena.view(stored.extent, shape, stored.rows.dtype)[:, 0, 0, 0].flatten().tolist())
 
     def _segment_store(self) -> SegmentStore:

@@ -56,7 +56,7 @@ class Scenario:
     def run(self) -> None:
         vllm = self.vllm
         say("refusals", list(vllm.side.info().refusals))
-        if vllm.side.scheduler is None:
+        if not vllm.side.scheduler.shares:
             tokens = random_text(200, 1)
             say("unshared", len(vllm.plain(tokens).tokens))
             return

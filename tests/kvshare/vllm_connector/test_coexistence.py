@@ -10,8 +10,9 @@ import pytest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvshare.sharing.selection import Choice
     from kvshare.vllm_connector.worker.choosing import Choosing
-    from kvshare.vllm_connector.worker.worker import _Load, _Passed
+    from kvshare.vllm_connector.worker.worker import _Load
     from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
@@ -220,7 +221,9 @@ def test_planned_requests_wait_their_turn(
     computed: list[list[str]] = []
     compute = vllm.worker._compute
 
-    def noted_compute(loads: Sequence[_Load], choosing: Mapping[str, Choosing]) -> dict[str, _Passed]:
+    def noted_compute(
+        loads: Sequence[_Load], choosing: Mapping[str, Choosing]
+    ) -> tuple[dict[str, Choice], dict[str, int]]:
         computed.append([load.request.request_id for load in loads])
         return compute(loads, choosing)
 

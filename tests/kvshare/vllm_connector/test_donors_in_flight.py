@@ -147,7 +147,7 @@ def test_a_prompt_that_is_dropped_meanwhile_gets_no_answer(vllm: Vllm, text: Tex
     ticket = vllm.ticket(tokens)
     begin(vllm, tokens, ticket)
     donor = step_until_prefilled(vllm, ticket)
-    vllm.side.drop([segment.segment_id for segment in donor.stored])
+    vllm.side.scheduler.drop([segment.segment_id for segment in donor.stored])
     finish(vllm)
     event = vllm.finished(ticket)
     assert (event.reason, event.output_ids, event.stored) == ("segments_gone", (), ())

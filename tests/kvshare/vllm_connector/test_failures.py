@@ -439,5 +439,4 @@ def test_reloaded_weights_take_their_segments_with_them(vllm: Vllm, text: Texts,
     assert event.used == ()
     assert donor.stored[0].segment_id in dropped(vllm)
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
-    assert vllm.side.scheduler is not None
     vllm.side.scheduler.reset_cache()  # what else was held

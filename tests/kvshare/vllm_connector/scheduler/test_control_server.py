@@ -23,8 +23,9 @@ class Serve(Protocol):
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """`serve(token=...)`: a running server over a small segment index and event log."""
-    from kvshare.vllm_connector.scheduler.control_server import ControlServer, ControlState
+    from kvshare.vllm_connector.scheduler.control_server import ControlServer
     from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
     from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
     from kvshare.vllm_protocol.messages import Dropped, ReplicaInfo
 
@@ -49,8 +50,8 @@ def serve() -> Iterator[Serve]:
             num_segments=2,
             max_model_len=64,
         )
-        state = ControlState(lambda: info, events, segments, lambda ids: len(segments.drop(ids)))
-        servers.append(ControlServer(state, host="127.0.0.1", port=0, token=token))
+        scheduler = ConnectorScheduler(segments=segments, events=events)
+        servers.append(ControlServer(lambda: info, scheduler, host="127.0.0.1", port=0, token=token))
         return servers[-1]
 
     yield begin

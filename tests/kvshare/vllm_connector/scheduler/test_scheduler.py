@@ -28,7 +28,7 @@ def new_scheduler(*, may_move_keys: bool = True) -> ConnectorScheduler:
     segments = SegmentIndex(max_bytes=1_000_000)
     segments.add(SEGMENT, HeldSegment("namespace", 200, 1_600))
     return ConnectorScheduler(
-        segments=segments, events=EventLog(), bytes_per_token=8, may_move_keys=may_move_keys
+        segments=segments, events=EventLog(), shares=True, bytes_per_token=8, may_move_keys=may_move_keys
     )
 
 

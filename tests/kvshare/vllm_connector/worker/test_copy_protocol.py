@@ -88,7 +88,7 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     from kvshare.kv.movement import STAYS
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from kvshare.vllm_connector.worker.segment_store import Memory, SegmentStore
+    from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
     def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -108,8 +108,8 @@ def new_worker(max_segments: int) -> ConnectorWorker:
     assert worker._cache.find_layout(0) is None
     worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
     worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]  # computes no model
-    memory = Memory.of_this_rank(max_segments * NUM_TOKENS * BYTES_PER_TOKEN, HEADS)
-    worker._store = SegmentStore(memory, worker._cache.kv_layout)
+    buffer = torch.empty(arena_bytes(max_segments * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
+    worker._store = SegmentStore(buffer, worker._cache.kv_layout, num_heads=HEADS)
     worker._copies = LateCopies()  # type: ignore[assignment]  # has no thread
     return worker
 
@@ -257,15 +257,15 @@ class Protocol(RuleBasedStateMachine):
         self.worker.save(step)
         transfers, report = self.worker.take_transfers(), self.worker.build_connector_worker_meta()
         failed = set() if report is None else report.failed_saves
-        for name in transfers.saved | (set() if report is None else report.saved_prompts):
+        for name in transfers.finished_sending | (set() if report is None else report.saved_prompts):
             segment_id, value, ends = self.saving.pop(name)
-            assert ends == (name in transfers.saved)
+            assert ends == (name in transfers.finished_sending)
             if name not in failed:
                 self.segments[segment_id] = value
             if name in self.blocks:
                 self.take_blocks(name)
-        for name in transfers.loaded:
-            self.check_loaded(name, failed=name in transfers.failed)
+        for name in transfers.finished_recving:
+            self.check_loaded(name, failed=name in transfers.failed_recving)
 
     def check_loaded(self, name: str, *, failed: bool) -> None:
         _, is_cancelled = self.loading.pop(name)

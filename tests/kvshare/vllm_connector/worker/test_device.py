@@ -39,6 +39,9 @@ class Stream:
 class Event:
     name = "a mark that was never set"
 
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
     def record(self, stream: str) -> None:
         self.name = f"a mark in {stream}"
 
@@ -101,11 +104,11 @@ def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(dev
 def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the device and back. Many pieces of a segment are laid next to each other in a batch."""
+    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
     import torch
 
     from kvshare.kv.movement import STAYS
-    from kvshare.vllm_connector.worker.copy_writer import CopyWriter
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
     from kvshare.vllm_connector.worker.device import batches
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
@@ -128,12 +131,12 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        writer = CopyWriter(cache, device)
+        pieces = []
         for number, rows in enumerate(stored):
             for start in range(0, 16, 4):  # four pieces
                 slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
-                writer.add(rows, Span(start, start + 4), 0, slots)
-        writer.write()
+                pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
+        write_copies(cache, device, pieces)
     assert copied == [True] * 3
     copied.clear()
 

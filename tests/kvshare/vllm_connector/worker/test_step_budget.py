@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshare.vllm_connector.worker.step_budget import StepBudget
+from kvshare.vllm_connector.worker.step_budget import num_admitted
 
 
 def steps(max_tokens: int, sizes: list[int]) -> list[list[int]]:
     """What is computed in each step of loads that have all arrived."""
-    budget, waiting, done = StepBudget(max_tokens), deque(sizes), list[list[int]]()
-    while waiting:
-        budget.next_step()
-        now = []
-        while waiting and budget.admits(waiting[0]):
-            now.append(waiting.popleft())
-        done.append(now)
+    done = list[list[int]]()
+    while sizes:
+        count = num_admitted(sizes, max_tokens)
+        done.append(sizes[:count])
+        sizes = sizes[count:]
     return done
 
 
@@ -33,8 +29,7 @@ def test_one_that_is_larger_than_a_step_has_one_of_its_own() -> None:
 
 def test_a_small_one_does_not_pass_a_large_one_that_waits() -> None:
     """Or a large one would never find a step that is empty enough."""
-    budget = StepBudget(10)
-    assert [budget.admits(size) for size in (6, 9, 1)] == [True, False, False]
+    assert num_admitted([6, 9, 1], 10) == 1
 
 
 @given(sizes=st.lists(st.integers(0, 30), max_size=40), max_tokens=st.integers(1, 40))
