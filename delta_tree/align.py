@@ -7,13 +7,12 @@ between those. This is the only file that imports rapidfuzz.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 
 from rapidfuzz.distance import Indel
 
 from delta_tree.anchors import common_runs
 from delta_tree.edits import EditScript, Match
-from delta_tree.runs import common_prefix_length
+from delta_tree.runs import common_prefix_length, common_suffix_length
 from delta_tree.spans import TokenIds
 
 # Above this many pairs of tokens k-grams are faster than rapidfuzz. For filled forms of 4,000 tokens they
@@ -48,21 +47,14 @@ def in_order_matches(
         raise ValueError(f"min_run must be at least 1, got {min_run}")
     prefix = common_prefix_length(source, target)
     suffix = common_suffix_length(source[prefix:], target[prefix:])
-    middle_source = source[prefix : len(source) - suffix]
-    middle_target = target[prefix : len(target) - suffix]
-    middle = [
-        Match(match.source + prefix, match.target + prefix, match.length)
-        for match in _middle_matches(middle_source, middle_target, min_run, max_pairs)
-    ]
     ends = Match(len(source) - suffix, len(target) - suffix, suffix)
-    found = [Match(0, 0, prefix), *middle, ends]
+    middle = _middle_matches(source[prefix : ends.source], target[prefix : ends.target], min_run, max_pairs)
+    found = [Match(0, 0, prefix), *(match.shifted(prefix, prefix) for match in middle), ends]
     kept = [m for m in found if m.length >= min_run or (m.length and m.source == m.target == 0)]
     return _widened(kept, source, target)
 
 
-def common_suffix_length(a: TokenIds, b: TokenIds) -> int:
-    """Number of trailing tokens the two share."""
-    return common_prefix_length(a[::-1], b[::-1])
+_Chain = tuple[Match, "_Chain | None"]  # a run, and the chain before it
 
 
 def heaviest_chain(runs: list[Match]) -> list[Match]:
@@ -71,74 +63,52 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
     # later than another and weighs no more is dropped: no later run can profit from it.
     ends: list[int] = []
     weights: list[int] = []
-    last_of: list[int] = []
-    previous: list[int] = []
-    for index, run in enumerate(runs):
+    chains: list[_Chain] = []
+    for run in runs:
         place = bisect_right(ends, run.source)
         weight = run.length + (weights[place - 1] if place else 0)
-        previous.append(last_of[place - 1] if place else -1)
-        end = run.source + run.length
-        place = bisect_left(ends, end)
+        chain = (run, chains[place - 1] if place else None)
+        place = bisect_left(ends, run.source_end)
         if place and weights[place - 1] >= weight:
             continue
-        stop = place
-        while stop < len(ends) and weights[stop] <= weight:
-            stop += 1
-        if stop == place and place < len(ends) and ends[place] == end:
+        stop = bisect_right(weights, weight)
+        if stop == place and place < len(ends) and ends[place] == run.source_end:
             continue
-        ends[place:stop], weights[place:stop] = [end], [weight]
-        last_of[place:stop] = [index]
-    chain: list[Match] = []
-    index = last_of[-1] if last_of else -1
-    while index >= 0:
-        chain.append(runs[index])
-        index = previous[index]
-    return chain[::-1]
-
-
-def _middle_matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -> list[Match]:
-    if min_run >= _ANCHOR_TOKENS or len(source) * len(target) <= max_pairs:
-        return _matches(source, target, min_run, max_pairs)
+        ends[place:stop], weights[place:stop], chains[place:stop] = [run.source_end], [weight], [chain]
     found: list[Match] = []
-    at_source = at_target = 0
-    anchors = heaviest_chain(common_runs(source, target, min_run=_ANCHOR_TOKENS))
-    for anchor in (*anchors, Match(len(source), len(target), 0)):
-        gap_source, gap_target = source[at_source : anchor.source], target[at_target : anchor.target]
-        found += [
-            Match(match.source + at_source, match.target + at_target, match.length)
-            for match in _matches(gap_source, gap_target, min_run, max_pairs)
-        ]
-        found.append(anchor)
-        at_source, at_target = anchor.source + anchor.length, anchor.target + anchor.length
-    return found
+    rest = chains[-1] if chains else None
+    while rest is not None:
+        run, rest = rest
+        found.append(run)
+    return found[::-1]
 
 
-def _matches(source: TokenIds, target: TokenIds, min_run: int, max_pairs: int) -> list[Match]:
+def _middle_matches(
+    source: TokenIds, target: TokenIds, min_run: int, max_pairs: int, anchor_tokens: int = _ANCHOR_TOKENS
+) -> list[Match]:
+    """Matches of at least `min_run` tokens, ascending in both prompts, and anchors that may be empty."""
     if min(len(source), len(target)) < min_run:
         return []
-    if len(source) * len(target) > max_pairs:
-        return heaviest_chain(common_runs(source, target, min_run=min_run))
-    blocks = Indel.opcodes(source.tolist(), target.tolist()).as_matching_blocks()
-    return [Match(block.a, block.b, block.size) for block in blocks if block.size >= min_run]
-
-
-def _join(matches: Iterable[Match]) -> list[Match]:
-    """Join matches that follow one another without a gap in either prompt."""
-    joined: list[Match] = []
-    for match in matches:
-        if not match.length:
-            continue
-        last = joined[-1] if joined else Match(0, 0, 0)
-        if joined and (last.source + last.length, last.target + last.length) == (match.source, match.target):
-            joined[-1] = Match(last.source, last.target, last.length + match.length)
-        else:
-            joined.append(match)
-    return joined
+    if len(source) * len(target) <= max_pairs:
+        blocks = Indel.opcodes(source.tolist(), target.tolist()).as_matching_blocks()
+        return [Match(block.a, block.b, block.size) for block in blocks if block.size >= min_run]
+    anchors = heaviest_chain(common_runs(source, target, min_run=max(min_run, anchor_tokens)))
+    if min_run >= anchor_tokens:
+        return anchors
+    found: list[Match] = []
+    at_source = at_target = 0
+    for anchor in (*anchors, Match(len(source), len(target), 0)):
+        gap_source, gap_target = source[at_source : anchor.source], target[at_target : anchor.target]
+        between = _middle_matches(gap_source, gap_target, min_run, max_pairs, anchor_tokens=min_run)
+        found += (match.shifted(at_source, at_target) for match in between)
+        found.append(anchor)
+        at_source, at_target = anchor.source_end, anchor.target_end
+    return found
 
 
 def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[Match]:
     """
-    Extend each match by the equal tokens in the gaps beside it.
+    Extend each match by the equal tokens in the gaps beside it, and join those that then touch.
 
     rapidfuzz may split the edge of a run off as a short match far from it. That short match was dropped, so
     the edge can be added to the run again.
@@ -147,16 +117,14 @@ def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[M
     ends = [*matches, Match(len(source), len(target), 0)][1:]
     at_source = at_target = 0
     for match, following in zip(matches, ends, strict=True):
-        s, t, length = match.source, match.target, match.length
-        while s > at_source and t > at_target and source[s - 1] == target[t - 1]:
-            s, t, length = s - 1, t - 1, length + 1
-        stop_source, stop_target = s + length, t + length
-        while (
-            stop_source < following.source
-            and stop_target < following.target
-            and source[stop_source] == target[stop_target]
-        ):
-            stop_source, stop_target, length = stop_source + 1, stop_target + 1, length + 1
-        wide.append(Match(s, t, length))
-        at_source, at_target = stop_source, stop_target
-    return _join(wide)
+        before = common_suffix_length(source[at_source : match.source], target[at_target : match.target])
+        after = common_prefix_length(
+            source[match.source_end : following.source], target[match.target_end : following.target]
+        )
+        start = match.source - before, match.target - before
+        if wide and start == (at_source, at_target):
+            last = wide.pop()
+            start = last.source, last.target
+        at_source, at_target = match.source_end + after, match.target_end + after
+        wide.append(Match(*start, at_source - start[0]))
+    return wide

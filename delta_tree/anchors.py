@@ -6,7 +6,6 @@ anchors with the same shift belong to one run, and a few array operations find t
 Text without anchors, such as repeated text, is left to `runs_in`, which tries each position.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy.typing as npt
 
 from delta_tree.edits import Match
 from delta_tree.kgrams import Ids, Places, Sieve, low_slots, quick_hashes
-from delta_tree.runs import Occurrences, Pair, common_prefix_length, extended_left, runs_in, settle
-from delta_tree.spans import Span
+from delta_tree.runs import Pair, add_run, common_prefix_length, extended_left, runs_in
+from delta_tree.spans import Span, true_spans
 
 Positions = npt.NDArray[np.int64]
 
@@ -58,7 +57,7 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
             return anchored
         inside = [pair.target_hashes[span.start : span.end - k + 1] for span in spans]
         places = Sieve(np.concatenate(inside)).passing(pair.source_hashes, places)
-    others = runs_in(pair, spans, Occurrences.of(pair.source_hashes, places))
+    others = runs_in(pair, spans, places)
     return sorted([*anchored, *others], key=lambda run: run.target)
 
 
@@ -86,9 +85,14 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
     runs: list[Match] = []
     for start, end, shift, home, left, right in zip(*(column.tolist() for column in columns), strict=True):
         run = Match(start + shift, start, end - start)
-        if left or right:
-            run = _grown(run, source, target, spans[home], left=left, right=right)
-        _add(runs, run, k)
+        within = spans[home]
+        if right:  # the run's last k-grams may be no anchors
+            ahead = target[run.target_end : within.end]
+            more = common_prefix_length(source[run.source_end :], ahead)
+            run = Match(run.source, run.target, run.length + more)
+        if left:
+            run = extended_left(run, source, target, floor=within.start)
+        add_run(runs, run, k)
     return runs
 
 
@@ -132,45 +136,11 @@ def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions)
     return inside
 
 
-def _grown(run: Match, source: Ids, target: Ids, within: Span, *, left: bool, right: bool) -> Match:
-    """The run with all equal tokens beside it: its first and last k-grams may be no anchors."""
-    if right:
-        ahead = target[run.target + run.length : within.end]
-        more = common_prefix_length(source[run.source + run.length :], ahead)
-        run = Match(run.source, run.target, run.length + more)
-    return extended_left(run, source, target, floor=within.start) if left else run
-
-
-def _add(runs: list[Match], run: Match, k: int) -> None:
-    """Append a run; where it overlaps the last one, the shorter of the two is cut."""
-    while runs and run.target < runs[-1].target + runs[-1].length:
-        last = runs[-1]
-        if run.target + run.length <= last.target + last.length:
-            return
-        if run.target <= last.target:
-            runs.pop()  # this run contains it
-            continue
-        last, run = settle(last, run, k)
-        if last.length:
-            runs[-1] = last
-            break
-        runs.pop()
-    if run.length >= k:
-        runs.append(run)
-
-
 def _left_between(spans: Sequence[Span], runs: Sequence[Match], k: int) -> list[Span]:
-    """The parts of the spans, of at least `k` tokens, that no run covers. Both are sorted."""
-    starts = [run.target for run in runs]
-    left: list[Span] = []
+    """The parts of the spans, of at least `k` tokens, that no run covers. The spans do not touch."""
+    is_left = np.zeros(spans[-1].end, dtype=np.bool_)
     for span in spans:
-        at = span.start
-        for run in runs[bisect_left(starts, span.start) :]:
-            if run.target >= span.end:
-                break
-            if run.target - at >= k:
-                left.append(Span(at, run.target))
-            at = run.target + run.length
-        if span.end - at >= k:
-            left.append(Span(at, span.end))
-    return left
+        is_left[span.start : span.end] = True
+    for run in runs:
+        is_left[run.target : run.target_end] = False
+    return [part for part in true_spans(is_left, 0) if len(part) >= k]

@@ -4,44 +4,44 @@ Checks that drafts and nodes are consistent. They run before every insertion and
 A node is consistent if its pieces cover its whole prompt and refer to segments of its own namespace only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from delta_tree.errors import InvalidNodeError
 from delta_tree.forest import Forest
-from delta_tree.node import UNKNOWN_DEVIATION, Node, NodeDraft, Segment, SegmentId
-from delta_tree.pieces import MAX_INT64
+from delta_tree.node import MAX_INT64, UNKNOWN_DEVIATION, Node, NodeId, Segment, SegmentId
 
 SegmentLookup = Callable[[SegmentId], Segment | None]
 
 
-def check_draft(forest: Forest, draft: NodeDraft) -> None:
-    """
-    Check that a draft's parent exists, and that its new segments are valid and new.
-
-    Raises:  InvalidNodeError
-    """
-    if draft.parent is not None:
-        parent = forest.nodes.get(draft.parent)
+def check_parent(forest: Forest, namespace: str, node_id: NodeId | None) -> None:
+    """Check that the parent of a new node is in the tree and the namespace. Raises InvalidNodeError."""
+    if node_id is not None:
+        parent = forest.nodes.get(node_id)
         if parent is None:
-            raise InvalidNodeError(f"the parent, node {draft.parent}, is not in the tree")
-        if parent.namespace != draft.namespace:
-            raise InvalidNodeError(f"the parent, node {draft.parent}, is in another namespace")
-    seen: set[SegmentId] = set()
-    for segment in draft.new_segments:
+            raise InvalidNodeError(f"the parent, node {node_id}, is not in the tree")
+        if parent.namespace != namespace:
+            raise InvalidNodeError(f"the parent, node {node_id}, is in another namespace")
+
+
+def segments_with(forest: Forest, namespace: str, added: Iterable[Segment]) -> SegmentLookup:
+    """
+    Look-up of the tree's segments and of those to be added, which are checked.
+
+    Raises:  InvalidNodeError if an added segment is not valid, not new, or of another namespace
+    """
+    new: dict[SegmentId, Segment] = {}
+    for segment in added:
         check_segment(segment)
-        if segment.namespace != draft.namespace:
+        if segment.namespace != namespace:
             raise InvalidNodeError(f"segment {segment.segment_id} belongs to another namespace")
-        if segment.segment_id in seen or segment.segment_id in forest.segments:
+        if segment.segment_id in new or segment.segment_id in forest.segments:
             raise InvalidNodeError(f"segment {segment.segment_id} is there twice")
-        seen.add(segment.segment_id)
+        new[segment.segment_id] = segment
+    return lambda segment_id: new.get(segment_id) or forest.segments.get(segment_id)
 
 
 def check_node(node: Node, segment_of: SegmentLookup) -> None:
-    """
-    Check that a node describes a whole prompt over segments of its own namespace.
-
-    Raises:  InvalidNodeError with what was found and what was expected
-    """
+    """Check that a node is a whole prompt over segments of its own namespace. Raises InvalidNodeError."""
     if not node.namespace:
         raise InvalidNodeError("the node has no namespace; give it one")
     if not node.num_tokens or node.pieces.num_tokens != node.num_tokens:
@@ -74,11 +74,7 @@ def check_node(node: Node, segment_of: SegmentLookup) -> None:
 
 
 def check_segment(segment: Segment) -> None:
-    """
-    Check that a segment's numbers are in range.
-
-    Raises:  InvalidNodeError
-    """
+    """Check that a segment's numbers are in range. Raises InvalidNodeError."""
     counts = (segment.first_position, segment.generation, segment.num_bytes)
     if segment.num_tokens <= 0 or min(counts) < 0 or max(counts) > MAX_INT64:
         raise InvalidNodeError(
@@ -91,11 +87,7 @@ def check_segment(segment: Segment) -> None:
 
 
 def check_forest(forest: Forest) -> None:
-    """
-    Check all segments and nodes, and that every segment belongs to a node.
-
-    Raises:  InvalidNodeError
-    """
+    """Check all segments and nodes, and that every segment belongs to a node. Raises InvalidNodeError."""
     for segment in forest.segments.values():
         check_segment(segment)
     for node in forest.nodes.values():

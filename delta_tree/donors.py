@@ -6,31 +6,21 @@ One candidate for one new prompt: which of its tokens may be copied, and how goo
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from delta_tree.align import common_suffix_length, heaviest_chain
+from delta_tree.align import heaviest_chain
 from delta_tree.anchors import tile
 from delta_tree.composition import Copy, DonorReason
 from delta_tree.edits import Match
 from delta_tree.errors import UnknownSegmentError
 from delta_tree.kgrams import Ids, Places
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.runs import Pair, common_prefix_length
-from delta_tree.spans import Span, TokenIds
+from delta_tree.runs import Pair, common_prefix_length, common_suffix_length
+from delta_tree.spans import Span, TokenIds, true_spans
 
 _HIDDEN = -1  # in place of a token that may not be copied: it equals no token id
 _CONTEXT = 64  # tokens before a run that are compared to choose between two sources of it
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A run that a donor could fill; the smallest `rank` is the best offer."""
-
-    donor: "Donor"
-    run: Match
-    rank: tuple[int, ...]
 
 
 class Donor:
@@ -50,13 +40,14 @@ class Donor:
         self.place = place  # in the list of candidates, the last tie-break
         self.reason = DonorReason.MISSING_SEGMENT
         self.visible: Ids = node.token_ids
+        self.exact_length = 0  # leading tokens of the new prompt that this donor holds exact KV for
         self.pair: Pair | None = None  # with the new prompt; set by `compose` if anything is usable
         self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may occur in open stretches
         self._target = target
         self._may_move = may_move
         self._starts: list[int] = []
         self._pieces: list[tuple[int, int, int, Segment]] = []  # start in the prompt, offset, length, segment
-        hidden: list[Span] = []
+        num_hidden = 0
         for start, entry, offset, length in node.pieces.rows():
             try:
                 segment = segment_of(entry)
@@ -68,30 +59,18 @@ class Donor:
             self._pieces.append((start, offset, length, segment))
             is_elsewhere = segment.first_position + offset != start
             if segment.generation > max_generation or (is_elsewhere and not may_move):
-                hidden.append(Span(start, start + length))
-        if hidden:
-            masked = node.token_ids.copy()
-            for span in hidden:
-                masked[span.start : span.end] = _HIDDEN
-            self.visible = masked
-        is_hidden = sum(map(len, hidden)) == node.num_tokens
-        self.reason = DonorReason.GENERATION if is_hidden else DonorReason.BELOW_MIN_RUN
+                if self.visible is node.token_ids:
+                    self.visible = node.token_ids.copy()
+                self.visible[start : start + length] = _HIDDEN
+                num_hidden += length
+        is_all_hidden = num_hidden == node.num_tokens
+        self.reason = DonorReason.GENERATION if is_all_hidden else DonorReason.BELOW_MIN_RUN
+        self.exact_length = common_prefix_length(self.visible[: node.exact_length], target)
 
     @property
     def usable(self) -> bool:
         """Whether anything of this donor may be copied at all."""
         return self.reason not in (DonorReason.MISSING_SEGMENT, DonorReason.GENERATION)
-
-    def forbid_approximate(self) -> None:
-        """Set the reason to EXACT_ONLY, where the donor is usable."""
-        if self.usable:
-            self.reason = DonorReason.EXACT_ONLY
-
-    def exact_prefix(self) -> int:
-        """How many leading tokens of the new prompt this donor holds exact KV for."""
-        if not self.usable:
-            return 0
-        return common_prefix_length(self.visible[: self.node.exact_length], self._target)
 
     def num_in_place(self, exact_length: int) -> int:
         """Equal tokens at equal positions after the exact prefix."""
@@ -116,18 +95,18 @@ class Donor:
         """
         return heaviest_chain(self._runs([rest]))
 
-    def offers(self, open_spans: list[Span]) -> list[Offer]:
-        """Runs for the open positions, from any position of this donor."""
-        return [Offer(self, run, self._rank(run)) for run in self._runs(open_spans)]
+    def offers(self, open_spans: list[Span]) -> list[tuple[tuple[int, ...], Match]]:
+        """Runs for the open positions, from any position of this donor; the smallest rank is the best."""
+        return [(self._rank(run), run) for run in self._runs(open_spans)]
 
     def copies(self, run: Match) -> Iterator[Copy]:
         """The copies that put `run` into the new prompt, one per piece."""
         # The package guarantees that copied tokens are equal, token for token.
-        source = self.node.token_ids[run.source : run.source + run.length]
-        assert (source == self._target[run.target : run.target + run.length]).all()
+        source = self.node.token_ids[run.source : run.source_end]
+        assert (source == self._target[run.target : run.target_end]).all()
         for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
-            stop = min(run.source + run.length - start, length)
+            stop = min(run.source_end - start, length)
             yield Copy(
                 donor=self.node.node_id,
                 segment_id=segment.segment_id,
@@ -149,15 +128,14 @@ class Donor:
         """Equal stretches at equal positions."""
         end = min(span.end, len(self.visible))
         same = self.visible[span.start : end] == self._target[span.start : end]
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
-        for start, stop in (edges.reshape(-1, 2) + span.start).tolist():
-            if stop - start >= min_run:
-                yield Match(start, start, stop - start)
+        for part in true_spans(same, span.start):
+            if len(part) >= min_run:
+                yield Match(part.start, part.start, len(part))
 
     def _pieces_of(self, run: Match) -> list[tuple[int, int, int, Segment]]:
         """The pieces that the run touches."""
         first = bisect_right(self._starts, run.source) - 1
-        return self._pieces[first : bisect_left(self._starts, run.source + run.length)]
+        return self._pieces[first : bisect_left(self._starts, run.source_end)]
 
     def _rank(self, run: Match) -> tuple[int, ...]:
         shift, generation = 0, 0

@@ -60,6 +60,18 @@ class Match:
     target: int
     length: int
 
+    @property
+    def source_end(self) -> int:
+        return self.source + self.length
+
+    @property
+    def target_end(self) -> int:
+        return self.target + self.length
+
+    def shifted(self, source: int, target: int) -> "Match":
+        """The same stretch of two prompts that have so many tokens more before it."""
+        return Match(self.source + source, self.target + target, self.length)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EditScript:
@@ -98,19 +110,17 @@ class EditScript:
             if removed or added:
                 new_tokens = tuple(target[added.start : added.end].tolist())
                 edits.append(Edit(_replacing(removed, added), removed, added, new_tokens))
-            at_source, at_target = keep.source + keep.length, keep.target + keep.length
+            at_source, at_target = keep.source_end, keep.target_end
             if keep.length:
                 edits.append(Edit(Op.KEEP, Span(keep.source, at_source), Span(keep.target, at_target)))
         return cls(source_length, tuple(edits))
 
     @property
     def target_length(self) -> int:
-        """Tokens the script produces."""
         return self.edits[-1].target.end if self.edits else 0
 
     @property
     def keeps(self) -> tuple[Match, ...]:
-        """The kept stretches in order."""
         return tuple(
             Match(edit.source.start, edit.target.start, len(edit.source))
             for edit in self.edits
@@ -123,11 +133,7 @@ class EditScript:
         return sum(keep.length for keep in self.keeps)
 
     def apply(self, source: TokenIds) -> TokenIds:
-        """
-        The target's tokens.
-
-        Raises:  EditRangeError if `source` has another length than the script was made for
-        """
+        """The target's tokens. Raises EditRangeError if `source` is not `source_length` tokens long."""
         if len(source) != self.source_length:
             raise EditRangeError(f"the script is for {self.source_length} source tokens, got {len(source)}")
         target = np.zeros(self.target_length, dtype=np.int32)

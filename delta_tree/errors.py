@@ -7,15 +7,15 @@ DeltaTreeError
   + InvalidNodeError        a draft or node that is not valid; nothing was changed
   + UnknownNodeError        no node with this id (it may have been evicted)
   + UnknownSegmentError     no segment with this id (it may have been freed)
-  + PinnedNodeError         a pinned node cannot be evicted
+  + PinnedNodeError         a pinned node is evicted only after `unpin`, or by a purge of its namespace
   + StoreError              a problem of the metadata file; it has the file's path
     - StoreMissingError     read-only open of a file that is not there
-    - StoreCorruptError     the file is damaged
-    - StoreMismatchError    the file belongs to another model or version
-      . StoreForeignError   or to another program
-    - StoreLockedError      another process has the file open for writing
+    - StoreCorruptError     the file is damaged; it only describes cached KV, which can be computed again
+    - StoreMismatchError    the file was written for another model, or by a newer version
+      . StoreForeignError   or by another program
+    - StoreLockedError      another process has the file open; only one may write
     - StoreReadOnlyError    a change of a tree that was opened read-only
-    - StoreUnavailableError the file cannot be read or written now (disk full, permissions)
+    - StoreUnavailableError the system or SQLite failed (disk full, permissions); nothing was changed
 
 Messages say what was found and what was expected; store errors also say what to do. No message contains
 token ids.
@@ -41,65 +41,50 @@ class InvalidNodeError(DeltaTreeError, ValueError):
 
 
 class UnknownNodeError(DeltaTreeError, LookupError):
-    """No node has this id."""
-
     def __init__(self, node_id: int) -> None:
         super().__init__(f"no node {node_id} in the tree; it may have been evicted or purged")
 
 
 class UnknownSegmentError(DeltaTreeError, LookupError):
-    """No segment has this id."""
-
     def __init__(self, segment_id: int) -> None:
         super().__init__(f"no segment {segment_id} in the tree; its last node may be gone")
 
 
 class PinnedNodeError(DeltaTreeError):
-    """A pinned node is evicted only after `unpin`, or by a purge of its namespace."""
-
     def __init__(self, node_id: int) -> None:
         super().__init__(f"node {node_id} is pinned; unpin it first, or purge its namespace")
 
 
 class StoreError(DeltaTreeError):
-    """A problem of the metadata file at `path`."""
+    """A problem of the metadata file at `path`; the message of each subclass says what to do."""
 
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"{path}: {message}")
+    message = "{detail}"
+
+    def __init__(self, path: Path, detail: str = "") -> None:
+        super().__init__(f"{path}: {self.message.format(detail=detail, folder=path.parent)}")
         self.path = path
-
-
-class StoreMissingError(StoreError):
-    """A read-only open found no file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            path, "there is no store here yet; start the server once, or check the configured path"
-        )
-
-
-class StoreCorruptError(StoreError):
-    """The file is damaged. It only describes cached KV, which can be computed again."""
-
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(
-            path,
-            f"the metadata store is damaged ({detail}). It is only a cache: move the file and its "
-            f"journal away, or run `kvshare evict --all --yes --store {path.parent}`, then start again",
-        )
         self.detail = detail
 
 
+class StoreMissingError(StoreError):
+    message = "there is no store here yet; start the server once, or check the configured path"
+
+
+class StoreCorruptError(StoreError):
+    message = (
+        "the metadata store is damaged ({detail}). It is only a cache: move the file and its "
+        "journal away, or run `kvshare evict --all --yes --store {folder}`, then start again"
+    )
+
+
 class StoreMismatchError(StoreError):
-    """The file was written for another model, or by a newer version."""
+    message = (
+        "the store was written for {detail}. Set another store path, or restore the old settings or version, "
+        "or run `kvshare evict --all --yes --store {folder}` to drop what is stored"
+    )
 
     def __init__(self, path: Path, found: str, expected: str) -> None:
-        super().__init__(
-            path,
-            f"the store was written for {found}, this process expects {expected}. Set another "
-            "store path, or restore the old settings or version, or run "
-            f"`kvshare evict --all --yes --store {path.parent}` to drop what is stored",
-        )
+        super().__init__(path, f"{found}, this process expects {expected}")
         self.found = found
 
 
@@ -108,29 +93,15 @@ class StoreForeignError(StoreMismatchError):
 
 
 class StoreLockedError(StoreError):
-    """Another process has the file open; only one may write."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            path,
-            "another process has this store open. Stop that server, ask it through its admin "
-            "API (--url), or give this one another store path",
-        )
+    message = (
+        "another process has this store open. Stop that server, ask it through its admin API (--url), "
+        "or give this one another store path"
+    )
 
 
 class StoreReadOnlyError(StoreError):
-    """The tree was opened with `read_only=True`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "opened read-only; open it without read_only to change it")
+    message = "opened read-only; open it without read_only to change it"
 
 
 class StoreUnavailableError(StoreError):
-    """The operating system or SQLite failed; the change was rolled back."""
-
-    def __init__(self, path: Path, detail: str) -> None:
-        super().__init__(
-            path,
-            f"the store cannot be used now ({detail}); nothing was changed. Check disk space and permissions",
-        )
-        self.detail = detail
+    message = "the store cannot be used now ({detail}); nothing was changed. Check disk space and permissions"

@@ -26,27 +26,29 @@ class EvictionOrder:
     def __init__(self) -> None:
         self._ranks: defaultdict[str | None, dict[NodeId, _Rank]] = defaultdict(dict)  # of all: under None
         self._heaps: defaultdict[str | None, list[tuple[_Rank, NodeId]]] = defaultdict(list)
-        self._given: defaultdict[NodeId, float] = defaultdict(float)  # tokens
+        self._num_copied: defaultdict[NodeId, float] = defaultdict(float)  # tokens, see `record_copies`
         self._floors: defaultdict[str | None, float] = defaultdict(float)
         self._places = count()
 
-    def give(self, node: Node, num_tokens: int) -> None:
-        """Count tokens that were copied from a node for another text; its rank changes at its next `put`."""
-        self._given[node.node_id] += num_tokens
+    def record_copies(self, node_id: NodeId, num_tokens: int) -> None:
+        """Count tokens that were copied from a node for another text; its rank changes at its next use."""
+        self._num_copied[node_id] += num_tokens
 
-    def put(self, node: Node) -> None:
+    def record_use(self, node: Node) -> None:
         """Rank a node that is used now; a pinned node is taken out of the order."""
-        for scope in (None, node.namespace):
-            self._take_out(node.node_id, scope)
+        self._take_out(node)
         if node.pinned:
             return
         floor = max(self._floors[None], self._floors[node.namespace])
-        given = self._given.get(node.node_id, 0.0) / max(1, node.num_tokens)
-        rank = (floor + 1.0 + given, next(self._places))
+        copied = self._num_copied.get(node.node_id, 0.0) / max(1, node.num_tokens)
+        rank = (floor + 1.0 + copied, next(self._places))
         for scope in (None, node.namespace):
-            self._ranks[scope][node.node_id] = rank
-            heappush(self._heaps[scope], (rank, node.node_id))
-            self._tidy(scope)
+            ranks, heap = self._ranks[scope], self._heaps[scope]
+            ranks[node.node_id] = rank
+            heappush(heap, (rank, node.node_id))
+            if len(heap) > 2 * len(ranks) + _MIN_STALE:  # mostly stale entries
+                heap[:] = [(current, node_id) for node_id, current in ranks.items()]
+                heapify(heap)
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
         """Raise these namespaces' floor (None: all) to the worth of a node about to be evicted."""
@@ -56,14 +58,13 @@ class EvictionOrder:
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
-        if node_id in self._given:
-            self._given[node_id] *= kept
+        if node_id in self._num_copied:
+            self._num_copied[node_id] *= kept
 
     def remove(self, node: Node) -> None:
         """Take a node out; an unknown one is ignored."""
-        self._given.pop(node.node_id, None)
-        for scope in (None, node.namespace):
-            self._take_out(node.node_id, scope)
+        self._num_copied.pop(node.node_id, None)
+        self._take_out(node)
 
     def first(self, namespaces: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
         """The node of these namespaces (None: all) to evict first, not in `without`; None if none."""
@@ -72,9 +73,8 @@ class EvictionOrder:
         return min((head for head in heads if head is not None), default=(None, None))[1]
 
     def _head(self, scope: str | None, without: Container[NodeId]) -> tuple[_Rank, NodeId] | None:
-        if scope not in self._ranks:
-            return None
-        ranks, heap, passed = self._ranks[scope], self._heaps[scope], list[tuple[_Rank, NodeId]]()
+        ranks, heap = self._ranks.get(scope, {}), self._heaps.get(scope, [])
+        passed: list[tuple[_Rank, NodeId]] = []
         while heap and (ranks.get(heap[0][1]) != heap[0][0] or heap[0][1] in without):
             entry = heappop(heap)
             if ranks.get(entry[1]) == entry[0]:
@@ -84,16 +84,10 @@ class EvictionOrder:
             heappush(heap, entry)
         return head
 
-    def _take_out(self, node_id: NodeId, scope: str | None) -> None:
-        """Remove a node's rank: its entry in the heap is stale from then on."""
-        self._ranks[scope].pop(node_id, None)
-        if not self._ranks[scope]:
-            del self._ranks[scope]
-            self._heaps.pop(scope, None)
-
-    def _tidy(self, scope: str | None) -> None:
-        """Rebuild a heap that holds mostly stale entries."""
-        ranks = self._ranks[scope]
-        if len(self._heaps[scope]) > 2 * len(ranks) + _MIN_STALE:
-            self._heaps[scope] = [(rank, node_id) for node_id, rank in ranks.items()]
-            heapify(self._heaps[scope])
+    def _take_out(self, node: Node) -> None:
+        """Remove a node's ranks: its entries in the heaps are stale from then on."""
+        for scope in (None, node.namespace):
+            self._ranks[scope].pop(node.node_id, None)
+            if not self._ranks[scope]:
+                del self._ranks[scope]
+                self._heaps.pop(scope, None)

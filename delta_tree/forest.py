@@ -7,31 +7,86 @@ never differ. tree.py also holds the lock.
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 
-from delta_tree.change import Change
 from delta_tree.errors import InvalidNodeError
 from delta_tree.eviction_order import EvictionOrder
 from delta_tree.lineage import Lineage
-from delta_tree.node import Node, NodeId, Segment, SegmentId
+from delta_tree.node import Change, Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
-from delta_tree.totals import Totals
 
 
 def prompt_key(namespace: str, tokens: TokenIds) -> bytes:
-    """
-    A 16-byte hash of a namespace and a prompt.
-
-    The namespace is preceded by its length, so that no namespace and prompt together read like another pair.
-    """
+    """A 16-byte hash of a namespace and a prompt; the length of the name separates the two."""
     name = namespace.encode()
     digest = hashlib.blake2b(digest_size=16, person=b"kvshare-prompt")
     digest.update(len(name).to_bytes(8, "little") + name + tokens.astype("<i4", copy=False).data)
     return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStats:
+    """Figures over all nodes, or those of one namespace."""
+
+    num_nodes: int
+    num_roots: int
+    num_pinned: int
+    num_segments: int
+    num_tokens: int  # of all prompts together
+    num_stored_tokens: int  # of all segments: less than `num_tokens` where prompts share
+    num_bytes: int  # KV bytes of all segments
+    max_depth: int  # nodes on the longest path from a root; 0 without nodes
+
+
+class Totals:
+    """Sums over all nodes and segments, or over those of one namespace."""
+
+    def __init__(self) -> None:
+        self.pinned: set[NodeId] = set()
+        self._num_at: Counter[int] = Counter()  # nodes by depth; a root has depth 1
+        self._num_nodes = 0
+        self._num_tokens = 0
+        self._num_segments = 0
+        self._num_stored_tokens = 0
+        self._num_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._num_nodes or self._num_segments)
+
+    def stats(self) -> TreeStats:
+        return TreeStats(
+            num_nodes=self._num_nodes,
+            num_roots=self._num_at.get(1, 0),
+            num_pinned=len(self.pinned),
+            num_segments=self._num_segments,
+            num_tokens=self._num_tokens,
+            num_stored_tokens=self._num_stored_tokens,
+            num_bytes=self._num_bytes,
+            max_depth=max(self._num_at, default=0),  # one C call over ints, so atomic between threads
+        )
+
+    def add_segment(self, segment: Segment, sign: int = 1) -> None:
+        """Add a segment, or with `sign` -1 subtract it."""
+        self._num_segments += sign
+        self._num_stored_tokens += sign * segment.num_tokens
+        self._num_bytes += sign * segment.num_bytes
+
+    def replace_node(self, old: Node | None, new: Node | None, grown: Mapping[int, int]) -> None:
+        """Count a node that was added (`old` None), changed or removed; `grown`: more nodes at each depth."""
+        self._num_nodes += (new is not None) - (old is not None)
+        self._num_tokens += (new.num_tokens if new else 0) - (old.num_tokens if old else 0)
+        if new is not None and new.pinned:
+            self.pinned.add(new.node_id)
+        elif old is not None:
+            self.pinned.discard(old.node_id)
+        for depth, number in grown.items():
+            self._num_at[depth] += number
+            if not self._num_at[depth]:
+                del self._num_at[depth]
 
 
 class Forest:
@@ -100,11 +155,7 @@ class Forest:
                 del self._totals[segment.namespace]
 
     def restore(self, stored: Change) -> None:
-        """
-        Apply what was loaded to an empty forest.
-
-        Raises:  InvalidNodeError if some nodes descend from no root
-        """
+        """Apply what was loaded to an empty forest. Raises InvalidNodeError if nodes descend from no root."""
         waiting: defaultdict[NodeId | None, list[Node]] = defaultdict(list)
         for node in stored.put_nodes:
             waiting[stored.parents.get(node.node_id)].append(node)
@@ -116,35 +167,28 @@ class Forest:
         self.apply(replace(stored, put_nodes=tuple(rooted)))
         self.nodes = {node.node_id: node for node in stored.put_nodes}  # in order of insertion again
         for node in sorted(stored.put_nodes, key=attrgetter("last_used_at")):
-            self.eviction_order.put(node)
+            self.eviction_order.record_use(node)
 
     def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
         old = self.nodes.get(node.node_id)
         self.nodes[node.node_id] = node
-        if old is None:
-            self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
-            grown = self.lineage.add(node.node_id, parent)
-            for totals in self._totals_with(node.namespace):
-                totals.add_node(node, grown)
+        grown = self.lineage.add(node.node_id, parent) if old is None else {}
+        for totals in self._totals_with(node.namespace):
+            totals.replace_node(old, node, grown)
         if old is None or old.pieces != node.pieces:
             self._refer(node, unclaimed)
             if old is not None:
                 self._release(old)
-        if old is not None and old.num_tokens != node.num_tokens:
-            self._resize(old, node)
+        is_resized = old is not None and old.num_tokens != node.num_tokens
+        if old is not None and is_resized:
+            # That is no use, so its rank in the order of eviction stays. Any other change is a use or a pin.
+            del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
+            if node.num_tokens < old.num_tokens:
+                self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         else:
-            self.eviction_order.put(node)  # any other change of a node is a use or a pin
-        for totals in self._totals_with(node.namespace):
-            totals.note_pin(node)
-
-    def _resize(self, old: Node, node: Node) -> None:
-        """A node became longer or shorter. That is no use, so its rank in the order of eviction stays."""
-        if node.num_tokens < old.num_tokens:
-            self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
-        del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
-        self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
-        for totals in self._totals_with(node.namespace):
-            totals.add_tokens(node.num_tokens - old.num_tokens)
+            self.eviction_order.record_use(node)
+        if old is None or is_resized:
+            self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
 
     def _drop(self, node_id: NodeId) -> None:
         node = self.nodes.pop(node_id)
@@ -152,7 +196,7 @@ class Forest:
         self._release(node)
         grown = self.lineage.remove(node_id)
         for totals in self._totals_with(node.namespace):
-            totals.add_node(node, grown, -1)
+            totals.replace_node(node, None, grown)
         self.eviction_order.remove(node)
 
     def _totals_with(self, namespace: str) -> tuple[Totals, Totals]:

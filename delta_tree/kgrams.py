@@ -1,9 +1,10 @@
 """
-Hashes of a prompt's k-grams, and a filter for those that another prompt cannot have.
+Hashes of prompts' k-grams, and a filter for those that another prompt cannot have.
 
 Equal hashes only suggest equal tokens: callers compare the tokens before they copy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ _WIDE_TOKEN, _WIDE_BASE = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15
 _TOKEN, _BASE, _LAST = np.uint32(0x9E3779B1), 0x85EBCA6B, np.uint32(0xC2B2AE35)
 _SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
 _BLOCK = 1 << 14  # k-grams hashed at once, so that the arrays fit into the processor's cache
+_SIEVED_AT_ONCE = 1 << 16  # hashes, for the same reason
 _SIEVE_BITS = 18  # 256 KiB: beside a 2,000-token prompt 1 foreign k-gram in 80,000 passes
 _MAX_SIEVE_BITS = 22
 _SLOTS_PER_HASH = 16
@@ -48,54 +50,34 @@ def quick_hashes(tokens: Ids, k: int) -> Hashes:
     has a false hit, so this hash is for comparing a few prompts.
     Shapes:  (T,) int32 -> (max(T - k + 1, 0),) uint32
     """
-    num_windows = len(tokens) - k + 1
-    if num_windows < 1:
-        return np.empty(0, dtype=np.uint32)
-    if num_windows <= _BLOCK:
-        return _quick_hashes_of_block(tokens, k)
-    hashes = np.empty(num_windows, dtype=np.uint32)
-    for start in range(0, num_windows, _BLOCK):
-        hashes[start : start + _BLOCK] = _quick_hashes_of_block(tokens[start : start + _BLOCK + k - 1], k)
-    return hashes
-
-
-def _quick_hashes_of_block(tokens: Ids, k: int) -> Hashes:
-    mixed = tokens.astype(np.uint32)
-    mixed += np.uint32(1)
-    mixed *= _TOKEN
-    mixed ^= mixed >> np.uint32(15)
-    hashes: Hashes = _of_windows(mixed, k, _BASE)
-    hashes = hashes ^ (hashes >> np.uint32(16))
-    hashes *= _LAST
-    hashes ^= hashes >> np.uint32(15)
+    hashes = np.empty(max(len(tokens) - k + 1, 0), dtype=np.uint32)
+    for start in range(0, len(hashes), _BLOCK):
+        mixed = tokens[start : start + _BLOCK + k - 1].astype(np.uint32)
+        mixed += np.uint32(1)
+        mixed *= _TOKEN
+        mixed ^= mixed >> np.uint32(15)
+        block = _of_windows(mixed, k, _BASE)
+        block = block ^ (block >> np.uint32(16))
+        block *= _LAST
+        np.bitwise_xor(block, block >> np.uint32(15), out=hashes[start : start + _BLOCK])
     return hashes
 
 
 def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:
-    """Windows of 1, 2, 4, ... numbers by doubling, joined along the binary digits of k."""
-    total: npt.NDArray[Any] | None = None
-    covered, width, window = 0, 1, mixed
-    while True:
-        scale = mixed.dtype.type(pow(base, width, 2 ** (8 * mixed.itemsize)))
-        if k & width:
-            if total is None:
-                total = window
-            else:
-                part = window[covered:]
-                total = total[: len(part)] * scale + part[: len(total)]
-            covered += width
-        if width * 2 > k:
-            break
-        window = window[:-width] * scale + window[width:]
-        width *= 2
-    assert total is not None
-    return total[: len(mixed) - k + 1]
+    """The polynomial of each window of `k` numbers: of two halves, and of the last number where k is odd."""
+    if k == 1:
+        return mixed
+    half = k // 2
+    scale = mixed.dtype.type(pow(base, half, 2 ** (8 * mixed.itemsize)))
+    halves = _of_windows(mixed, half, base)
+    windows: npt.NDArray[Any] = halves[:-half] * scale + halves[half:]
+    if k % 2:
+        windows = windows[:-1] * mixed.dtype.type(base) + mixed[k - 1 :]
+    return windows
 
 
 class Sieve:
     """A Bloom filter over hashes: it rules out cheaply most k-grams that are not in a collection."""
-
-    __slots__ = ("_bits", "_factors", "_present")
 
     def __init__(self, hashes: Hashes) -> None:
         wanted = (_SLOTS_PER_HASH * len(hashes)).bit_length()
@@ -109,16 +91,17 @@ class Sieve:
             self._present[self._high_slots(hashes, factor)] = True
 
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
-        """
-        Ascending positions of the hashes that may be in the collection; no member is missing.
-
-        With `among`, ascending positions, only those are tested.
-        """
+        """Ascending positions, of all or `among`, whose hash may be in the collection; all members pass."""
         asked = hashes if among is None else hashes[among]
-        passed = np.flatnonzero(self._present[low_slots(asked, self._bits)])
-        for factor in self._factors:
-            passed = passed[self._present[self._high_slots(asked[passed], factor)]]
-        return passed if among is None else among[passed]
+        found: list[Places] = []
+        for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
+            block = asked[start : start + _SIEVED_AT_ONCE]
+            passed = np.flatnonzero(self._present[low_slots(block, self._bits)])
+            for factor in self._factors:
+                passed = passed[self._present[self._high_slots(block[passed], factor)]]
+            found.append(passed + start)
+        places = found[0] if len(found) == 1 else np.concatenate(found)
+        return places if among is None else among[places]
 
     def _high_slots(self, hashes: Hashes, factor: np.uint32) -> npt.NDArray[np.intp]:
         return ((hashes * factor) >> np.uint32(32 - self._bits)).astype(np.intp)
@@ -127,3 +110,31 @@ class Sieve:
 def low_slots(hashes: Hashes, bits: int) -> npt.NDArray[np.intp]:
     """Each hash's slot in a table of `2**bits` slots."""
     return (hashes & np.uint32((1 << bits) - 1)).astype(np.intp)
+
+
+class CandidateKGrams:
+    """
+    The hashes of all candidates' k-grams in one array; no k-gram reaches from one prompt into the next.
+
+    So a filter is a few numpy calls in all and not a few for each candidate: for prompts of some hundred
+    tokens the calls cost more than the computation.
+    """
+
+    def __init__(self, prompts: Sequence[Ids], k: int) -> None:
+        self._joined = quick_hashes(np.concatenate([*prompts, np.empty(0, dtype=np.int32)]), k)
+        self._passing: Places | None = None  # of the joined prompts
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        self._bounds = np.stack([starts, starts + np.maximum(lengths - k + 1, 0)], axis=1)
+        self.hashes = [self._joined[start:end] for start, end in self._bounds.tolist()]  # by prompt
+
+    def narrow(self, sieve: Sieve) -> list[Places]:
+        """
+        For each prompt the positions of the k-grams that pass this sieve and all earlier ones.
+
+        The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
+        """
+        self._passing = places = sieve.passing(self._joined, self._passing)
+        cuts = places.searchsorted(self._bounds).tolist()
+        starts = self._bounds[:, 0].tolist()
+        return [places[low:high] - start for (low, high), start in zip(cuts, starts, strict=True)]

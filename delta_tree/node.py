@@ -1,30 +1,25 @@
 """
-The values of which the tree consists: segments, nodes, and drafts of nodes.
+The values of which the tree consists: segments, pieces of them, nodes, drafts of nodes, and changes.
 
 Their only methods derive values from their fields; tree.py keeps them consistent with each other.
 """
 
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final, NewType
 
-from delta_tree.pieces import PieceTable, SegmentId
+import numpy as np
+import numpy.typing as npt
+
+from delta_tree.errors import EditRangeError
 from delta_tree.spans import TokenIds
 
-__all__ = [
-    "SEGMENT_TOKENS",
-    "UNKNOWN_DEVIATION",
-    "Node",
-    "NodeDraft",
-    "NodeId",
-    "NodeIds",
-    "Segment",
-    "SegmentId",
-    "new_segment_id",
-    "segment_tokens",
-]
+SegmentId = NewType("SegmentId", int)
+"""A positive 63-bit integer, drawn at random so that it is never used twice."""
+
+MAX_INT64 = 2**63 - 1
 
 NodeId = NewType("NodeId", int)
 """A positive integer below 2**53 (exact in JSON), higher for later prompts, stable across reopening."""
@@ -38,9 +33,107 @@ _SEGMENTS_IN_STORE: Final = 512
 UNKNOWN_DEVIATION: Final = 1e6
 """The deviation of a prompt for which it was not estimated; nothing approximate is copied from it."""
 
-
 _YEAR_2026 = 1_767_225_600.0  # Unix time
 _RANDOM_BITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` tokens of a segment, from its token `offset` on."""
+
+    segment_id: SegmentId
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.segment_id <= MAX_INT64:
+            raise EditRangeError(f"segment id {self.segment_id} is no positive 63-bit integer")
+        if self.offset < 0 or self.length <= 0:
+            raise EditRangeError(
+                f"a piece needs offset >= 0 and length > 0, got {self.offset} and {self.length}"
+            )
+
+    @property
+    def end(self) -> int:
+        """Offset in the segment just after the piece."""
+        return self.offset + self.length
+
+
+class PieceTable:
+    """
+    Pieces in prompt order; together they cover positions `[0, num_tokens)` exactly once.
+
+    Immutable, comparable, hashable. Neighbours that continue each other are merged.
+    """
+
+    __slots__ = ("_rows",)
+    _rows: bytes  # (P, 3) int64: segment id, offset, length; a tenth of the memory of Piece objects
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        rows = [(piece.segment_id, piece.offset, piece.length) for piece in _merged(pieces)]
+        self._rows = np.asarray(rows, dtype="<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, rows: bytes) -> "PieceTable":
+        """A table from its `to_bytes`. Raises EditRangeError unless they are rows of possible pieces."""
+        if len(rows) % 24:
+            raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
+        return cls(Piece(*row) for row in np.frombuffer(rows, dtype="<i8").reshape(-1, 3).tolist())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._table()[:, 2].sum())
+
+    @property
+    def segment_ids(self) -> frozenset[SegmentId]:
+        return frozenset(SegmentId(row) for row in self._table()[:, 0].tolist())
+
+    def first(self, num_tokens: int) -> "PieceTable":
+        """The pieces of the first `num_tokens` positions."""
+        rows = (row for row in self.rows() if row[0] < num_tokens)
+        return PieceTable(
+            Piece(entry, offset, min(size, num_tokens - start)) for start, entry, offset, size in rows
+        )
+
+    def to_bytes(self) -> bytes:
+        """The table's rows (segment id, offset, length) as little-endian int64."""
+        return self._rows
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (Piece(*row) for row in self._table().tolist())
+
+    def __len__(self) -> int:
+        return len(self._rows) // 24
+
+    def rows(self) -> list[tuple[int, SegmentId, int, int]]:
+        """Each piece as (position in the prompt, segment id, offset, length); faster than iterating."""
+        table = self._table()
+        segment_ids, offsets, lengths = table.T.tolist()
+        starts = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
+        return list(zip(starts, segment_ids, offsets, lengths, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PieceTable) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __repr__(self) -> str:
+        return f"PieceTable({self.num_tokens} tokens in {len(self)} pieces)"
+
+    def _table(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._rows, dtype="<i8").reshape(-1, 3)
+
+
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, neighbours that continue each other joined into one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and (piece.segment_id, piece.offset) == (merged[-1].segment_id, merged[-1].end):
+            merged[-1] = replace(merged[-1], length=merged[-1].length + piece.length)
+        else:
+            merged.append(piece)
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +171,6 @@ class Node:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt."""
         return len(self.token_ids)
 
 
@@ -93,6 +185,36 @@ class NodeDraft:
     new_segments: tuple[Segment, ...]
     exact_length: int
     deviation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One atomic change. A node in `put_nodes` replaces the stored node with its id."""
+
+    put_segments: tuple[Segment, ...] = ()
+    put_nodes: tuple[Node, ...] = ()
+    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of the new nodes that are no roots
+    dropped_nodes: tuple[NodeId, ...] = ()
+    heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # dropped: new parent of its children
+    dropped_segments: tuple[SegmentId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """The node of the inserted prompt, and the segments that no node refers to."""
+
+    node: Node
+    created: bool  # False: the prompt was stored already; its use was counted, its pieces may be better
+    freed_segments: tuple[SegmentId, ...]  # may include new segments of the draft
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What left the tree."""
+
+    num_nodes: int
+    freed_segments: tuple[SegmentId, ...]
+    freed_bytes: int
 
 
 def segment_tokens(capacity_tokens: int) -> int:
@@ -118,11 +240,10 @@ class NodeIds:
     cannot refer to a new prompt by an old id. Not thread-safe; the tree's lock guards it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._last = 0
 
     def __call__(self) -> NodeId:
-        milliseconds = max(1, int(1000 * (self._clock() - _YEAR_2026)))
+        milliseconds = max(1, int(1000 * (time.time() - _YEAR_2026)))
         self._last = max(self._last + 1, milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))
         return NodeId(self._last)

@@ -6,16 +6,15 @@ nodes holds the tree's lock.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from delta_tree.errors import UnknownNodeError, UnknownSegmentError
-from delta_tree.forest import Forest
+from delta_tree.forest import Forest, TreeStats
 from delta_tree.node import Node, NodeId, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, merge, token_ids
-from delta_tree.totals import TreeStats
 
 _Stored = TypeVar("_Stored", Node, Segment)
 
@@ -44,14 +43,12 @@ class TreeReader:
         return self._forest.nodes.get(node_id)
 
     def node(self, node_id: NodeId) -> Node:
-        """The node with this id."""
         try:
             return self._forest.nodes[node_id]
         except KeyError:
             raise UnknownNodeError(node_id) from None
 
     def segment(self, segment_id: SegmentId) -> Segment:
-        """The segment with this id."""
         try:
             return self._forest.segments[segment_id]
         except KeyError:
@@ -76,11 +73,7 @@ class TreeReader:
             return _in_namespace(self._forest.segments.values(), namespace)
 
     def ancestors(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """
-        The parent of a node, the parent's parent, and so on; empty for a root or an unknown id.
-
-        An evicted ancestor is replaced by its own parent.
-        """
+        """Parent, grandparent and so on, without evicted ones; empty for a root or an unknown id."""
         with self._lock:
             return self._forest.lineage.ancestors(node_id)
 
@@ -93,16 +86,12 @@ class TreeReader:
     def next_to_evict(
         self, namespaces: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
-        """
-        The node of these namespaces (None: of all) to evict first, neither pinned nor in `without`; None if
-        there is none.
-        """
+        """The node of these namespaces (None: all) to evict first, not pinned nor in `without`, if any."""
         with self._lock:
             node_id = self._forest.eviction_order.first(namespaces, without)
             return None if node_id is None else self._forest.nodes[node_id]
 
     def pinned(self) -> frozenset[NodeId]:
-        """The nodes that are pinned."""
         with self._lock:
             return frozenset(self._forest.totals().pinned)
 
@@ -113,13 +102,14 @@ class TreeReader:
     def owned_bytes(self, node_id: NodeId) -> int:
         """KV bytes that only this node refers to: what its eviction would free."""
         with self._lock:
-            return self._owned_by([self.node(node_id)])
+            self.node(node_id)
+            return self._forest.freed_by((), [node_id])[1]
 
     def subtree_bytes(self, node_id: NodeId) -> int:
         """KV bytes that only this node and its descendants refer to."""
         with self._lock:
             self.node(node_id)
-            return self._owned_by([self.node(member) for member in self._forest.lineage.subtree(node_id)])
+            return self._forest.freed_by((), self._forest.lineage.subtree(node_id))[1]
 
     def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
         """The nodes that refer to the same KV as this one, and to how many of its tokens; most first."""
@@ -139,15 +129,6 @@ class TreeReader:
                 if num_tokens:
                     found.append(SharedKV(other.node_id, num_tokens))
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
-
-    def _owned_by(self, nodes: Sequence[Node]) -> int:
-        """KV bytes of the segments that only these nodes refer to."""
-        inside = Counter(segment_id for node in nodes for segment_id in node.pieces.segment_ids)
-        return sum(
-            self._forest.segments[segment_id].num_bytes
-            for segment_id, count in inside.items()
-            if self._forest.num_references(segment_id) == count
-        )
 
 
 def _in_namespace(values: Iterable[_Stored], namespace: str | None) -> tuple[_Stored, ...]:

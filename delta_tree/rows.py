@@ -3,22 +3,33 @@ The tables of the metadata store, and the conversion of nodes and segments to ro
 
 Each row has a CRC: SQLite's own check finds damaged pages, but not a flipped bit within a value, and a wrong
 offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
+
+Files of earlier versions are read as well; a tree that is opened for changes rewrites them.
+Version 1: a node's row held its parent and an edit script, pieces were rows, segments had a hash of what came
+before them. Scripts and hashes are ignored.
+Version 2: a node's row had no deviation.
 """
 
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
+from delta_tree.errors import InvalidNodeError
 from delta_tree.forest import prompt_key
-from delta_tree.node import Node, NodeId, Segment, SegmentId
-from delta_tree.pieces import PieceTable
+from delta_tree.node import UNKNOWN_DEVIATION, Change, Node, NodeId, Piece, PieceTable, Segment, SegmentId
 from delta_tree.spans import tokens_from_bytes
 
 Row = tuple[Any, ...]
 
-# A node's parent is a row of its own: when a parent is evicted, its children's rows are not written again.
+SCHEMA_VERSION = 3
+
+# Drops and creates all tables. A parent is a row of its own: if it is evicted, its children stay as they are.
 SCHEMA = (
+    *(f"DROP TABLE IF EXISTS {table}" for table in ("pieces", "parents", "nodes", "segments")),
     """CREATE TABLE segments (
         segment_id INTEGER PRIMARY KEY, namespace TEXT NOT NULL,
         first_position INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
@@ -36,9 +47,9 @@ SCHEMA = (
     "CREATE INDEX parents_by_parent ON parents (parent)",
 )
 
-SELECT_SEGMENTS = "SELECT * FROM segments ORDER BY segment_id"
-SELECT_NODES = "SELECT * FROM nodes ORDER BY created_at, node_id"
-SELECT_PARENTS = "SELECT node_id, parent, row_sum = node_id + parent FROM parents"
+_SEGMENT_COLUMNS = attrgetter(*(field.name for field in fields(Segment) if field.name != "checksum"))
+_SELECT_PARENTS = "SELECT node_id, parent, row_sum = node_id + parent FROM parents"
+_SELECT_PIECES = "SELECT node_id, segment_id, start, length FROM pieces ORDER BY node_id, place"
 PUT_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # An upsert, not REPLACE: replacing a row deletes it first, and its children would become roots.
 PUT_NODE = """INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
@@ -51,36 +62,11 @@ PUT_PARENT = "INSERT INTO parents VALUES (:node_id, :parent, :node_id + :parent)
 MOVE_CHILDREN = "UPDATE parents SET parent = :heir, row_sum = node_id + :heir WHERE parent = :gone"
 
 
-class RowError(Exception):
-    """A row does not match its checksum. storage.py turns it into StoreCorruptError."""
-
-
 def segment_row(segment: Segment) -> Row:
     """A segment as `PUT_SEGMENT` takes it."""
-    row = (
-        segment.segment_id,
-        segment.namespace,
-        segment.first_position,
-        segment.num_tokens,
-        segment.generation,
-        segment.num_bytes,
-        segment.checksum.to_bytes(8, "little"),  # unsigned 64 bits: SQLite has no such type
-    )
+    # The checksum has unsigned 64 bits: SQLite has no such type.
+    row = (*_SEGMENT_COLUMNS(segment), segment.checksum.to_bytes(8, "little"))
     return (*row, _crc_of(row))
-
-
-def segment_of(row: Row) -> Segment:
-    """
-    A segment from a row of `SELECT_SEGMENTS`, of any version.
-
-    Raises:  RowError
-    """
-    *values, crc = row
-    segment_id, namespace, first, num_tokens, *_, generation, num_bytes, checksum = checked(
-        values, crc, "segment"
-    )
-    figures = (generation, num_bytes, int.from_bytes(checksum, "little"))
-    return Segment(SegmentId(segment_id), sys.intern(namespace), first, num_tokens, *figures)
 
 
 def node_row(node: Node) -> Row:
@@ -99,19 +85,52 @@ def node_row(node: Node) -> Row:
     return (*row, _crc_of(row), node.last_used_at, node.num_hits)
 
 
-def node_of(row: Row) -> Node:
+def load(version: int, execute: Callable[[str], Iterable[Row]]) -> Change:
     """
-    A node from a row of `SELECT_NODES`.
+    All that a file of this version holds, as one change to an empty forest.
 
-    Raises:  RowError, and what decoding tokens and pieces raises
+    Raises:  InvalidNodeError for a row that does not match its checksum, and what decoding tokens and pieces
+             raises
     """
-    *values, crc, last_used_at, num_hits = row
-    return build_node(checked(values, crc, "node"), last_used_at, num_hits)
+    segments = tuple(_segment_of(row) for row in execute("SELECT * FROM segments ORDER BY segment_id"))
+    pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+    parents: dict[NodeId, NodeId] = {}
+    if version == 1:
+        for node_id, segment_id, start, length in execute(_SELECT_PIECES):
+            pieces[node_id].append(Piece(SegmentId(segment_id), start, length))
+    else:
+        for node_id, parent, is_whole in execute(_SELECT_PARENTS):
+            if not is_whole:
+                raise InvalidNodeError("a parent's row does not match its sum")
+            parents[node_id] = parent
+    nodes: list[Node] = []
+    for *values, crc, last_used_at, num_hits in execute("SELECT * FROM nodes ORDER BY created_at, node_id"):
+        if version == 1:
+            values.append(PieceTable(pieces[values[0]]).to_bytes())
+        row = _checked(values, crc, "node")
+        if version == 1:
+            *head, parent, _, exact_length, created_at, pinned, table = row
+            row = (*head, table, exact_length, created_at, pinned)
+            if parent is not None:
+                parents[row[0]] = parent
+        if version < SCHEMA_VERSION:
+            *head, tokens, table, exact_length, created_at, pinned = row
+            deviation = 0.0 if exact_length >= len(tokens) // 4 else UNKNOWN_DEVIATION  # tokens are int32
+            row = (*head, tokens, table, exact_length, deviation, created_at, pinned)
+        nodes.append(_node_of(row, last_used_at, num_hits))
+    return Change(put_segments=segments, put_nodes=tuple(nodes), parents=parents)
 
 
-def build_node(values: Row, last_used_at: float, num_hits: int) -> Node:
-    """A node from a row's values; raises what decoding tokens and pieces raises."""
-    node_id, namespace, _, tokens, pieces, exact_length, deviation, created_at, pinned = values
+def _segment_of(row: Row) -> Segment:
+    """A segment from a row of any version."""
+    segment_id, namespace, *figures, checksum = _checked(row[:-1], row[-1], "segment")
+    figures = [*figures[:2], *figures[-2:], int.from_bytes(checksum, "little")]  # without version 1's hash
+    return Segment(segment_id, sys.intern(namespace), *figures)
+
+
+def _node_of(row: Row, last_used_at: float, num_hits: int) -> Node:
+    """A node from the first columns of a row of this version."""
+    node_id, namespace, _, tokens, pieces, exact_length, deviation, created_at, pinned = row
     return Node(
         node_id=NodeId(node_id),
         namespace=sys.intern(namespace),
@@ -126,19 +145,11 @@ def build_node(values: Row, last_used_at: float, num_hits: int) -> Node:
     )
 
 
-def load_parents(execute: Callable[[str], Iterable[Row]]) -> dict[NodeId, NodeId]:
-    """The parent of each node that is no root. Raises RowError."""
-    found = list(execute(SELECT_PARENTS))
-    if not all(is_whole for _, _, is_whole in found):
-        raise RowError("a parent's row does not match its sum")
-    return {node_id: parent for node_id, parent, _ in found}
-
-
-def checked(values: Iterable[Any], crc: int, what: str) -> Row:
-    """The values of a row. Raises RowError if they do not match the row's checksum."""
+def _checked(values: Iterable[Any], crc: int, what: str) -> Row:
+    """The values of a row. Raises InvalidNodeError if they do not match the row's checksum."""
     row = tuple(values)
     if _crc_of(row) != crc:
-        raise RowError(f"a {what}'s row does not match its checksum")
+        raise InvalidNodeError(f"a {what}'s row does not match its checksum")
     return row
 
 

@@ -48,38 +48,29 @@ class Pair:
         return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Occurrences:
-    """Where k-grams occur in a source: hashes in ascending order, each with its position."""
-
-    hashes: Hashes
-    positions: Places
-
-    @classmethod
-    def of(cls, hashes: Hashes, positions: Places) -> "Occurrences":
-        """The occurrences of `hashes[positions]`, their positions ascending within one hash."""
-        # Hash and position in one number: sorting those is several times faster than a stable argsort.
-        packed = hashes[positions].astype(np.uint64) << np.uint64(32)
-        packed |= positions.astype(np.uint64)
-        packed.sort()
-        return cls(
-            (packed >> np.uint64(32)).astype(np.uint32), (packed & np.uint64(2**32 - 1)).astype(np.int64)
-        )
+def _by_hash(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
+    """The hashes of the k-grams at `places` in ascending order, and where each is; equal ones by place."""
+    # Hash and place in one number: sorting those is several times faster than a stable argsort.
+    packed = hashes[places].astype(np.uint64) << np.uint64(32)
+    packed |= places.astype(np.uint64)
+    packed.sort()
+    return (packed >> np.uint64(32)).astype(np.uint32), (packed & np.uint64(2**32 - 1)).astype(np.int64)
 
 
-def runs_in(pair: Pair, spans: Sequence[Span], found: Occurrences) -> Iterator[Match]:
+def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match]:
     """
     Tile the target positions `spans` with runs of the source, at each position with the longest.
 
-    The spans are sorted and do not overlap. `found` says where the source has k-grams that may occur in them.
+    The spans are sorted and do not overlap. `places`: where the source has k-grams that may occur in them.
     """
     starts = [np.arange(span.start, span.end - pair.k + 1) for span in spans if len(span) >= pair.k]
-    if not starts or not len(found.hashes):
+    if not starts or not len(places):
         return
+    found = _by_hash(pair.source_hashes, places)
     asked = starts[0] if len(starts) == 1 else np.concatenate(starts)
     wanted = pair.target_hashes[asked]
-    lows = np.searchsorted(found.hashes, wanted)
-    hits = np.flatnonzero(found.hashes[np.minimum(lows, len(found.hashes) - 1)] == wanted)
+    lows = np.searchsorted(found[0], wanted)
+    hits = np.flatnonzero(found[0][np.minimum(lows, len(places) - 1)] == wanted)
     if not len(hits):
         return
     seeds, lows = asked[hits], lows[hits]
@@ -90,29 +81,23 @@ def runs_in(pair: Pair, spans: Sequence[Span], found: Occurrences) -> Iterator[M
 
 
 def _runs_from(
-    pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: Occurrences
-) -> Iterator[Match]:
+    pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: tuple[Hashes, Places]
+) -> list[Match]:
     """The runs of one span; `found` has its k-gram at `seeds[i]` from index `lows[i]` on."""
     source, target, k = pair.source, pair.target, pair.k
-    last: Match | None = None
+    hashes, positions = found
+    runs: list[Match] = []
     index = 0
     while index < len(seeds):
         at, low = seeds[index], int(lows[index])
-        high = int(found.hashes.searchsorted(found.hashes[low], side="right"))
-        run = _longest_run(source, target, Span(at, within.end), found.positions[low:high])
+        high = int(hashes.searchsorted(hashes[low], side="right"))
+        run = _longest_run(source, target, Span(at, within.end), positions[low:high])
+        index += 1
         if run is None or run.length < k:
-            index += 1
             continue
-        floor = within.start if last is None else last.target
-        run, end = extended_left(run, source, target, floor=floor), run.target + run.length
-        if last is not None:
-            last, run = settle(last, run, k)
-            if last.length:
-                yield last
-        last = run
-        index = bisect_left(seeds, end, lo=index + 1)
-    if last is not None:
-        yield last
+        index = bisect_left(seeds, run.target_end, lo=index)
+        add_run(runs, extended_left(run, source, target, floor=runs[-1].target if runs else within.start), k)
+    return runs
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
@@ -127,6 +112,11 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
             return done + place
         done, step = stop, step * 2
     return limit
+
+
+def common_suffix_length(a: Ids, b: Ids) -> int:
+    """Number of trailing tokens the two share."""
+    return common_prefix_length(a[::-1], b[::-1])
 
 
 def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match | None:
@@ -153,26 +143,27 @@ def _worth_trying(places: Places, position: int) -> Sequence[int]:
 
 def extended_left(run: Match, source: Ids, target: Ids, *, floor: int) -> Match:
     """The run with the equal tokens before it, down to target position `floor`."""
-    reach = min(run.target - floor, run.source)
-    before = source[run.source - reach : run.source][::-1]
-    more = common_prefix_length(before, target[run.target - reach : run.target][::-1])
+    more = common_suffix_length(source[: run.source], target[floor : run.target])
     return Match(run.source - more, run.target - more, run.length + more)
 
 
-def settle(last: Match, run: Match, k: int) -> tuple[Match, Match]:
+def add_run(runs: list[Match], run: Match, k: int) -> None:
     """
-    Cut the shorter of two runs where they overlap in the target.
+    Append a run that ends after the others; where it overlaps the last one, the shorter of the two is cut.
 
-    Together they still cover the same positions. Of the earlier run nothing or at least `k` tokens are left.
+    The earlier run keeps at least `k` tokens. A new one with fewer tokens is not appended.
     """
-    overlap = last.target + last.length - run.target
-    if overlap <= 0:
-        return last, run
-    left = last.length - overlap if run.length > last.length else last.length
-    if 0 < left < k:
-        left = k
-    cut = left - (last.length - overlap)
-    return (
-        Match(last.source, last.target, left),
-        Match(run.source + cut, run.target + cut, run.length - cut),
-    )
+    while runs and run.target < runs[-1].target_end:
+        last = runs[-1]
+        if run.target_end <= last.target_end:
+            return
+        if run.target <= last.target:
+            runs.pop()  # this run contains it
+            continue
+        left = max(k, run.target - last.target) if run.length > last.length else last.length
+        runs[-1] = Match(last.source, last.target, left)
+        cut = last.target + left - run.target
+        run = Match(run.source + cut, run.target + cut, run.length - cut)
+        break
+    if run.length >= k:
+        runs.append(run)

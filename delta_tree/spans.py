@@ -32,9 +32,6 @@ class Span:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def __bool__(self) -> bool:
-        return self.end > self.start
-
     def intersection(self, other: "Span") -> "Span":
         """The positions in both; an empty span at the later start when there are none."""
         start = max(self.start, other.start)
@@ -55,22 +52,20 @@ def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """
-    The positions of `[0, length)` that no span covers, as sorted maximal spans.
+    """Sorted maximal spans of `[0, length)` that none covers. EditRangeError if one reaches past it."""
+    merged = merge(covered)
+    if merged and merged[-1].end > length:
+        raise EditRangeError(f"span [{merged[-1].start}, {merged[-1].end}) reaches past {length} tokens")
+    starts = (0, *(span.end for span in merged))
+    ends = (*(span.start for span in merged), length)
+    return tuple(filter(None, map(Span, starts, ends)))
 
-    Raises:  EditRangeError if a span reaches past `length`
-    """
-    found: list[Span] = []
-    position = 0
-    for start, end in sorted((span.start, span.end) for span in covered if span):
-        if end > length:
-            raise EditRangeError(f"span [{start}, {end}) reaches past {length} tokens")
-        if start > position:
-            found.append(Span(position, start))
-        position = max(position, end)
-    if position < length:
-        found.append(Span(position, length))
-    return tuple(found)
+
+def true_spans(flags: npt.NDArray[np.bool_], first_position: int) -> list[Span]:
+    """The maximal stretches where `flags` is true; `first_position` is the position of the first flag."""
+    framed = np.concatenate(([False], flags, [False]))
+    edges = np.flatnonzero(framed[1:] != framed[:-1]).reshape(-1, 2) + first_position
+    return [Span(start, end) for start, end in edges.tolist()]
 
 
 def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
@@ -111,17 +106,10 @@ def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 
 
 def tokens_from_bytes(blob: bytes) -> TokenIds:
-    """
-    The inverse of `ids.astype("<i4").tobytes()`, without a copy.
-
-    Raises:  InvalidTokensError if the length is no multiple of 4 or an id is negative
-    """
+    """Token ids from `ids.astype("<i4").tobytes()`, without a copy. Raises InvalidTokensError."""
     if len(blob) % 4:
         raise InvalidTokensError(f"{len(blob)} bytes are no whole number of 4-byte token ids")
-    ids: TokenIds = np.frombuffer(blob, dtype="<i4")
-    if ids.size and int(ids.min()) < 0:
-        raise InvalidTokensError("a stored token id is negative")
-    return ids
+    return token_ids(np.frombuffer(blob, dtype="<i4"))
 
 
 def _is_private(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:

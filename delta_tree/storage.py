@@ -13,12 +13,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from delta_tree import earlier_versions, errors, rows
-from delta_tree.change import Change
-from delta_tree.node import Node
+from delta_tree import errors, rows
+from delta_tree.node import Change, Node
+from delta_tree.rows import SCHEMA_VERSION
 
 APPLICATION_ID = 0x4B565354  # "KVST"
-SCHEMA_VERSION = 3
 LOCK_WAIT_S = 1.0  # a server that is about to stop may still hold the file
 
 
@@ -50,7 +49,7 @@ class Storage:
         Raises:  StoreError, see errors.py
         """
         _prepare_file(path, must_exist=read_only or identity is None)
-        with translated(path):
+        with _translated(path):
             connection = sqlite3.connect(
                 f"file:{quote(str(path.absolute()))}?mode=rw",
                 uri=True,
@@ -59,7 +58,7 @@ class Storage:
                 check_same_thread=False,  # the tree's lock ensures that
             )
         try:
-            with translated(path):
+            with _translated(path):
                 found = _configure(connection, path, identity, read_only=read_only)
         except BaseException:
             connection.close()
@@ -75,30 +74,19 @@ class Storage:
         """
         All that is stored, as one change to an empty forest; each row is checked.
 
-        Raises:  StoreCorruptError if a row does not decode or its checksum is wrong
+        Raises:  InvalidNodeError, EditRangeError, InvalidTokensError if a row is damaged; StoreError
         """
         connection = self._open_connection()
-        with translated(self._path), _transaction(connection, "DEFERRED"):
-            self._version = _version_of(connection)
-            try:
-                segments = [rows.segment_of(row) for row in connection.execute(rows.SELECT_SEGMENTS)]
-                if self._version == SCHEMA_VERSION:
-                    nodes = [rows.node_of(row) for row in connection.execute(rows.SELECT_NODES)]
-                    parents = rows.load_parents(connection.execute)
-                else:
-                    nodes, parents = earlier_versions.load_nodes(self._version, connection.execute)
-            except (errors.EditRangeError, errors.InvalidTokensError, rows.RowError) as exc:
-                raise errors.StoreCorruptError(self._path, str(exc)) from exc
-        return Change(put_segments=tuple(segments), put_nodes=tuple(nodes), parents=parents)
+        with _translated(self._path), _transaction(connection, "DEFERRED"):
+            self._version = int(_pragma(connection, "user_version"))
+            return rows.load(self._version, connection.execute)
 
     def upgrade(self, stored: Change) -> None:
         """Write what was loaded in the format of this version, unless it is current or opened read-only."""
         if self._version == SCHEMA_VERSION or self.read_only:
             return
         connection = self._open_connection()
-        with translated(self._path), _transaction(connection):
-            for table in earlier_versions.TABLES[self._version]:
-                connection.execute(f"DROP TABLE {table}")
+        with _translated(self._path), _transaction(connection):
             _create_tables(connection)
             self._put(connection, stored)
         self._version = SCHEMA_VERSION
@@ -113,7 +101,7 @@ class Storage:
             raise errors.StoreReadOnlyError(self._path)
         connection = self._open_connection()
         run = connection.executemany
-        with translated(self._path), _transaction(connection):
+        with _translated(self._path), _transaction(connection):
             for change in changes:
                 run(rows.MOVE_CHILDREN, [{"gone": gone, "heir": heir} for gone, heir in change.heirs.items()])
                 run("DELETE FROM nodes WHERE node_id = ?", [(entry,) for entry in change.dropped_nodes])
@@ -142,10 +130,36 @@ class Storage:
         return self._connection
 
 
-def lock_once(path: Path, *, wait_s: float = 0.0) -> None:
+def set_aside(path: Path) -> Path:
+    """
+    Move a store, damaged or not, and its journal to `path` with `.old` behind it, and return that path.
+
+    An earlier `.old` is replaced. File modes stay as they are.
+    Raises:  StoreLockedError if a process has it open; StoreUnavailableError
+    """
+    _check_lock(path, wait_s=0.0)
+    aside = path.with_name(f"{path.name}.old")
+    with _translated(path):
+        for suffix in ("-journal", "-wal", "-shm"):
+            # SQLite must not apply the journal of an earlier `.old` to this store.
+            old = aside.with_name(aside.name + suffix)
+            old.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).replace(old)
+        path.replace(aside)
+    return aside
+
+
+def check_unlocked(path: Path) -> None:
+    """Check that no process has this store, which may be damaged or missing, open; else StoreLockedError."""
+    with suppress(errors.StoreUnavailableError):
+        _check_lock(path, wait_s=LOCK_WAIT_S)
+
+
+def _check_lock(path: Path, *, wait_s: float) -> None:
     """Raises StoreLockedError if a process has the file open, StoreUnavailableError if it cannot be read."""
     # SQLite takes the lock before it reads the file: where it reports damage, no process holds the file.
-    with suppress(errors.StoreCorruptError), translated(path):
+    with suppress(errors.StoreCorruptError), _translated(path):
         if path.exists():
             with closing(sqlite3.connect(path, timeout=wait_s)) as connection:
                 connection.execute("BEGIN EXCLUSIVE")
@@ -157,7 +171,7 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
         if not path.exists():
             raise errors.StoreMissingError(path)
         return
-    with translated(path):
+    with _translated(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives its journal the mode of the file, so both are the owner's only.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -185,17 +199,13 @@ def _configure(connection: sqlite3.Connection, path: Path, identity: str | None,
         # In exclusive mode the lock is held after the transaction: this process is the only writer now.
         with _transaction(connection, "EXCLUSIVE"):
             pass
-    if is_empty and identity is not None:
-        _create(connection, identity)
+    if is_empty:
+        with _transaction(connection):
+            connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
+            connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity,))
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            _create_tables(connection)
     return _check_content(connection, path, identity)
-
-
-def _create(connection: sqlite3.Connection, identity: str) -> None:
-    with _transaction(connection):
-        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
-        connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity,))
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        _create_tables(connection)
 
 
 def _create_tables(connection: sqlite3.Connection) -> None:
@@ -210,8 +220,8 @@ def _check_stamp(connection: sqlite3.Connection, path: Path) -> None:
         raise errors.StoreForeignError(
             path, f"another program (application id {application_id:#x})", "a KVShare store"
         )
-    version = _version_of(connection)
-    if version != SCHEMA_VERSION and version not in earlier_versions.TABLES:
+    version = _pragma(connection, "user_version")
+    if version not in range(1, SCHEMA_VERSION + 1):
         raise errors.StoreMismatchError(path, f"schema version {version}", f"schema version {SCHEMA_VERSION}")
 
 
@@ -227,26 +237,16 @@ def _check_content(connection: sqlite3.Connection, path: Path, identity: str | N
     return str(row[0])
 
 
-def _version_of(connection: sqlite3.Connection) -> int:
-    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    return version
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> object:
-    return connection.execute(f"PRAGMA {name}").fetchone()[0]
+def _pragma(connection: sqlite3.Connection, name: str) -> int | str:
+    value: int | str = connection.execute(f"PRAGMA {name}").fetchone()[0]
+    return value
 
 
 @contextmanager
 def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
     connection.execute(f"BEGIN {kind}")
-    try:
+    with connection:  # commits, or after an error rolls back unless SQLite did, as when the disk is full
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        # SQLite may have rolled back by itself, for instance when the disk is full.
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -264,15 +264,14 @@ _UNAVAILABLE = {
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[None]:
+def _translated(path: Path) -> Iterator[None]:
     """Turn errors of SQLite and the system into ours; any other than busy or unavailable means damage."""
     try:
         yield
     except OSError as exc:
         raise errors.StoreUnavailableError(path, exc.strerror or type(exc).__name__) from exc
     except sqlite3.Error as exc:
-        code = getattr(exc, "sqlite_errorcode", None)
-        primary = None if code is None else code & 0xFF
+        primary = getattr(exc, "sqlite_errorcode", 0) & 0xFF
         if primary in _BUSY:
             raise errors.StoreLockedError(path) from exc
         if primary in _UNAVAILABLE:

@@ -8,15 +8,16 @@ written, nothing is changed. Tiers hold the KV bytes: each change returns the se
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from delta_tree.change import Change, Eviction, Insertion
-from delta_tree.checks import SegmentLookup, check_draft, check_forest, check_node, quality
+from delta_tree.checks import SegmentLookup, check_forest, check_node, check_parent, quality, segments_with
 from delta_tree.errors import (
+    EditRangeError,
     InvalidNodeError,
     InvalidTokensError,
     PinnedNodeError,
@@ -24,8 +25,19 @@ from delta_tree.errors import (
     StoreError,
 )
 from delta_tree.forest import Forest
-from delta_tree.node import Node, NodeDraft, NodeId, NodeIds, Segment, SegmentId
-from delta_tree.pieces import Piece, PieceTable
+from delta_tree.node import (
+    Change,
+    Eviction,
+    Insertion,
+    Node,
+    NodeDraft,
+    NodeId,
+    NodeIds,
+    Piece,
+    PieceTable,
+    Segment,
+    SegmentId,
+)
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
@@ -35,21 +47,20 @@ log = logging.getLogger(__name__)
 _MAX_UNWRITTEN_USES = 256
 
 
-class DeltaTree(TreeReader):
+class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     """Lives as long as the server. Create it with `open`; `close` is idempotent."""
 
     def __init__(
         self,
         storage: Storage | None,
         forest: Forest,
-        *,
         clock: Callable[[], float],
-        new_id: Callable[[], NodeId] | None = None,
+        new_id: Callable[[], NodeId],
     ) -> None:
         super().__init__(forest)
         self._storage = storage
         self._clock = clock
-        self._new_id = new_id or NodeIds()
+        self._new_id = new_id
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
         self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
 
@@ -70,9 +81,9 @@ class DeltaTree(TreeReader):
 
         Raises:  StoreError: missing (read-only), corrupt, of another identity or version, locked
         """
-        forest = Forest()
+        forest, new_id = Forest(), new_id or NodeIds()
         if path is None:
-            return cls(None, forest, clock=clock, new_id=new_id)
+            return cls(None, forest, clock, new_id)
         storage = Storage.open(path, identity=identity, read_only=read_only)
         try:
             stored = storage.load()
@@ -81,10 +92,10 @@ class DeltaTree(TreeReader):
             storage.upgrade(stored)
         except BaseException as exc:
             storage.close()
-            if isinstance(exc, InvalidNodeError):
+            if isinstance(exc, InvalidNodeError | InvalidTokensError | EditRangeError):
                 raise StoreCorruptError(path, str(exc)) from exc
             raise
-        return cls(storage, forest, clock=clock, new_id=new_id)
+        return cls(storage, forest, clock, new_id)
 
     @property
     def identity(self) -> str | None:
@@ -97,9 +108,6 @@ class DeltaTree(TreeReader):
             self._write_uses()
             if self._storage is not None:
                 self._storage.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -119,9 +127,26 @@ class DeltaTree(TreeReader):
         except InvalidTokensError as exc:
             raise InvalidNodeError(str(exc)) from exc
         with self._lock:
-            check_draft(self._forest, draft)
+            check_parent(self._forest, draft.namespace, draft.parent)
+            segment_of = segments_with(self._forest, draft.namespace, draft.new_segments)
             known = self._forest.find(draft.namespace, tokens)
-            return self._insert_first(draft, tokens) if known is None else self._insert_again(known, draft)
+            if known is not None:
+                return self._insert_again(known, draft, segment_of)
+            now = self._clock()
+            node = Node(
+                node_id=self._free_node_id(),
+                namespace=draft.namespace,
+                token_ids=tokens,
+                pieces=draft.pieces,
+                exact_length=draft.exact_length,
+                deviation=draft.deviation,
+                created_at=now,
+                last_used_at=now,
+                num_hits=0,
+                pinned=False,
+            )
+            check_node(node, segment_of)
+            return self._insert_as(node, draft, created=True)
 
     def touch(self, node_id: NodeId, *, num_given: int = 0) -> None:
         """
@@ -136,7 +161,7 @@ class DeltaTree(TreeReader):
             if node is None:
                 return
             if num_given:
-                self._forest.eviction_order.give(node, num_given)
+                self._forest.eviction_order.record_copies(node_id, num_given)
             self._forest.apply(Change(put_nodes=(self._touched(node),)))
             self._used.add(node_id)
             if len(self._used) >= _MAX_UNWRITTEN_USES:
@@ -228,17 +253,8 @@ class DeltaTree(TreeReader):
                 pieces=PieceTable([*node.pieces, *added]),
                 exact_length=len(whole) if node.exact_length == node.num_tokens else node.exact_length,
             )
-            draft = NodeDraft(
-                namespace=node.namespace,
-                token_ids=whole,
-                parent=None,
-                pieces=longer.pieces,
-                new_segments=tuple(segments),
-                exact_length=longer.exact_length,
-            )
-            check_draft(self._forest, draft)
-            check_node(longer, self._segment_lookup(draft))
-            self._store(Change(put_segments=draft.new_segments, put_nodes=(longer,)))
+            check_node(longer, segments_with(self._forest, node.namespace, segments))
+            self._store(Change(put_segments=tuple(segments), put_nodes=(longer,)))
             return longer
 
     def purge(self, namespace: str) -> Eviction:
@@ -303,28 +319,10 @@ class DeltaTree(TreeReader):
             self._store(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
-    def _insert_first(self, draft: NodeDraft, tokens: TokenIds) -> Insertion:
-        now = self._clock()
-        node = Node(
-            node_id=self._free_node_id(),
-            namespace=draft.namespace,
-            token_ids=tokens,
-            pieces=draft.pieces,
-            exact_length=draft.exact_length,
-            deviation=draft.deviation,
-            created_at=now,
-            last_used_at=now,
-            num_hits=0,
-            pinned=False,
-        )
-        check_node(node, self._segment_lookup(draft))
-        return self._insert_as(node, draft, created=True)
-
-    def _insert_again(self, known: Node, draft: NodeDraft) -> Insertion:
+    def _insert_again(self, known: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
         offered = replace(
             known, pieces=draft.pieces, exact_length=draft.exact_length, deviation=draft.deviation
         )
-        segment_of = self._segment_lookup(draft)
         check_node(offered, segment_of)
         if quality(offered, segment_of) > quality(known, segment_of):
             return self._insert_as(self._touched(offered), draft, created=False)
@@ -346,11 +344,6 @@ class DeltaTree(TreeReader):
             )
         )
         return Insertion(node, created, (*unneeded, *freed))
-
-    def _segment_lookup(self, draft: NodeDraft) -> SegmentLookup:
-        """Looks a segment up in the draft and in the tree."""
-        new = {segment.segment_id: segment for segment in draft.new_segments}
-        return lambda segment_id: new.get(segment_id) or self._forest.segments.get(segment_id)
 
     def _touched(self, node: Node) -> Node:
         return replace(node, last_used_at=self._clock(), num_hits=node.num_hits + 1)

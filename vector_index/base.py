@@ -8,19 +8,43 @@ another namespace is dropped, counted and logged as an error. This file knows no
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vector_index.errors import IndexSchemaError
-from vector_index.schema import IndexSchema
 
 log = logging.getLogger(__name__)
 
 Vector = NDArray[np.uint32] | NDArray[np.float32]
 VectorName = Literal["sparse", "dense"]  # fingerprints, embedding
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSchema:
+    """
+    The settings that an index was built with, written beside it as a stamp. `dimension` 0: no embeddings.
+
+    With other fingerprints or another embedder the stored vectors are useless: an index with another stamp is
+    rebuilt, not read.
+    """
+
+    kgram: int
+    window: int
+    max_fingerprints: int
+    embedder: str = ""
+    dimension: int = 0
+    version: int = 1
+
+    def check(self, found: object) -> None:
+        """Compare with the stamp of an index. Raises IndexSchemaError that names the field that differs."""
+        if not isinstance(found, dict):
+            raise IndexSchemaError("the index has no schema stamp; rebuild it")
+        for name, value in asdict(self).items():
+            if found.get(name) != value:
+                raise IndexSchemaError(f"the index has {name} {found.get(name)!r}, expected {value!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,11 +60,7 @@ class DiskSpace:
         return f"{megabytes(free)} of disk are free, {megabytes(threshold)} are needed" if is_low else None
 
     def check(self) -> None:
-        """
-        Call this before every write.
-
-        Raises:  IndexPausedError
-        """
+        """Call this before every write. Raises IndexPausedError."""
         if (reason := self.why_low()) is not None:
             raise IndexPausedError(reason)
 

@@ -9,20 +9,20 @@ server's process it would stop all requests for seconds, so it runs in a child p
 """
 
 import asyncio
-import contextlib
 import fcntl
+import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import qdrant_edge as edge
 
-from vector_index.errors import IndexUnavailableError
-from vector_index.schema import IndexSchema, read_stamp, write_stamp
+from vector_index.base import IndexSchema
+from vector_index.errors import IndexUnavailableError, backend_errors
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +50,16 @@ class ShardFiles:
         if self._folder is not None:
             return self._folder / "shard"
         if self._temporary is None:
-            with edge_errors("make a temporary folder"):
+            with backend_errors("Edge", "make a temporary folder"):
                 self._temporary = Path(tempfile.mkdtemp(prefix="kvshare-index-"))
         return self._temporary / "shard"
 
     def open(self, schema: IndexSchema) -> edge.EdgeShard:
-        """
-        The stored shard, or a new one where there is none.
-
-        Raises:  IndexSchemaError, IndexUnavailableError
-        """
+        """The stored shard, or a new one. Raises IndexSchemaError, IndexUnavailableError."""
         if not self.shard.exists():
             return self._create(schema)
-        schema.check(read_stamp(self.shard.with_name("schema.json")))
-        with edge_errors("open", hint="; recreate() starts an empty one"):
+        schema.check(self._stamp())
+        with backend_errors("Edge", "open", hint="; recreate() starts an empty one"):
             return edge.EdgeShard.load(str(self.shard), _config(schema))
 
     async def optimise(self) -> None:
@@ -105,11 +101,20 @@ class ShardFiles:
         files = (path for path in self.shard.rglob("*") if path.is_file())
         return sum(512 * path.stat().st_blocks for path in files)
 
+    def _stamp(self) -> object:
+        """The stamp of the stored shard; None if it is missing or not JSON."""
+        try:
+            return json.loads(self.shard.with_name("schema.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
     def _create(self, schema: IndexSchema) -> edge.EdgeShard:
-        with edge_errors("create"):
+        with backend_errors("Edge", "create"):
             self.shard.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # The stamp is written first: after a kill a stamp without a shard is read as an empty index.
-            write_stamp(self.shard.with_name("schema.json"), schema)
+            half_written = self.shard.with_name("schema.tmp")
+            half_written.write_text(json.dumps(asdict(schema)), encoding="utf-8")
+            half_written.replace(self.shard.with_name("schema.json"))
             shard = edge.EdgeShard.create(str(self.shard), _config(schema))
             namespace_index = edge.KeywordIndexParams(is_tenant=True)
             shard.update(edge.UpdateOperation.create_field_index("namespace", namespace_index))
@@ -153,18 +158,3 @@ def _is_in_use(folder: Path) -> bool:
     finally:
         os.close(log_folder)
     return False
-
-
-@contextlib.contextmanager
-def edge_errors(what: str, *, hint: str = "") -> Iterator[None]:
-    """Turn what Edge raises (an Exception, or for a Rust panic a BaseException) into our error."""
-    try:
-        yield
-    except IndexUnavailableError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        message = f"Edge could not {what}: {why}{hint}"
-        raise IndexUnavailableError(message) from error

@@ -7,8 +7,7 @@ The import takes seconds, so it is done when the model is first needed.
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -89,43 +88,37 @@ class Embedder:
             return self._model
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """
-        Unit vectors (N, D) float32, in the order of `texts`.
+        """Unit vectors (N, D) float32, in the order of `texts`. Raises EmbedderError."""
+        import torch
 
-        Raises:  EmbedderError if the model cannot be loaded or fails
-        """
         model = self.load()
         if self._device == "cpu" and not getattr(self._limited, "done", False):
             _set_threads_here(self._num_threads)
             self._limited.done = True
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
+        in_16_bits = torch.autocast(self._device.split(":")[0], torch.bfloat16, self._dtype == "bfloat16")
         for start in range(0, len(texts), _BATCH):
             batch = slice(start, start + _BATCH)
-            # Fast tokenizers are not thread-safe ("Already borrowed"), so one call at a time.
-            with self._lock, _computing_in(self._dtype, self._device):
-                vectors[batch] = self._encode(model, texts[batch])
+            try:
+                # Fast tokenizers are not thread-safe ("Already borrowed"), so one call at a time.
+                with self._lock, in_16_bits:
+                    vectors[batch] = model.encode(
+                        list(texts[batch]),
+                        batch_size=_BATCH,
+                        show_progress_bar=False,
+                        normalize_embeddings=True,
+                    )
+            except Exception as error:
+                raise EmbedderError(f"embedder {self.name} failed: {type(error).__name__}") from error
         return vectors
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """
-        How many tokens `embed` reads of each text, at most the model's maximum.
-
-        Raises:  EmbedderError if the model cannot be loaded
-        """
+        """How many tokens `embed` reads of each text, at most the model's maximum. Raises EmbedderError."""
         model = self.load()
         limit = model.max_seq_length
         with self._lock:
             encoded = model.tokenizer(list(texts), truncation=limit is not None, max_length=limit)
         return [len(ids) for ids in encoded["input_ids"]]
-
-    def _encode(self, model: "SentenceTransformer", texts: Sequence[str]) -> NDArray[np.float32]:
-        try:
-            vectors: NDArray[np.float32] = model.encode(
-                list(texts), batch_size=_BATCH, show_progress_bar=False, normalize_embeddings=True
-            )
-        except Exception as error:
-            raise EmbedderError(f"embedder {self.name} failed: {type(error).__name__}") from error
-        return vectors
 
 
 def _native_precision() -> Precision:
@@ -138,9 +131,7 @@ def _native_precision() -> Precision:
 
 def _num_cores() -> int:
     """Cores that this process may use; in a container fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _set_threads_here(num_threads: int) -> None:
@@ -167,14 +158,3 @@ def _load(source: str | None, device: str) -> "SentenceTransformer":
     # transformers draws a progress bar while it loads weights; only this call turns it off.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
     return SentenceTransformer(source or str(get_model_path()), device=device)
-
-
-@contextmanager
-def _computing_in(dtype: Precision, device: str) -> Iterator[None]:
-    if dtype == "float32":
-        yield
-        return
-    import torch
-
-    with torch.autocast(device.split(":")[0], dtype=getattr(torch, dtype)):
-        yield

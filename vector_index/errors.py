@@ -11,6 +11,9 @@ Exceptions of other libraries become one of these in the file that imports the l
 request: the nominator turns them into `Failure` values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class VectorIndexError(Exception):
     """Root of everything this package raises on purpose."""
@@ -30,3 +33,17 @@ class IndexSchemaError(VectorIndexError):
 
 class EmbedderError(VectorIndexError):
     """The text embedder cannot be loaded or cannot embed."""
+
+
+@contextmanager
+def backend_errors(backend: str, what: str, *, hint: str = "") -> Iterator[None]:
+    """Turn what a backend raises (an Exception, or for a Rust panic a BaseException) into our error."""
+    try:
+        yield
+    except VectorIndexError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise IndexUnavailableError(f"{backend} could not {what}: {why}{hint}") from error

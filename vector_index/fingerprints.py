@@ -17,6 +17,9 @@ _BASE = np.uint64(0xBF58476D1CE4E5B9)
 _FINAL_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 _HALF = np.uint64(32)
 
+_BITS = 20  # of the numbers of buckets of `FingerprintFrequencies`
+_SPREAD = np.uint32(0x9E3779B1)  # odd: spreads the second table's buckets by the high bits
+
 
 def fingerprints(
     token_ids: NDArray[np.int32],
@@ -46,15 +49,8 @@ def fingerprints(
     hashes = _kgram_hashes(np.asarray(token_ids), kgram)
     minima = _sliding_minima(hashes, min(window, len(hashes)))
     # Neighbouring windows mostly have the same minimum: without repeats only a fifth is left to sort.
-    prints = _without_repeats(np.sort(_without_repeats(minima)))
-    return prints[:max_fingerprints]
-
-
-def _without_repeats(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The values without those that equal the value before them."""
-    is_first = np.ones(len(values), dtype=np.bool_)
-    np.not_equal(values[1:], values[:-1], out=is_first[1:])
-    return values[is_first]
+    is_first = np.concatenate(([True], minima[1:] != minima[:-1]))
+    return np.unique(minima[is_first])[:max_fingerprints]
 
 
 def bind(prints: NDArray[np.uint32], namespace: str) -> NDArray[np.uint32]:
@@ -66,6 +62,78 @@ def bind(prints: NDArray[np.uint32], namespace: str) -> NDArray[np.uint32]:
     """
     digest = hashlib.blake2b(namespace.encode(), digest_size=4, person=b"kvshare.prints").digest()
     return np.sort(prints ^ np.uint32(int.from_bytes(digest, "little")))
+
+
+class FingerprintFrequencies:
+    """
+    Counts how many stored prompts hold each namespace-bound fingerprint, so that no search reads a whole
+    namespace. Used from one thread.
+
+    The fingerprints of a common system prompt are in every prompt. A search for them would take time linear
+    in the number of prompts, so there are two limits:
+
+    - once `max_holders` prompts hold a fingerprint, it is not stored with further prompts: thousands of
+      donors of a passage are enough. When one of them is forgotten, the next new prompt takes its place;
+    - a search queries the rarest fingerprints first, up to a budget of postings.
+
+    The counts are in two hash tables (8 MB): a few bytes per fingerprint, where a dictionary takes a hundred.
+    The smaller of a fingerprint's two buckets is its count; other fingerprints in a bucket can only make it
+    too high. The fingerprints counted for each prompt are stored, too (4 bytes each), for `remove`.
+    """
+
+    def __init__(self, *, max_holders: int) -> None:
+        if max_holders < 1:
+            raise ValueError(f"max_holders {max_holders} must be >= 1")
+        self._max_holders = max_holders
+        self._counts = np.zeros((2, 1 << _BITS), dtype=np.uint32)
+        self._held: dict[tuple[str, int], bytes] = {}  # by namespace and prompt
+
+    def add(self, namespace: str, prompt_id: int, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Count a prompt, replacing one with its id; returns those of `prints` to store with it."""
+        self.remove(namespace, prompt_id)
+        held = prints[self._num_holders(prints) < self._max_holders]
+        for counts, buckets in zip(self._counts, _buckets(held), strict=True):
+            np.add.at(counts, buckets, 1)
+        self._held[namespace, prompt_id] = held.tobytes()
+        return held
+
+    def remove(self, namespace: str, prompt_id: int) -> None:
+        """Subtract a prompt from the counts; unknown ones are ignored."""
+        held = np.frombuffer(self._held.pop((namespace, prompt_id), b""), np.uint32)
+        for counts, buckets in zip(self._counts, _buckets(held), strict=True):
+            np.subtract.at(counts, buckets, 1)
+
+    def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
+        """The fingerprints that `add` returned for a prompt; None for an unknown prompt."""
+        held = self._held.get((namespace, prompt_id))
+        return None if held is None else np.frombuffer(held, np.uint32)
+
+    def rarest(
+        self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int, max_asked: int
+    ) -> NDArray[np.uint32]:
+        """
+        The rarest of `prints`, as many as `max_postings` postings allow and at least `min_asked`.
+
+        Of more than `max_asked`, those that no prompt holds are left out, and then every n-th is taken in the
+        order of the hashes. If no prompt holds any, all stay: the index may have prompts of other processes.
+        """
+        counts = self._num_holders(prints)
+        if len(prints) > max_asked and (is_held := counts > 0).any():
+            prints, counts = prints[is_held], counts[is_held]
+        order = np.argsort(counts, kind="stable")
+        postings = np.cumsum(counts[order], dtype=np.int64)
+        num_asked = max(min_asked, int(np.searchsorted(postings, max_postings, side="right")))
+        asked = np.sort(prints[order[:num_asked]])
+        if len(asked) <= max_asked:
+            return asked
+        chosen: NDArray[np.uint32] = asked[np.arange(max_asked) * len(asked) // max_asked]
+        return chosen
+
+    def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """How many prompts hold each fingerprint; the result may be too high, never too low."""
+        first, second = _buckets(prints)
+        holders: NDArray[np.uint32] = np.minimum(self._counts[0, first], self._counts[1, second])
+        return holders
 
 
 def _kgram_hashes(token_ids: NDArray[np.int32], kgram: int) -> NDArray[np.uint32]:
@@ -92,3 +160,9 @@ def _sliding_minima(hashes: NDArray[np.uint32], window: int) -> NDArray[np.uint3
         width *= 2
     rest = window - width
     return np.minimum(minima[:-rest], minima[rest:]) if rest else minima
+
+
+def _buckets(prints: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """(F,) fingerprints -> their bucket in each table."""
+    low = prints & np.uint32((1 << _BITS) - 1)
+    return low, (prints * _SPREAD) >> np.uint32(32 - _BITS)

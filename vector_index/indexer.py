@@ -12,18 +12,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vector_index.backlog import Backlog
 from vector_index.base import Entry, VectorIndex
 from vector_index.circuit import Circuit, Failure, FailureReason
 from vector_index.errors import IndexPausedError
-from vector_index.fingerprints import bind, fingerprints
-from vector_index.frequencies import FingerprintFrequencies
+from vector_index.fingerprints import FingerprintFrequencies, bind, fingerprints
 from vector_index.nomination import NominatorSettings, PromptRecord
 from vector_index.prefix_table import PrefixTable
 from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
@@ -32,6 +30,38 @@ log = logging.getLogger(__name__)
 
 _PARTS = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
 _CATCH_UP = 16  # prompts at once
+_MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
+
+
+@dataclass(slots=True)
+class Backlog:
+    """
+    The additions and deletions that a paused index has missed. Above 10,000 records the oldest are discarded.
+
+    Prompt ids are never reused, so all deletions can be made before all additions.
+    """
+
+    records: dict[int, PromptRecord] = field(default_factory=dict)
+    deleted: dict[str, set[int]] = field(default_factory=dict)
+    num_dropped: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.deleted)
+
+    def add(self, records: Iterable[PromptRecord]) -> None:
+        """Note prompts that were not added; a known prompt is replaced."""
+        for record in records:
+            self.records.pop(record.prompt_id, None)
+            self.records[record.prompt_id] = record
+        while len(self.records) > _MAX_RECORDS:
+            del self.records[next(iter(self.records))]
+            self.num_dropped += 1
+
+    def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
+        """Note prompts that were not deleted. The index may hold earlier versions of them."""
+        for prompt_id in prompt_ids:
+            self.records.pop(prompt_id, None)
+        self.deleted.setdefault(namespace, set()).update(prompt_ids)
 
 
 class Indexer:
@@ -56,13 +86,9 @@ class Indexer:
         self._prefix_table = PrefixTable(self.settings.block_size)
         self._frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
         self._backlog = Backlog()
+        failures_to_open, open_s = self.settings.failures_to_open, self.settings.open_s
         self.circuits = {
-            part: Circuit(
-                part,
-                failures_to_open=self.settings.failures_to_open,
-                open_s=self.settings.open_s,
-                clock=clock,
-            )
+            part: Circuit(part, failures_to_open=failures_to_open, open_s=open_s, clock=clock)
             for part in _PARTS
         }
         # Two threads, so that a request's text does not wait for texts that are being indexed.
@@ -111,11 +137,7 @@ class Indexer:
         return _logged("forget", await self._delete(namespace, prompt_ids))
 
     async def catch_up(self) -> None:
-        """
-        If the index is no longer paused, write what it missed. Call this every few seconds.
-
-        Raises:  VectorIndexError if the index cannot be opened
-        """
+        """Write what a paused index missed. Call it every few seconds. Raises VectorIndexError."""
         await self._index.resume()
         if not self._backlog or self._index.why_paused() is not None:
             return
@@ -129,12 +151,11 @@ class Indexer:
             wanted = [one for one in some if self._prefix_table.contains(one.namespace, one.prompt_id)]
             num_added += 0 if await self.remember_all(wanted, _CATCH_UP) else len(wanted)
         if num_added or missed.num_dropped:
-            lost = missed.num_dropped
             log.info(
                 "the index has caught up: %d prompts were added. %d were too many to wait and are found by "
                 "equal prefixes only",
                 num_added,
-                lost,
+                missed.num_dropped,
             )
 
     def close(self) -> None:
@@ -153,15 +174,16 @@ class Indexer:
         return bind(prints, namespace)
 
     async def _embed(
-        self, part: str, texts: Sequence[PromptText], *, timeout_s: float
+        self, part: str, texts: Sequence[PromptText | None], *, timeout_s: float
     ) -> list[NDArray[np.float32] | None] | Failure:
-        """A vector (D,) for each text, in the thread of this part and behind its circuit."""
+        """A vector (D,) for each text, None for none, in the thread of this part and behind its circuit."""
         embedder = self._embedder
-        if embedder is None or not texts:
+        if embedder is None or not any(texts):
             return [None] * len(texts)
+        known = [text or PromptText("", "") for text in texts]
         loop = asyncio.get_running_loop()
         return await self.circuits[part].attempt(
-            lambda: loop.run_in_executor(self._threads[part], embed_prompts, embedder, texts),
+            lambda: loop.run_in_executor(self._threads[part], embed_prompts, embedder, known),
             timeout_s=timeout_s,
         )
 
@@ -170,14 +192,13 @@ class Indexer:
             self._put_off(batch)
             return []
         entries = [self._enter(record) for record in batch]
-        texts = {i: record.prompt_text for i, record in enumerate(batch) if record.prompt_text is not None}
-        vectors = await self._embed(
-            "index embedding", list(texts.values()), timeout_s=self.settings.write_timeout_s
-        )
-        failures = [vectors] if isinstance(vectors, Failure) else []
-        if not isinstance(vectors, Failure):
-            for i, vector in zip(texts, vectors, strict=True):
-                entries[i] = replace(entries[i], embedding=vector)
+        texts = [record.prompt_text for record in batch]
+        failures: list[Failure] = []
+        vectors = await self._embed("index embedding", texts, timeout_s=self.settings.write_timeout_s)
+        if isinstance(vectors, Failure):
+            failures.append(vectors)
+        else:
+            entries = [replace(entry, embedding=one) for entry, one in zip(entries, vectors, strict=True)]
         try:
             failed = await self._write(partial(self._index.upsert, entries))
         except IndexPausedError:

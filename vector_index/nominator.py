@@ -12,16 +12,19 @@ candidate may have left the index meanwhile, so the caller looks each one up and
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vector_index.base import Hit, VectorIndex
 from vector_index.circuit import Failure
+from vector_index.fingerprints import FingerprintFrequencies
 from vector_index.indexer import Indexer
-from vector_index.nomination import Nomination
-from vector_index.passages import PassageSearch
+from vector_index.nomination import Nomination, NominatorSettings, Ranking
 from vector_index.prompt_text import PromptText
-from vector_index.ranking import Ranking
+
+_MAX_SEARCHES = 3  # by fingerprints, for one prompt
 
 
 class Nominator(Indexer):
@@ -97,3 +100,103 @@ class Nominator(Indexer):
             and ranking.num_tokens >= self.settings.dense_min_tokens
             and ranking.uncovered >= self.settings.dense_min_uncovered
         )
+
+
+class PassageSearch:
+    """
+    Finds a few donors that by their shared passages together cover as much of the prompt as possible.
+
+    The prompts that share most are often alike (they all have the popular document) and would displace the
+    donor of a rare passage, which shares little else. So fingerprints that the hits leave uncovered are
+    searched again, and hits are sorted by greedy set cover. There are up to three queries, each within the
+    budget of postings. If one fails, the results of those before it remain.
+
+    Shapes:  prints (F,) uint32, sorted
+    """
+
+    def __init__(
+        self,
+        index: VectorIndex,
+        frequencies: FingerprintFrequencies,
+        settings: NominatorSettings,
+        namespace: str,
+        prints: NDArray[np.uint32],
+    ) -> None:
+        self._index = index
+        self._frequencies = frequencies
+        self._settings = settings
+        self._namespace = namespace
+        self._prints = prints
+        self._counts: dict[int, float] = {}  # per donor: how many of the prints it holds
+        self._holds = np.zeros((0, len(prints)), dtype=np.bool_)  # (donors, F)
+
+    async def run(self, *, deadline: float) -> None:
+        """
+        Query until little is left uncovered, at most three times, and not after the deadline.
+
+        Units:   deadline in seconds of the event loop's clock
+        Raises:  IndexUnavailableError as the index does
+        """
+        left = self._prints
+        for _ in range(_MAX_SEARCHES):
+            asked = self._frequencies.rarest(
+                left,
+                max_postings=self._settings.max_postings,
+                min_asked=self._settings.min_asked,
+                max_asked=self._settings.max_asked,
+            )
+            limit = self._settings.max_candidates
+            found = await self._index.search_fingerprints(self._namespace, asked, limit)
+            new = [hit for hit in found if hit.prompt_id not in self._counts]
+            self._add(new)
+            left, enough = self._prints[~self._holds.any(axis=0)], self._settings.min_asked
+            if not new:  # the rare fingerprints found no donor: query the others
+                left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
+            if len(left) < enough or asyncio.get_running_loop().time() >= deadline:
+                break
+
+    @property
+    def covered(self) -> float:
+        """The share of the prints that the donors found so far cover together."""
+        together = float(self._holds.any(axis=0).mean())
+        return max(together, *(self._share(count) for count in self._counts.values()), 0.0)
+
+    def ranked(self) -> list[Hit]:
+        """
+        The donors found so far; each covers the most fingerprints that those before it do not.
+
+        Their score is the share of the prints that they hold, 0 to 1.
+        """
+        found = list(self._counts.items())
+        order = _cover_order(self._holds, list(self._counts.values()))
+        return [Hit(found[i][0], self._share(found[i][1])) for i in order]
+
+    def _share(self, count: float) -> float:
+        return min(1.0, count / len(self._prints))
+
+    def _add(self, hits: Sequence[Hit]) -> None:
+        rows = np.zeros((len(hits), len(self._prints)), dtype=np.bool_)
+        for row, hit in zip(rows, hits, strict=True):
+            held = self._frequencies.held(self._namespace, hit.prompt_id)
+            if held is not None:
+                # prints are sorted, so this is ten times as fast as np.isin
+                places = np.minimum(np.searchsorted(self._prints, held), len(self._prints) - 1)
+                row[places[self._prints[places] == held]] = True
+            # Of another process's prompt the index knows only how many it shares, not which ones.
+            self._counts[hit.prompt_id] = hit.score if held is None else float(row.sum())
+        self._holds = np.concatenate([self._holds, rows])
+
+
+def _cover_order(holds: NDArray[np.bool_], counts: Sequence[float]) -> list[int]:
+    """Indices of the donors by greedy set cover; those that add nothing follow, sorted by count."""
+    rest = sorted(range(len(counts)), key=lambda i: -counts[i])
+    uncovered = np.ones(holds.shape[1], dtype=np.bool_)
+    order = []
+    while rest:
+        gains = holds[rest][:, uncovered].sum(axis=1)
+        best = int(gains.argmax())  # of equals the first, which shares most
+        if gains[best] == 0:
+            break
+        uncovered &= ~holds[rest[best]]
+        order.append(rest.pop(best))
+    return order + rest

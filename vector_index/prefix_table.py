@@ -12,6 +12,7 @@ The caller compares the token ids, and extends a match past its last whole block
 
 import hashlib
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,14 +31,6 @@ class PrefixHit:
     digests: bytes = field(default=b"", repr=False)
 
 
-@dataclass(slots=True)
-class _NamespaceKeys:
-    """The sorted keys of one namespace, and each prompt's key for removal."""
-
-    keys: list[bytes] = field(default_factory=list)
-    key_of: dict[int, bytes] = field(default_factory=dict)
-
-
 class PrefixTable:
     """Prefix lookup over the prompts of many namespaces. Used from one thread."""
 
@@ -46,22 +39,23 @@ class PrefixTable:
             raise ValueError(f"block_size {block_size} and max_hits {max_hits} must be >= 1")
         self.block_size = block_size
         self._max_hits = max_hits
-        self._namespaces: dict[str, _NamespaceKeys] = {}
+        self._keys: defaultdict[str, list[bytes]] = defaultdict(list)  # by namespace, sorted
+        self._key_of: dict[tuple[str, int], bytes] = {}
 
     def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> None:
         """Store a prompt, replacing one of the same id."""
+        self.remove(namespace, prompt_id)
         key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
-        stored = self._namespaces.setdefault(namespace, _NamespaceKeys())
-        _remove(stored, prompt_id)
-        insort(stored.keys, key)
-        stored.key_of[prompt_id] = key
+        insort(self._keys[namespace], key)
+        self._key_of[namespace, prompt_id] = key
 
     def remove(self, namespace: str, prompt_id: int) -> None:
         """Forget a prompt; others with the same blocks stay. Unknown ones are ignored."""
-        if (stored := self._namespaces.get(namespace)) is not None:
-            _remove(stored, prompt_id)
-            if not stored.keys:
-                del self._namespaces[namespace]
+        if (key := self._key_of.pop((namespace, prompt_id), None)) is not None:
+            keys = self._keys[namespace]
+            del keys[bisect_left(keys, key)]
+            if not keys:
+                del self._keys[namespace]
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
@@ -70,29 +64,25 @@ class PrefixTable:
         At most `max_hits` of them, newest (highest) ids among their neighbours first; None if not
         even the first block is known.
         """
-        stored = self._namespaces.get(namespace)
-        if stored is None or len(token_ids) < self.block_size:
-            return None
+        keys = self._keys.get(namespace, [])
         # Digests are computed only as far as a stored prompt matches. Most misses are decided by the first
         # block, and a long prompt seldom matches another one to its end.
         wanted, num_blocks = b"", 1
         while len(token_ids) >= (start := len(wanted) // _DIGEST_BYTES * self.block_size) + self.block_size:
             wanted += self._digests(namespace, token_ids[start : start + num_blocks * self.block_size])
-            if not _has_prefix(stored.keys, wanted):
+            position = bisect_left(keys, wanted)
+            if position == len(keys) or not keys[position].startswith(wanted):
                 break
             num_blocks = 64
-        return self._nearest(stored.keys, wanted)
+        return self._nearest(keys, wanted)
 
     def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
         """Whether a stored prompt starts with the prefix that `longest` has found."""
-        stored = self._namespaces.get(namespace)
-        key = stored.key_of.get(prompt_id) if stored else None
+        key = self._key_of.get((namespace, prompt_id))
         return key is not None and key.startswith(hit.digests)
 
     def contains(self, namespace: str, prompt_id: int) -> bool:
-        """Whether the namespace holds this prompt."""
-        stored = self._namespaces.get(namespace)
-        return stored is not None and prompt_id in stored.key_of
+        return (namespace, prompt_id) in self._key_of
 
     def _digests(self, namespace: str, token_ids: NDArray[np.int32]) -> bytes:
         """The digests of all whole blocks in order, salted with the namespace."""
@@ -117,26 +107,13 @@ class PrefixTable:
             return None
         prefix = wanted[:num_bytes]
         nearby = keys[max(0, position - self._max_hits) : position + self._max_hits]
-        ids = sorted((_prompt_id(key) for key in nearby if key.startswith(prefix)), reverse=True)
+        sharing = (key[-_DIGEST_BYTES:] for key in nearby if key.startswith(prefix))
+        ids = sorted((int.from_bytes(prompt_id, "big") for prompt_id in sharing), reverse=True)
         return PrefixHit(
             prompt_ids=tuple(ids[: self._max_hits]),
             num_tokens=num_bytes // _DIGEST_BYTES * self.block_size,
             digests=prefix,
         )
-
-
-def _remove(stored: _NamespaceKeys, prompt_id: int) -> None:
-    if (key := stored.key_of.pop(prompt_id, None)) is not None:
-        del stored.keys[bisect_left(stored.keys, key)]
-
-
-def _has_prefix(keys: list[bytes], prefix: bytes) -> bool:
-    position = bisect_left(keys, prefix)
-    return position < len(keys) and keys[position].startswith(prefix)
-
-
-def _prompt_id(key: bytes) -> int:
-    return int.from_bytes(key[-_DIGEST_BYTES:], "big")
 
 
 def _common_bytes(key: bytes, wanted: bytes) -> int:

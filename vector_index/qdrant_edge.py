@@ -24,11 +24,10 @@ from typing import Any
 
 import qdrant_edge as edge
 
-from vector_index.base import Entry, Hit, Vector, VectorIndex, VectorName
+from vector_index.base import Entry, Hit, IndexSchema, Vector, VectorIndex, VectorName
 from vector_index.disk_space import MIN_FREE_BYTES, DiskSpace, megabytes
-from vector_index.edge_shard import ShardFiles, edge_errors
-from vector_index.errors import IndexPausedError, IndexUnavailableError
-from vector_index.schema import IndexSchema
+from vector_index.edge_shard import ShardFiles
+from vector_index.errors import IndexPausedError, IndexUnavailableError, backend_errors
 
 log = logging.getLogger(__name__)
 
@@ -99,22 +98,17 @@ class QdrantEdgeIndex(VectorIndex):
 
     async def upsert(self, entries: Sequence[Entry]) -> None:
         self.check_entries(entries)
-        self._check_not_optimising()
-        async with self._writing:
-            for start in range(0, len(entries), _SLICE):
-                points = [_point(entry) for entry in entries[start : start + _SLICE]]
-                self._update(edge.UpdateOperation.upsert_points(points), len(points))
-                await asyncio.sleep(0)
+        slices = [entries[start : start + _SLICE] for start in range(0, len(entries), _SLICE)]
+        await self._write(
+            (edge.UpdateOperation.upsert_points([_point(entry) for entry in some]), len(some))
+            for some in slices
+        )
 
     async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            return
-        # By filter, not by id: an id of another namespace must not be deleted.
-        owned = edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(prompt_ids))])
-        self._check_not_optimising()
-        async with self._writing:
-            operation = edge.UpdateOperation.delete_points_by_filter(owned)
-            self._update(operation, len(prompt_ids))
+        if prompt_ids:
+            # By filter, not by id: an id of another namespace must not be deleted.
+            owned = edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(prompt_ids))])
+            await self._write([(edge.UpdateOperation.delete_points_by_filter(owned), len(prompt_ids))])
 
     async def _nearest(
         self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
@@ -130,13 +124,13 @@ class QdrantEdgeIndex(VectorIndex):
             score_threshold=min_score,
             params=edge.SearchParams(hnsw_ef=_EF, quantization=rescored) if name == "dense" else None,
         )
-        with edge_errors("search"):
+        with backend_errors("Edge", "search"):
             found = self._opened().query(request)
         return (((p.payload or {}).get("namespace"), Hit(int(p.id), p.score)) for p in found)
 
     async def count(self, namespace: str | None = None) -> int:
         only = None if namespace is None else edge.Filter(must=[_is_in(namespace)])
-        with edge_errors("count"):
+        with backend_errors("Edge", "count"):
             return self._opened().count(edge.CountRequest(exact=True, filter=only))
 
     async def maintain(self) -> None:
@@ -147,7 +141,7 @@ class QdrantEdgeIndex(VectorIndex):
         async with self._writing:
             if self._num_unflushed:
                 self.space.check()
-                with edge_errors("flush"):
+                with backend_errors("Edge", "flush"):
                     self._opened().flush()
                 self._num_unflushed = 0
 
@@ -173,16 +167,18 @@ class QdrantEdgeIndex(VectorIndex):
         finally:
             self._is_optimising = False
 
-    def _update(self, operation: edge.UpdateOperation, num_changes: int) -> None:
-        self.space.check()
-        with edge_errors("update"):
-            self._opened().update(operation)
-        self._num_changes += num_changes
-        self._num_unflushed += num_changes
-
-    def _check_not_optimising(self) -> None:
+    async def _write(self, operations: Iterable[tuple[edge.UpdateOperation, int]]) -> None:
+        """Apply operations, each with its number of changes; the event loop runs between them."""
         if self._is_optimising:
             raise IndexPausedError("the Edge index is being optimised")
+        async with self._writing:
+            for operation, num_changes in operations:
+                self.space.check()
+                with backend_errors("Edge", "update"):
+                    self._opened().update(operation)
+                self._num_changes += num_changes
+                self._num_unflushed += num_changes
+                await asyncio.sleep(0)
 
     def _opened(self) -> edge.EdgeShard:
         if self._waits_for_room:
@@ -194,7 +190,7 @@ class QdrantEdgeIndex(VectorIndex):
     def _close_shard(self) -> None:
         shard, self._shard = self._shard, None
         if shard is not None:
-            with edge_errors("close"):
+            with backend_errors("Edge", "close"):
                 shard.close()
         self._num_unflushed = 0
         self._waits_for_room = False

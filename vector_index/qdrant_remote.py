@@ -6,14 +6,13 @@ namespace is a keyword index with `is_tenant`: the server stores the points of a
 filters before it searches.
 """
 
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from qdrant_client import AsyncQdrantClient, models
 
-from vector_index.base import Entry, Hit, Vector, VectorIndex, VectorName
-from vector_index.errors import IndexUnavailableError, VectorIndexError
-from vector_index.schema import IndexSchema
+from vector_index.base import Entry, Hit, IndexSchema, Vector, VectorIndex, VectorName
+from vector_index.errors import IndexUnavailableError, backend_errors
 
 LOCAL = ":memory:"
 _BATCH = 64  # points per request: about 1 MB at 2,048 fingerprints and 1,024 dimensions
@@ -46,7 +45,7 @@ class QdrantRemoteIndex(VectorIndex):
     async def open(self) -> None:
         client = self._client or self._connect()
         try:
-            async with _qdrant_errors("open"):
+            with backend_errors("Qdrant", "open"):
                 if await client.collection_exists(self._collection):
                     found = await client.get_collection(self._collection)
                     self.schema.check(found.config.metadata)
@@ -62,19 +61,19 @@ class QdrantRemoteIndex(VectorIndex):
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            async with _qdrant_errors("close"):
+            with backend_errors("Qdrant", "close"):
                 await client.close()
 
     async def recreate(self) -> None:
         client = self._client = self._client or self._connect()
-        async with _qdrant_errors("recreate"):
+        with backend_errors("Qdrant", "recreate"):
             await client.delete_collection(self._collection)
             await self._create(client)
 
     async def upsert(self, entries: Sequence[Entry]) -> None:
         self.check_entries(entries)
         client = self._opened()
-        async with _qdrant_errors("upsert"):
+        with backend_errors("Qdrant", "upsert"):
             for start in range(0, len(entries), _BATCH):
                 points = [_point(entry) for entry in entries[start : start + _BATCH]]
                 await client.upsert(self._collection, points=points, wait=True)
@@ -86,14 +85,14 @@ class QdrantRemoteIndex(VectorIndex):
         chosen = models.HasIdCondition(has_id=list(prompt_ids))
         selector = models.FilterSelector(filter=models.Filter(must=[_is_in(namespace), chosen]))
         client = self._opened()
-        async with _qdrant_errors("delete"):
+        with backend_errors("Qdrant", "delete"):
             await client.delete(self._collection, points_selector=selector, wait=True)
 
     async def _nearest(
         self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
     ) -> Iterable[tuple[object, Hit]]:
         client = self._opened()
-        async with _qdrant_errors("search"):
+        with backend_errors("Qdrant", "search"):
             found = await client.query_points(
                 self._collection,
                 query=_sparse(vector) if name == "sparse" else vector.tolist(),
@@ -108,7 +107,7 @@ class QdrantRemoteIndex(VectorIndex):
     async def count(self, namespace: str | None = None) -> int:
         only = None if namespace is None else models.Filter(must=[_is_in(namespace)])
         client = self._opened()
-        async with _qdrant_errors("count"):
+        with backend_errors("Qdrant", "count"):
             return (await client.count(self._collection, count_filter=only, exact=True)).count
 
     async def _create(self, client: AsyncQdrantClient) -> None:
@@ -120,7 +119,7 @@ class QdrantRemoteIndex(VectorIndex):
             self._collection,
             vectors_config=dense if size else {},
             sparse_vectors_config={"sparse": models.SparseVectorParams(index=postings)},
-            metadata=self.schema.as_stamp(),
+            metadata=asdict(self.schema),
         )
         if self._url != LOCAL:  # local mode has no payload indexes and warns about them
             keyword = models.KeywordIndexParams(type=models.KeywordIndexType.KEYWORD, is_tenant=True)
@@ -155,14 +154,3 @@ def _sparse(fingerprints: Vector) -> models.SparseVector:
 
 def _is_in(namespace: str) -> models.FieldCondition:
     return models.FieldCondition(key="namespace", match=models.MatchValue(value=namespace))
-
-
-@contextlib.asynccontextmanager
-async def _qdrant_errors(what: str) -> AsyncIterator[None]:
-    """Turn what the client raises (HTTP and socket errors, bad answers, a closed client) into our error."""
-    try:
-        yield
-    except VectorIndexError:
-        raise
-    except Exception as error:
-        raise IndexUnavailableError(f"Qdrant could not {what}: {type(error).__name__}") from error

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import DeltaTree
-from delta_tree.change import Change
+from delta_tree.node import Change
 from delta_tree.storage import Storage
 from kvshare.bench.counted_store import CountedStore, Variants
 from kvshare.bench.figures import percentiles

@@ -24,9 +24,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
-from kvshare.kv.form import PLAIN, Form
-from kvshare.kv.layout import ALL_EARLIER, Reach
-from kvshare.kv.listening import Listener, ListeningRows, placed
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, Reach
+from kvshare.kv.listening import Listener, ListeningRows, attention, placed
 from kvshare.kv.sequence import SequenceKV
 
 _SHORT = 64  # tokens; shorter runs share a call: calls of their own cost more than masked scores do
@@ -46,6 +45,7 @@ class PartialPass:
     runs: tuple[Span, ...]
     listener: Listener | None = None
     forms: dict[int, Form] = field(default_factory=dict)  # by layer, set when the layer attends
+    _groups_of: dict[Reach, tuple[_Group, ...]] = field(default_factory=dict, init=False)
 
     @property
     def num_queries(self) -> int:
@@ -90,11 +90,56 @@ class PartialPass:
             self._listening.observe(layer, query[0], key[0], scaling=scaling, form=form)
         groups = self._groups(form.reach)
         if len(groups) == 1:
-            return groups[0].attend(query, key, value, scaling=scaling, form=form)
+            return self._attend_group(groups[0], query, key, value, scaling=scaling, form=form)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         for group in groups:
             rows = query[:, :, group.rows]
-            output[:, :, group.rows] = group.attend(rows, key, value, scaling=scaling, form=form)
+            output[:, :, group.rows] = self._attend_group(group, rows, key, value, scaling=scaling, form=form)
+        return output
+
+    def _attend_group(
+        self,
+        group: _Group,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        form: Form,
+    ) -> torch.Tensor:
+        """Shapes:  query (1, H_q, N of these rows, D) -> (1, H_q, N, D of value)"""
+        seen = slice(group.slots.start, group.slots.end)
+        key, value = key[:, :, seen], value[:, :, seen]
+        num_shared = query.shape[1] // key.shape[1]  # query heads that share a key head
+        if form.softcap is None and form.sinks is None:
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=group.mask,
+                is_causal=group.is_causal,
+                scale=scaling,
+                enable_gqa=num_shared > 1,
+            )
+        # Capped scores and attention sinks, which no kernel has. Some rows at a time, in float32.
+        positions = self.positions[group.rows]
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        step = max(1, _SCORES // (num_shared * len(group.slots)))
+        for head in range(key.shape[1]):
+            heads = slice(head * num_shared, (head + 1) * num_shared)
+            keys, values = key[0, head].float(), value[0, head].float()
+            for start in range(0, len(positions), step):
+                rows = slice(start, start + step)
+                weights = attention(
+                    positions[rows],
+                    query[0, heads, rows],
+                    keys,
+                    scaling=scaling,
+                    form=form,
+                    group=head,
+                    first_slot=group.slots.start,
+                )
+                output[0, heads, rows] = (weights @ values).to(output.dtype)
         return output
 
     @cached_property
@@ -105,26 +150,22 @@ class PartialPass:
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:
         """The attention calls of a layer with this reach, made once for all such layers of the pass."""
         reach = reach if reach.size is None or reach.size < self.num_visible else ALL_EARLIER
-        if reach not in self._known_groups:
-            found = self._all_earlier() if reach.size is None else tuple(self._near(reach))
-            self._known_groups[reach] = found
-        return self._known_groups[reach]
+        if reach not in self._groups_of:
+            found = self._all_earlier() if reach.size is None else self._near(reach)
+            self._groups_of[reach] = tuple(found)
+        return self._groups_of[reach]
 
-    @cached_property
-    def _known_groups(self) -> dict[Reach, tuple[_Group, ...]]:
-        return {}
-
-    def _all_earlier(self) -> tuple[_Group, ...]:
+    def _all_earlier(self) -> Iterator[_Group]:
         """One call for each long run, with slots up to its end; a few calls for all short runs."""
-        groups, short = [], []
+        short: list[_PlacedRun] = []
         for row, run in placed(self.runs):
-            rows = slice(row, row + len(run))
             if len(run) < _SHORT and run.start > 0:
-                short.append((rows, run))
+                short.append((row, run))
             else:
-                causal = run.start == 0 and len(run) > 1
-                groups.append(_Group(rows, Span(0, run.end), self._mask(run), is_causal=causal))
-        return (*groups, *map(self._together, _alike(short)))
+                yield self._group(slice(row, row + len(run)), Span(0, run.end), ALL_EARLIER)
+        for alike in _alike(short):
+            rows = torch.cat([torch.arange(row, row + len(run)) for row, run in alike])
+            yield self._group(rows.to(self.kv.layout.device), Span(0, alike[-1][1].end), ALL_EARLIER)
 
     def _near(self, reach: Reach) -> Iterator[_Group]:
         """For windows and chunks: short blocks of rows, as each block gets all slots that any row sees."""
@@ -132,42 +173,25 @@ class PartialPass:
         for row, run in placed(self.runs):
             for start in range(run.start, run.end, max(reach.size, _SHORT)):
                 part = Span(start, min(run.end, start + max(reach.size, _SHORT)))
-                slots = Span(reach.first(part.start), part.end)
                 rows = slice(row + part.start - run.start, row + part.end - run.start)
-                mask = self._mask_of(rows, slots, reach) if len(part) > 1 else None
-                yield _Group(rows, slots, mask)
+                yield self._group(rows, Span(reach.first(part.start), part.end), reach)
 
-    def _together(self, short: Sequence[_PlacedRun]) -> _Group:
-        """One call for several short runs."""
-        slots = Span(0, short[-1][1].end)
-        if len(short) == 1:
-            ((rows, run),) = short
-            return _Group(rows, slots, self._mask(run))
-        indices = torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in short])
-        rows_there = indices.to(self.kv.layout.device)
-        return _Group(rows_there, slots, self._mask_of(rows_there, slots, ALL_EARLIER))
-
-    def _mask(self, run: Span) -> torch.Tensor | None:
-        """Additive mask (len(run), run.end) of one run; None where the kernel needs none."""
-        if run.start == 0 or len(run) == 1:
-            return None  # the kernel's own causal flag, or a single row that sees everything
-        layout = self.kv.layout
-        mask = torch.full((len(run), run.end), float("-inf"), dtype=layout.dtype, device=layout.device)
-        return mask.triu_(diagonal=run.start + 1)
-
-    def _mask_of(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> torch.Tensor:
-        """Additive mask (N, len(slots)): which of these slots each of these rows sees."""
+    def _group(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> _Group:
+        """One call for these rows, with an additive mask (N, len(slots)) where the kernel needs one."""
+        own = self.positions[rows, None]
+        is_whole = len(own) == slots.end and reach.size is None  # one run from the start of the prompt
+        if len(own) == 1 or is_whole:
+            return _Group(rows, slots, None, is_causal=len(own) > 1)
         layout = self.kv.layout
         at = torch.arange(slots.start, slots.end, device=layout.device)
-        own = self.positions[rows, None]
         hidden = at > own
         if reach.size is not None:
             hidden |= at < reach.firsts(own)
         mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device)
-        return mask.masked_fill_(hidden, float("-inf"))
+        return _Group(rows, slots, mask.masked_fill_(hidden, float("-inf")))
 
 
-_PlacedRun = tuple[slice, Span]  # the rows of a pass that hold a run, and the run
+_PlacedRun = tuple[int, Span]  # the first row of a run in a pass, and the run
 
 
 def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
@@ -189,58 +213,6 @@ class _Group:
     slots: Span
     mask: torch.Tensor | None
     is_causal: bool = False
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
-        form: Form,
-    ) -> torch.Tensor:
-        """Shapes:  query (1, H_q, N of these rows, D) -> (1, H_q, N, D of value)"""
-        seen = slice(self.slots.start, self.slots.end)
-        key, value = key[:, :, seen], value[:, :, seen]
-        if form.softcap is not None or form.sinks is not None:
-            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return self._attend_in_steps(query.float() * factor, key, value, form).to(query.dtype)
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=self.mask,
-            is_causal=self.is_causal,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-
-    def _attend_in_steps(
-        self, scaled_query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form
-    ) -> torch.Tensor:
-        """Capped scores and attention sinks, which no kernel has. Some rows at a time, in float32."""
-        _, num_heads, num_rows, _ = scaled_query.shape
-        num_kv_heads, num_slots = key.shape[1:3]
-        group = num_heads // num_kv_heads
-        output = scaled_query.new_empty(1, num_heads, num_rows, value.shape[3])
-        step = max(1, _SCORES // (group * num_slots))
-        for head in range(num_kv_heads):
-            heads = slice(head * group, (head + 1) * group)
-            keys, values = key[0, head].float(), value[0, head].float()
-            for start in range(0, num_rows, step):
-                rows = slice(start, min(num_rows, start + step))
-                scores = scaled_query[0, heads, rows] @ keys.T
-                hidden = self._hidden(rows, num_slots, scores.device)
-                weights = form.weights(scores, hidden, heads=heads)  # (G, n, S)
-                output[0, heads, rows] = weights @ values
-        return output
-
-    def _hidden(self, rows: slice, num_slots: int, device: torch.device) -> torch.Tensor | None:
-        """(n, S) bool: slots that these rows do not see; None where they see all."""
-        if not self.is_causal:
-            return None if self.mask is None else self.mask[rows] < 0
-        at = torch.arange(num_slots, device=device)
-        return at > torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 def take_pass(

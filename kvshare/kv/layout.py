@@ -1,5 +1,6 @@
 """
-The rows that a model stores for each token: their shapes, their layers, and how they move to other positions.
+The rows that a model stores for each token: their shapes, their layers, how they move to other positions, and
+how layers attend to them.
 
     plane   rows of one kind that some layers store: "k" and "v"; with latent attention (MLA) the latent and
             the rotated part of the keys. Layers whose rows have another shape have planes of their own.
@@ -56,6 +57,23 @@ class Reach:
 ALL_EARLIER = Reach()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """
+    What a layer needs of its attention beside softmax over all earlier slots.
+
+    `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
+    which takes part in the softmax and has no value (gpt-oss).
+    """
+
+    reach: Reach = ALL_EARLIER
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Form()
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """
@@ -86,24 +104,18 @@ class Plane:
         """
         if shift == 0:
             return rows
-        movements = (
-            self.movements[layers] if isinstance(layers, slice) else [self.movements[n] for n in layers]
-        )
-        alike = [(movement, len(list(group))) for movement, group in groupby(movements)]
-        if len(alike) == 1:
-            return self._known(alike[0][0], shift).moved(rows, shift)
+        own = range(len(self.movements))[layers] if isinstance(layers, slice) else layers
         parts, start = [], 0
-        for movement, count in alike:
-            parts.append(self._known(movement, shift).moved(rows[start : start + count], shift))
-            start += count
-        return torch.cat(parts)
-
-    def _known(self, movement: Movement | None, shift: int) -> Movement:
-        if movement is None:
-            raise ValueError(
-                f"cannot move a copy by {shift} tokens: the movement of this model's {self.name} is not known"
-            )
-        return movement
+        for movement, alike in groupby(self.movements[layer] for layer in own):
+            if movement is None:
+                raise ValueError(
+                    f"cannot move a copy by {shift} tokens: "
+                    f"the movement of this model's {self.name} is not known"
+                )
+            end = start + len(list(alike))
+            parts.append(movement.moved(rows[start:end], shift))
+            start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +169,11 @@ class KVLayout:
 
     def moving(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> Self:
         """The same layout with the movements of each layer's two kinds of rows."""
-        found = dict(zip(("k", "v"), zip(*movements, strict=True), strict=True))
-        one: dict[
-            Movement | None, Movement | None
-        ] = {}  # equal movements become one object: quick to compare
-        planes = (
-            replace(
-                plane,
-                movements=tuple(
-                    one.setdefault(each, each) for each in map(found[plane.name].__getitem__, plane.layers)
-                ),
-            )
-            for plane in self.planes
-        )
+        one = {movement: movement for pair in movements for movement in pair}  # an object: quick to compare
+        planes = []
+        for plane in self.planes:
+            own = (movements[layer][0 if plane.name == "k" else 1] for layer in plane.layers)
+            planes.append(replace(plane, movements=tuple(one[movement] for movement in own)))
         return replace(self, planes=tuple(planes))
 
     def seeing(self, reaches: Sequence[Reach]) -> Self:

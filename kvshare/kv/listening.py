@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.kv.form import PLAIN, Form
+from kvshare.kv.layout import PLAIN, Form
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -43,7 +43,10 @@ class Listener:
                 common = run.intersection(span)
                 positions += range(common.start, common.end)
                 indices += range(first_row + common.start - run.start, first_row + common.end - run.start)
-        return ListeningRows.of(indices, positions, self._total) if indices else None
+        if not indices:
+            return None
+        rows, own = torch.tensor([indices, positions]).to(self._total.device)
+        return ListeningRows(rows, own, min(positions), max(positions) + 1, self._total)
 
     @property
     def attended_there(self) -> torch.Tensor:
@@ -66,13 +69,6 @@ class ListeningRows:
     first: int  # lowest position
     end: int  # end of the slots that any of them sees
     _total: torch.Tensor  # (L, S), of the listener
-
-    @classmethod
-    def of(cls, indices: Sequence[int], positions: Sequence[int], total: torch.Tensor) -> ListeningRows:
-        there = [
-            torch.tensor(numbers, dtype=torch.int64).to(total.device) for numbers in (indices, positions)
-        ]
-        return cls(there[0], there[1], min(positions), max(positions) + 1, total)
 
     def observe(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None, form: Form = PLAIN
@@ -105,14 +101,16 @@ def attention(
     first: int = 0,
     form: Form = PLAIN,
     group: int = 0,
+    first_slot: int = 0,
 ) -> torch.Tensor:
     """
-    Causal attention weights in float32.
+    Causal attention weights in float32; rows sum to 1, and to less with sinks.
 
     With 16-bit keys and a plain form the products have 16 bits, too. The mean of all keys is subtracted
     first: it changes no weight, but it would be rounded with each product. `first`: the lowest position;
-    `group`: the number of this group of query heads.
-    Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots [0, S)
+    `group`: the number of this group of query heads; `first_slot`: the slot of the first key.
+    Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots from
+             `first_slot` on, of which hidden ones may be NaN in other forms than the plain one
              -> (G, N, S)
     """
     num_slots, dim = key.shape
@@ -124,9 +122,15 @@ def attention(
     else:
         query, key = query.float() * factor, key.float()
     scores = (query.flatten(0, 1) @ key.T).view(*query.shape[:2], num_slots)
-    at, own = torch.arange(num_slots, device=key.device), positions[:, None]
+    at, own = torch.arange(first_slot, first_slot + num_slots, device=key.device), positions[:, None]
     if is_plain:
         scores[..., first:].masked_fill_(at[first:] > own, float("-inf"))
         return scores.softmax(dim=-1, dtype=torch.float32)
-    hidden = (at > own) | (at < form.reach.firsts(own))
-    return form.weights(scores, hidden, heads=slice(group * len(query), (group + 1) * len(query)))
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill((at > own) | (at < form.reach.firsts(own)), float("-inf"))
+    if form.sinks is None:
+        return scores.softmax(dim=-1)
+    heads = slice(group * len(query), (group + 1) * len(query))
+    sinks = form.sinks[heads].float()[:, None, None].expand(-1, len(positions), 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]

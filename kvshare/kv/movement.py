@@ -63,9 +63,7 @@ class Movement:
         return hashlib.sha256(f"{self.pairing}{self.first}".encode() + table).hexdigest()[:16]
 
     def __str__(self) -> str:
-        if not self.frequencies:
-            return "stays"
-        return f"{self.pairing} {self.first}:{self.end}"
+        return f"{self.pairing} {self.first}:{self.end}" if self.frequencies else "stays"
 
     def moved(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
         """
@@ -186,38 +184,27 @@ def find_movement(
     Units:   tolerance as `Verification.error`
     """
     dim = observed[0].here.shape[-1]
-    candidates = list(_candidates(tables, dim))
-    distances = [_distance(candidate, observed) for candidate in candidates]
-    best = int(np.argmin(distances))
-    movement = candidates[best]
+    distances = {candidate: _distance(candidate, observed) for candidate in _candidates(tables, dim)}
+    movement = min(distances, key=distances.__getitem__)
     error = max(pair.error_of(movement.moved(pair.here, pair.shift)) for pair in observed)
-    if not (error <= tolerance and distances[best] <= 2 * tolerance):
+    if not (error <= tolerance and distances[movement] <= 2 * tolerance):
         return Verification(None, error, None, "no table of the model moves these rows")
-    wrong = [
-        distance
-        for candidate, distance in zip(candidates, distances, strict=True)
-        if not _is_same(candidate, movement, dim)
-    ]
+    wrong = [found for candidate, found in distances.items() if not _is_same(candidate, movement, dim)]
     rounding = tolerance * _ROUNDING
     if movement.frequencies:
         wrong.append(_distance_of_neighbours(movement, observed))
-        near = max(
-            1, round(1 / max(movement.frequencies))
-        )  # tokens in which the fastest pair rotates by a radian
-        if (
-            beside := _distance(movement, observed, beside=near)
-        ) > rounding:  # else these rows cannot show it
+        near = max(1, round(1 / max(movement.frequencies)))  # the fastest pair rotates by a radian
+        beside = _distance(movement, observed, beside=near)
+        if beside > rounding:  # else these rows cannot show it
             wrong.append(beside)
     if not wrong:  # nothing to compare with: only rows that are equal to the last bit are known to stay
-        same = all(torch.equal(pair.here, pair.there) for pair in observed)
-        return Verification(
-            movement if same else None, error, None, "" if same else "there is no table to try"
-        )
-    control = min(wrong) / max(distances[best], rounding)
+        if all(torch.equal(pair.here, pair.there) for pair in observed):
+            return Verification(movement, error, None)
+        return Verification(None, error, None, "there is no table to try")
+    control = min(wrong) / max(distances[movement], rounding)
     if control < _CLEARLY:
-        return Verification(
-            None, error, control, "these rows do not distinguish the right movement from wrong ones"
-        )
+        reason = "these rows do not distinguish the right movement from wrong ones"
+        return Verification(None, error, control, reason)
     return Verification(movement, error, control)
 
 
@@ -231,13 +218,12 @@ def why_not_movable(layers: Iterable[tuple[Verification, Verification]]) -> str:
 
 
 def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
-    """Each candidate once. No rotation comes first: of equally good ones the first is taken."""
-    found = {STAYS: None}
+    """No rotation comes first: of equally good candidates the first is taken."""
+    yield STAYS
     for table in tables:
         for first in (0, dim - 2 * len(table)):
             if first >= 0 and len(table):
-                found.update({Movement.turning(table, pairing, first): None for pairing in get_args(Pairing)})
-    yield from found
+                yield from (Movement.turning(table, pairing, first) for pairing in get_args(Pairing))
 
 
 def _distance(movement: Movement, observed: Iterable[Observed], *, beside: int = 0) -> float:

@@ -1,14 +1,64 @@
-"""The KV of one running sequence: a buffer with one slot for each position."""
+"""
+KV as tensors: of one running sequence, with one slot for each position, and of the segments cut from it.
+
+The namespace of a segment, its position and the context of its tokens are in `delta_tree.Segment`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.layout import KVLayout
-from kvshare.kv.segment import KeysAndValues, SegmentKV
+
+
+class KeysAndValues:
+    """Names for the two planes of a model whose layers all have the same shapes."""
+
+    __slots__ = ()
+    planes: tuple[torch.Tensor, ...]
+
+    @property
+    def k(self) -> torch.Tensor:
+        """(L, T, H, D)."""
+        k, _ = self.planes
+        return k
+
+    @property
+    def v(self) -> torch.Tensor:
+        """(L, T, H, D)."""
+        _, v = self.planes
+        return v
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentKV(KeysAndValues):
+    """
+    Rows as the model wrote them, rotated for their positions, in memory that nothing else uses.
+
+    Shapes:  (L, T, H, D) for each plane of the layout
+    """
+
+    planes: tuple[torch.Tensor, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.planes[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+    def checksum(self) -> int:
+        """xxh3 of all bytes, 63 bits. It detects accidental corruption, not forgery."""
+        digest = xxhash.xxh3_64()
+        for tensor in self.planes:
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
+        return digest.intdigest() >> 1
 
 
 class SequenceKV(KeysAndValues):
@@ -47,11 +97,7 @@ class SequenceKV(KeysAndValues):
         self.planes = grown
 
     def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """
-        Write new rows into their slots.
-
-        Shapes:  positions (N,) int64; k, v (H, N, D)
-        """
+        """Write new rows, k and v (H, N, D), into their slots; positions (N,) int64."""
         for name, rows in (("k", k), ("v", v)):
             self._of(name, layer).index_copy_(0, positions, rows.transpose(0, 1))
 
@@ -82,9 +128,8 @@ class SequenceKV(KeysAndValues):
             plane, target = self.layout.planes[part.plane], self.planes[part.plane]
             for copy in copies:
                 stored = segments[copy.segment_id].planes[part.plane]
-                for span in (
-                    [copy.target] if part.slots is None else map(copy.target.intersection, part.slots)
-                ):
+                slots = [copy.target] if part.slots is None else map(copy.target.intersection, part.slots)
+                for span in slots:
                     if not len(span):
                         continue
                     start = copy.offset + span.start - copy.target_start

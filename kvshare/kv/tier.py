@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from delta_tree import SegmentId
 
 if TYPE_CHECKING:
-    from kvshare.kv.segment import SegmentKV  # imports torch
+    from kvshare.kv.sequence import SegmentKV  # imports torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +75,39 @@ class SegmentTable(Generic[SizedT]):
             held = [segment_id for segment_id in dict.fromkeys(segment_ids) if segment_id in self._entries]
             self.num_bytes -= sum(self._entries.pop(segment_id).num_bytes for segment_id in held)
             return held
+
+
+class _Stored(NamedTuple):
+    segment: SegmentKV
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segment.num_bytes
+
+
+class MemoryTier(SegmentTable[_Stored]):
+    """
+    Segments in host memory with their checksums, lost when the process ends. `kvshare.sharing` frees them.
+
+    A segment that is dropped while a request reads it stays in memory until the request has finished with it,
+    as Python counts references to its tensors. It leaves the accounting at once.
+    """
+
+    def put(self, segment_id: SegmentId, segment: SegmentKV, checksum: int) -> None:
+        """Store a segment. Raises ValueError for an id that is stored already."""
+        self.add(segment_id, _Stored(segment, checksum))
+
+    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+        """The segments whose bytes match their checksums; the others are missing."""
+        wanted = frozenset(segment_ids)
+        found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
+        segments = {
+            segment_id: entry.segment
+            for segment_id, entry in found
+            if entry is not None and entry.segment.checksum() == entry.checksum
+        }
+        return Fetched(segments, wanted - segments.keys())
 
 
 class EverySegment:

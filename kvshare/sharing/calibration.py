@@ -2,7 +2,7 @@
 Calibration files: weights that predict the deviation of a model's answers from reused KV, per repair rule.
 
 `kvshare calibrate` writes them; the files in `calibrations/` are part of the package. A file belongs to the
-model with its fingerprint (`kvshare.kv.fingerprint`). A model without a file is served with the default
+model with its fingerprint (`kvshare.kv.parameters`). A model without a file is served with the default
 model's weights, and its predicted deviations are multiplied by `_CAUTION`.
 """
 

@@ -29,7 +29,7 @@ from kvshare.telemetry import Component, FallbackReason
 from vector_index import Candidate, Failure, Nomination, Nominator, PromptText
 
 if TYPE_CHECKING:
-    from kvshare.kv.segment import SegmentKV  # imports torch
+    from kvshare.kv.sequence import SegmentKV  # imports torch
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import TokenIds
-from delta_tree import candidate_kgrams as module
-from delta_tree.candidate_kgrams import CandidateKGrams
-from delta_tree.kgrams import Sieve, quick_hashes
+from delta_tree import kgrams as module
+from delta_tree.kgrams import CandidateKGrams, Sieve, quick_hashes
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5)
 
@@ -17,14 +16,14 @@ def ids(values: list[int]) -> TokenIds:
     return np.array(values, dtype=np.int32)
 
 
-@pytest.mark.parametrize("max_joined", [0, 2**16])
+@pytest.mark.parametrize("at_once", [1, 2, 2**16])
 @given(prompts, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 6))
 def test_filtering_together_equals_filtering_each_alone(
-    max_joined: int, stored: list[list[int]], target: list[int], k: int
+    at_once: int, stored: list[list[int]], target: list[int], k: int
 ) -> None:
     """Hashes and passing places are those of the prompt alone; no k-gram reaches into the next prompt."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MAX_JOINED", max_joined)
+        patch.setattr(module, "_SIEVED_AT_ONCE", at_once)
         check_candidates(stored, target, k)
 
 
@@ -35,7 +34,7 @@ def check_candidates(stored: list[list[int]], target: list[int], k: int) -> None
     assert len(passing) == len(stored)
     for number, values in enumerate(stored):
         alone = quick_hashes(ids(values), k)
-        assert kgrams.hashes(number).tolist() == alone.tolist()
+        assert kgrams.hashes[number].tolist() == alone.tolist()
         assert passing[number].tolist() == sieve.passing(alone).tolist()
     nothing = kgrams.narrow(Sieve(quick_hashes(ids([]), k)))
     assert [len(places) for places in nothing] == [0] * len(stored)

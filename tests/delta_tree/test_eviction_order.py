@@ -33,7 +33,7 @@ class Model:
 
     ranks: dict[int, tuple[float, int]] = field(default_factory=dict)
     namespace_of: dict[int, str] = field(default_factory=dict)
-    given: dict[int, float] = field(default_factory=dict)
+    num_copied: dict[int, float] = field(default_factory=dict)
     floors: dict[str | None, float] = field(default_factory=dict)
     clock: int = 0
 
@@ -42,7 +42,7 @@ class Model:
         if not one.pinned:
             self.clock += 1
             floor = max(self.floors.get(None, 0.0), self.floors.get(one.namespace, 0.0))
-            worth = floor + 1.0 + self.given.get(one.node_id, 0.0) / one.num_tokens
+            worth = floor + 1.0 + self.num_copied.get(one.node_id, 0.0) / one.num_tokens
             self.ranks[one.node_id] = (worth, self.clock)
             self.namespace_of[one.node_id] = one.namespace
 
@@ -62,7 +62,7 @@ scopes = st.one_of(st.none(), st.lists(st.sampled_from(NAMESPACES), max_size=3))
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("put"), ids, st.booleans()),
-        st.tuples(st.just("give"), ids, st.integers(1, 40)),
+        st.tuples(st.just("copy"), ids, st.integers(1, 40)),
         st.tuples(st.just("remove"), ids, st.none()),
         st.tuples(st.just("shorten"), ids, st.none()),
         st.tuples(st.just("leave"), scopes, st.sets(ids, max_size=3)),
@@ -74,7 +74,7 @@ steps = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(steps)
 def test_the_order_is_what_sorting_gives(taken: list[tuple[str, object, object]]) -> None:
-    """Whatever is used, given, pinned, shortened or evicted; each node has a namespace of its own."""
+    """Whatever is used, copied, pinned, shortened or evicted; each node has a namespace of its own."""
     order, model = EvictionOrder(), Model()
     nodes = {i: node(i, NAMESPACES[i % 3], num_tokens=10 * i) for i in range(1, 9)}
     for what, one, more in taken:
@@ -89,23 +89,23 @@ def test_the_order_is_what_sorting_gives(taken: list[tuple[str, object, object]]
             continue
         assert isinstance(one, int)
         if what == "put":
-            order.put(replace(nodes[one], pinned=not more and one == 3))
+            order.record_use(replace(nodes[one], pinned=not more and one == 3))
             model.put(replace(nodes[one], pinned=not more and one == 3))
-        elif what == "give":
+        elif what == "copy":
             assert isinstance(more, int)
-            order.give(nodes[one], more)
-            model.given[one] = model.given.get(one, 0.0) + more
+            order.record_copies(NodeId(one), more)
+            model.num_copied[one] = model.num_copied.get(one, 0.0) + more
         elif what == "shorten":
             shorter = node(one, nodes[one].namespace, max(1, nodes[one].num_tokens // 2))
             kept = shorter.num_tokens / nodes[one].num_tokens
             order.shorten(NodeId(one), kept)
-            if one in model.given:
-                model.given[one] *= kept
+            if one in model.num_copied:
+                model.num_copied[one] *= kept
             nodes[one] = shorter
         else:
             order.remove(nodes[one])
             model.ranks.pop(one, None)
-            model.given.pop(one, None)
+            model.num_copied.pop(one, None)
         for scope in (None, *([name] for name in NAMESPACES)):
             assert order.first(scope, ()) == model.first(scope, set())
 
@@ -115,7 +115,7 @@ def test_a_hit_after_the_other_takes_no_memory() -> None:
     order = EvictionOrder()
     for _ in range(50):
         for number in range(1, 21):
-            order.put(node(number))
+            order.record_use(node(number))
     assert all(len(heap) <= 2 * 20 + 64 + 1 for heap in order._heaps.values())
     assert order.first(None, ()) == 1
     for number in range(1, 21):
@@ -128,10 +128,10 @@ def test_room_of_one_replica_is_no_room_of_another() -> None:
     """An eviction ages the namespaces that share its room, and no others."""
     order = EvictionOrder()
     for number, namespace in ((1, "a"), (2, "b")):
-        order.give(node(number, namespace), 100)
-        order.put(node(number, namespace))
+        order.record_copies(NodeId(number), 100)
+        order.record_use(node(number, namespace))
     order.age(NodeId(2), ["b"])
-    order.put(node(3, "a"))
-    order.put(node(4, "b"))
+    order.record_use(node(3, "a"))
+    order.record_use(node(4, "b"))
     assert order.first(["a"], ()) == 3
     assert order.first(["b"], ()) == 2

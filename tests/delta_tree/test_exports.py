@@ -3,14 +3,6 @@
 import subprocess
 import sys
 
-import delta_tree
-
-
-def test_every_public_name_is_there() -> None:
-    """What `__all__` promises can be imported, once."""
-    assert len(set(delta_tree.__all__)) == len(delta_tree.__all__)
-    assert all(hasattr(delta_tree, name) for name in delta_tree.__all__)
-
 
 def test_no_heavy_library_comes_along() -> None:
     """Importing the tree loads no tensors, no HTTP and no vector index."""

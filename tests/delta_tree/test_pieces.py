@@ -34,7 +34,7 @@ def test_every_position_is_covered_exactly_once(rows: list[Piece]) -> None:
         at += piece.length
     assert at == table.num_tokens == sum(piece.length for piece in rows)
     assert stored(list(table)) == stored(rows)
-    assert not any(b.continues(a) for a, b in pairwise(table))
+    assert not any((b.segment_id, b.offset) == (a.segment_id, a.end) for a, b in pairwise(table))
     assert table.segment_ids == {piece.segment_id for piece in rows}
 
 

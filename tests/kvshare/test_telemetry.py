@@ -18,9 +18,8 @@ from kvshare.telemetry import (
     Telemetry,
     TicketEvent,
 )
-from vector_index import FailureReason, Nominator
+from vector_index import FailureReason, IndexSchema, Nominator
 from vector_index.qdrant_remote import QdrantRemoteIndex
-from vector_index.schema import IndexSchema
 
 _THREADS, _TIMES = 4, 50
 

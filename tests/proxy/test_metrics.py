@@ -15,8 +15,7 @@ from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetr
 from proxy.metrics import Metrics
 from tests.proxy.conftest import Server, chat, eventually, running_server
 from tests.proxy.fake_engine import Behaviour
-from vector_index import Hit, Nominator, QdrantRemoteIndex
-from vector_index.schema import IndexSchema
+from vector_index import Hit, IndexSchema, Nominator, QdrantRemoteIndex
 
 CHAT = "/v1/chat/completions"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -17,8 +17,7 @@ from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
 from proxy.metrics import Metrics
 from proxy.request_log import RequestRecord
-from vector_index import CircuitState, Nominator, QdrantRemoteIndex
-from vector_index.schema import IndexSchema
+from vector_index import CircuitState, IndexSchema, Nominator, QdrantRemoteIndex
 
 _ROOT = Path(__file__).parents[2]
 _TEXT = (_ROOT / "docs" / "reference.md").read_text("utf-8")

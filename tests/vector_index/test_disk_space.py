@@ -18,7 +18,7 @@ from vector_index import (
     PromptRecord,
     QdrantEdgeIndex,
 )
-from vector_index.backlog import Backlog
+from vector_index.indexer import Backlog
 
 FLOOR = 1000
 SETTINGS = NominatorSettings(search_timeout_s=5.0, write_timeout_s=60.0)
@@ -178,7 +178,7 @@ async def test_a_paused_index_costs_no_prefix_and_catches_up(
 
 def test_a_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest records go first and are counted; one that comes again is the newest."""
-    monkeypatch.setattr("vector_index.backlog._MAX_RECORDS", 2)
+    monkeypatch.setattr("vector_index.indexer._MAX_RECORDS", 2)
     backlog = Backlog()
     backlog.add([record(1), record(2), record(1), record(3)])
     assert (list(backlog.records), backlog.num_dropped) == ([1, 3], 1)

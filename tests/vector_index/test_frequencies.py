@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vector_index.frequencies import FingerprintFrequencies
+from vector_index.fingerprints import FingerprintFrequencies
 
 COMMON = np.arange(50, dtype=np.uint32)
 EVERYTHING = {"max_postings": 10**9, "min_asked": 4, "max_asked": 2048}

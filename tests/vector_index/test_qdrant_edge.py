@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ import asyncio, os, numpy as np
 from pathlib import Path
 from vector_index import Entry, IndexSchema, QdrantEdgeIndex
 async def main():
-    index = QdrantEdgeIndex(IndexSchema(**{schema.as_stamp()!r}), Path({str(tmp_path)!r}))
+    index = QdrantEdgeIndex(IndexSchema(**{asdict(schema)!r}), Path({str(tmp_path)!r}))
     await index.open()
     await index.upsert([Entry(i, "a", np.array([i], np.uint32)) for i in range(100)])
     os.kill(os.getpid(), 9)
@@ -78,7 +79,7 @@ asyncio.run(main())
 async def test_another_schema_is_refused(tmp_path: Path, schema: IndexSchema, change: dict[str, Any]) -> None:
     """Other vectors mean nothing here: the message names the field, recreate starts afresh."""
     await filled(tmp_path, schema)
-    other = IndexSchema(**{**schema.as_stamp(), **change})
+    other = IndexSchema(**{**asdict(schema), **change})
     index = QdrantEdgeIndex(other, tmp_path)
     with pytest.raises(IndexSchemaError, match=next(iter(change))):
         await index.open()

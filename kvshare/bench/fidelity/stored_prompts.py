@@ -17,8 +17,7 @@ import delta_tree
 from delta_tree import Composition, Copy, Node, NodeId, SegmentId, Span, TokenIds, common_prefix_length
 from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel
 from kvshare.bench.fidelity.scenario import Prompt
-from kvshare.kv.segment import SegmentKV
-from kvshare.kv.sequence import SequenceKV
+from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.settings import Settings, SharingSettings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node

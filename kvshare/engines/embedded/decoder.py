@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 from delta_tree import TokenIds, token_ids
 from kvshare.engines.embedded.sampling import DRAW_FIELDS
 from kvshare.errors import ModelError
-from kvshare.kv.frequencies import rope_digest
 from kvshare.kv.layout import KVLayout
+from kvshare.kv.parameters import rope_digest
 from kvshare.sharing.plan import NoPlan, Plan
 
 

@@ -12,8 +12,7 @@ from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.unshared import UnsharedModel
 from kvshare.errors import UnshareableError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.form import Form
-from kvshare.kv.layout import Plane
+from kvshare.kv.layout import Form, Plane
 from kvshare.kv.movement import Verification
 
 

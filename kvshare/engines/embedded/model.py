@@ -22,11 +22,9 @@ from kvshare.engines.embedded.prefill import Prefill
 from kvshare.engines.embedded.stored_model import head_dim_of
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.fingerprint import model_fingerprint
-from kvshare.kv.form import PLAIN, Form
-from kvshare.kv.frequencies import frequency_tables
-from kvshare.kv.layout import ALL_EARLIER, KVLayout, Reach
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, KVLayout, Reach
 from kvshare.kv.movement import Observed, Verification, find_movement, why_not_movable
+from kvshare.kv.parameters import frequency_tables, model_fingerprint
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan
 

@@ -27,8 +27,7 @@ from kvshare.engines.base import Delta, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.choice import Choice, Decoding, token_text
 from kvshare.engines.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.engines.embedded.sampling import top_logprobs
-from kvshare.kv.segment import SegmentKV
-from kvshare.kv.sequence import SequenceKV
+from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.memory_keeper import Computed

@@ -32,8 +32,8 @@ from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ModelError, UnshareableError
-from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.tier import MemoryTier
 from kvshare.metadata import check_not_in_use, open_emptied_tree
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import find_model

@@ -14,8 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from kvshare.errors import ModelError
-from kvshare.kv.fingerprint import is_norm, model_fingerprint
-from kvshare.kv.frequencies import frequency_tables
+from kvshare.kv.parameters import frequency_tables, is_norm, model_fingerprint
 
 
 def head_dim_of(config: Any) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from kvshare.kv.frequencies import frequency_tables as transformers_tables
+from kvshare.kv.parameters import frequency_tables as transformers_tables
 
 # Kinds whose keys are rotated by position times one fixed table of frequencies. Others (dynamic NTK, tables
 # chosen by length, M-RoPE) are not moved.

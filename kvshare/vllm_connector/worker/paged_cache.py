@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SegmentKV
 from kvshare.vllm_connector.worker.device import to_device
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block

@@ -28,8 +28,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
-from kvshare.kv.form import PLAIN, Form
-from kvshare.kv.layout import ALL_EARLIER, Reach
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, Reach
 from kvshare.kv.listening import Listener, placed
 from kvshare.vllm_connector.worker.device import to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache

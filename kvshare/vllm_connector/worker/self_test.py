@@ -23,7 +23,7 @@ import torch
 from delta_tree import Span
 from kvshare.kv.listening import attention
 from kvshare.kv.movement import Observed, Verification, find_movement
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SegmentKV
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 

@@ -25,8 +25,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import SegmentId, Span
-from kvshare.kv.fingerprint import model_fingerprint
 from kvshare.kv.movement import why_not_movable
+from kvshare.kv.parameters import model_fingerprint
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.selection import Choice
 from kvshare.vllm_connector.config import ConnectorSettings

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from delta_tree import SegmentId
-from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.tier import MemoryTier
 
 
 def segment(tokens: int = 4, dtype: torch.dtype = torch.float32) -> SegmentKV:

@@ -12,8 +12,8 @@ from delta_tree import DeltaTree, Node, NodeId, Span, TokenIds, token_ids
 from kvshare.bench.random_models import tiny_model
 from kvshare.engines.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.memory_tier import MemoryTier
-from kvshare.kv.segment import SegmentKV
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.tier import MemoryTier
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings

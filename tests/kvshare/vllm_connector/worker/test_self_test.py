@@ -212,7 +212,7 @@ class TestMutations:
         assert all(k.movement is None for k, _ in found)
 
     def test_two_heads_taken_for_each_other(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kvshare.kv.segment import SegmentKV
+        from kvshare.kv.sequence import SegmentKV
         from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
         read = PagedCache.read
