@@ -1,7 +1,7 @@
 """
 The values of which the tree consists: segments, pieces of them, nodes, drafts of nodes, and changes.
 
-Their only methods derive values from their fields; tree.py keeps them consistent with each other.
+Their methods only derive values from their fields; tree.py keeps them consistent. `NodeIds` makes new ids.
 """
 
 import secrets

@@ -153,8 +153,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
 
         `num_given`: tokens that were copied from it for another text. The more they are in all, the later the
-        node is evicted; this sum is not written to disk. The use is, with the next change, so that a hit
-        costs no transaction.
+        node is evicted; this sum is not written to disk. The use is
+        written with the next change, so that a hit costs no transaction.
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
@@ -169,7 +169,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
         """
-        Call this before a node is evicted to make room that these namespaces share (None: all).
+        Call this before a node is evicted for room. `namespaces`: those that share the room (None: all).
 
         From then on a node must be used again to rank as high as nodes that are used later.
         """
@@ -271,8 +271,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         Remove every node with a segment that is not in `alive`, pinned ones too. `lazily`: see `evict`.
 
-        Returns the number of nodes removed. No node refers to a segment that is then in `alive` but not in
-        `segments()`.
+        Returns the number of nodes removed. No node refers to the segments of `alive` that `segments()` lacks
+        then: the caller may drop them.
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}

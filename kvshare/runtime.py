@@ -1,5 +1,6 @@
 """
-The open parts of a running server, for both engines: store, index, planner, and tasks after answers.
+What both engines have in common: the open parts of a running server (store, index, planner, tasks after
+answers), and the base class that opens and closes them.
 
 Only the writer thread changes the tree: it stores prompts, records uses, evicts, and answers administrators,
 in order of arrival. The event loop never blocks on it.

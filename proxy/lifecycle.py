@@ -1,8 +1,8 @@
 """
-From starting to stopped: loads the engine while the server listens, drains before it stops.
+Loads the engine while the server listens, and drains before it stops.
 
     starting -> ready -> draining
-            \\-> failed
+            \\-> failed ->/
 
 Owns the task that starts the engine and knows which generations run, so that a drain can wait for them and
 then end what is left with an error instead of a broken connection.
@@ -62,7 +62,7 @@ class Lifecycle:
         """
         Counts what is inside as running, so that a drain waits for it.
 
-        Raises as `check_accepting` does; ShuttingDownError, too, where a drain cancels what is inside
+        Raises as `check_accepting` does, and ShuttingDownError where a drain cancels what is inside.
         """
         self.check_accepting()
         scope = asyncio.timeout(None)

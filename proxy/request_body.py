@@ -1,6 +1,6 @@
 """
-A request body -> a JSON object, behind the operator's rules -> a checked model, or an error that says what is
-wrong with it; and what the request says about sharing. For both engines.
+Reads a request body: JSON, then the operator's rules, then a checked model; and what the request says about
+sharing. Errors say what is wrong. For both engines.
 
 No error quotes the body.
 """
@@ -69,7 +69,9 @@ def check_is_json(request: web.Request) -> None:
     """
     if request.content_type != "application/json":
         found = (
-            f"not '{request.content_type[:40]}'" if "Content-Type" in request.headers else "not without it"
+            f"not '{request.content_type[:40]}'"
+            if "Content-Type" in request.headers
+            else "the header is missing"
         )
         message = f"Send the body with 'Content-Type: application/json', {found}."
         raise HttpError(415, ErrorCode.UNSUPPORTED_MEDIA_TYPE, message)
@@ -139,7 +141,7 @@ def api_of(request: web.Request) -> str:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Counts before it looks: a body of megabytes of wrong entries must not keep the loop busy."""
+    """Counts entries before it checks them: megabytes of wrong entries must not keep the loop busy."""
 
     def check(entries: object) -> object:
         if isinstance(entries, list | dict) and len(entries) > limit:

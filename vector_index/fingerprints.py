@@ -3,7 +3,8 @@ Token fingerprints by winnowing: a few hundred numbers that identify a prompt's 
 
 Every k-gram of token ids is hashed, and the minimum of each window of w consecutive hashes is a fingerprint.
 Two prompts that share a passage share its windows, and so their minima. Only equal tokens count, at any
-position: this finds templates, retrieved chunks and shifted chats. This file knows no backend.
+position: this finds templates, retrieved chunks and shifted chats. `FingerprintFrequencies` counts how many
+prompts have each. This file knows no backend.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 `kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running server, or of the metadata of
 a stopped one. Both answer alike.
 
-`ask(what, arguments)` shows the document of a question: a key of `kvshare.inspection.QUESTIONS`, or "explain"
-with a request. An argument of None is as good as not given.
+Commands get `ask(what, arguments)`, which shows the document of a question: a key of
+`kvshare.inspection.QUESTIONS`, or "explain" with a request. An argument of None is as good as not given.
 """
 
 from __future__ import annotations

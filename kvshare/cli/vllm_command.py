@@ -22,7 +22,7 @@ from kvshare.cli.options import argument, option
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
 
-CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # also -dph is vLLM's, no -h
+CONTEXT_SETTINGS = {"ignore_unknown_options": True, "help_option_names": []}  # so that -dph is not read as -h
 
 _HELP = ("--help", "-h")
 _VLLM_PORT = 8000  # vLLM's default
@@ -118,7 +118,7 @@ def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
         config = AutoConfig.from_pretrained(str(model), revision=given.get("revision"))
     except Exception:  # noqa: BLE001  vLLM will say what is wrong with it
         return False
-    # Of a model of images and text nothing is shared: its layer types stand in a part of the configuration.
+    # A multimodal model has its layer types in a part of the configuration; nothing is shared with it anyway.
     return set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
 
 
@@ -126,7 +126,7 @@ def connector_options(*, host: str, port: int, max_bytes: int, ranks: int = 1) -
     """
     The options of `vllm serve` that put KVShare's connector to work.
 
-    `ranks` are data-parallel ones: each has `max_bytes`, and the control port that many further.
+    `ranks`: data-parallel ones. Each has `max_bytes`, and rank r has the control port `port + r`.
     """
     from kvshare.vllm_protocol.messages import WORKER_CLASS
 

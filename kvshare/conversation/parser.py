@@ -113,11 +113,11 @@ def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]
     if marker is None:
         marker = yield from _text_before(cursor, reader.markers, Text)
     while marker is not None:
-        size = cursor.at  # of the marker and the white space before it
+        marker_end = cursor.at
         begun = yield from reader.read(cursor, calls, marker)
         if not begun:
-            # Text that was read in vain is not searched for markers again: that could take quadratic time.
-            cursor.at = max(size, cursor.scanned)
+            # Text that turned out to be no call is not searched again: that could take quadratic time.
+            cursor.at = max(marker_end, cursor.scanned)
             yield Text(cursor.text[: cursor.at])
         elif cursor.starved:  # the answer ends inside the call, or right after it
             cursor.at = len(cursor.text)

@@ -39,7 +39,7 @@ _RECONCILE_S = 0.25  # the longest wait of a conversation's next turn for its la
 
 
 class Router:
-    """Called for every request: before it is sent, and while it is answered."""
+    """Called for every request: renders and plans it, chooses its replica, counts it while it runs."""
 
     def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, settings: VllmSettings) -> None:
         self._sharing = sharing
@@ -60,7 +60,7 @@ class Router:
             except UpstreamError as exc:
                 if exc.status not in NO_ROUTE:
                     raise
-                if replica.renders:
+                if replica.renders:  # another request may have noticed meanwhile
                     log.warning(
                         "replica %s has no /render routes: /v1/responses and /v1/messages are not shared, "
                         "and chats are tokenized by /tokenize. To share them, start vLLM with "

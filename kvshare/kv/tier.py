@@ -1,4 +1,6 @@
-"""Where the bytes of segments are: in this process, or on the vLLM replicas that computed them."""
+"""
+What a tier of KV is; the one in this process; and one that claims to hold everything, for explaining offline.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
-Describes the node of a finished sequence: its computed spans, its exact length, the generation of its
-segments.
+Describes the node of a finished sequence: its parent, its computed spans, its exact length, the generation of
+its segments.
 
 Pure functions of a plan and its stored segments, for both engines.
 """

@@ -50,7 +50,7 @@ def run(
     """
     import torch
 
-    from kvshare.bench.fidelity import laboratory as runner
+    from kvshare.bench.fidelity import laboratory as lab
     from kvshare.bench.fidelity.report import publish
     from kvshare.bench.fidelity.rows import STAGES_FILE, Shards, Stage, read_stages
     from kvshare.bench.fidelity.rules import RULES
@@ -79,14 +79,14 @@ def run(
             noise=True,
         )
         stages = [own]
-    runner.check(stages)
+    lab.check(stages)
     shards = Shards(out, *_part(part))
     counts = {"measured": 0, "left": sum(1 for _ in shards.left(stages))}
     if counts["left"] and minutes > 0:
         noise = any(each.noise for each in stages)
         served = find_model(model, download=True)
-        laboratory = runner.Laboratory.open(served, load_settings(), data=data, noise=noise, device=device)
-        counts = runner.work(laboratory, shards, stages, minutes=minutes)
+        laboratory = lab.Laboratory.open(served, load_settings(), data=data, noise=noise, device=device)
+        counts = lab.work(laboratory, shards, stages, minutes=minutes)
     where = {"out": str(out), "data": None if data is None else str(data)}
     return {**where, **counts, **({"report": publish(out)} if report else {})}
 

@@ -86,7 +86,7 @@ class ConnectorScheduler:
         """vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them."""
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or request.num_computed_tokens:
-            return  # the second call, after an asynchronous load
+            return  # vLLM calls this again after an asynchronous load
         held = self._held(ticketed.ticket)
         ticketed.admit(held, loads=num_external > 0)
         if not num_external:
@@ -199,7 +199,7 @@ class ConnectorScheduler:
             ticketed.was_saved_early = True
             block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
             self._save(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
-            ticketed.lost = None  # if it failed, it is tried again with the answer
+            ticketed.lost = None  # if this save fails, the prompt is saved again with the answer
             ticketed.saved_early = ticketed.stored
 
     def _save(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...] = ()) -> None:

@@ -1,6 +1,6 @@
 """
-The JSON of OpenAI's answers, whole and as chunks of a stream: what both of its generating routes write alike,
-and text completions.
+The JSON of OpenAI's answers, whole and as chunks of a stream: what `/v1/chat/completions` and
+`/v1/completions` write alike, and text completions.
 
 It turns deltas into documents; it neither reads nor writes sockets.
 """

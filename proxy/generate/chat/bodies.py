@@ -1,5 +1,5 @@
 """
-The bodies of the two generating routes: which parameters are read, their types and ranges.
+The bodies of `/v1/chat/completions` and `/v1/completions`: which parameters are read, their types and ranges.
 
 Unknown parameters pass; known ones must be right. A parameter that would change the answer and is not
 implemented is refused. Each error names the parameter. The JSON schema that an answer must follow is given as

@@ -1,4 +1,4 @@
-"""Suites made from forms: `template`, `derived`, `negation` and `needle`."""
+"""Suites made from forms (slots.py): `template`, `derived`, `negation`, and `needle`, also from passages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def template(library: Library, number: int, draw: random.Random) -> Draft | None
     """
     The same form with other values in one to five slots; every second form is a published prompt.
 
-    Label `asks`: `edited` for one of these values, which is computed anyway, or `other` for a value that did
-    not change or for a summary, which has no candidates.
+    Label `asks`: `edited` for one of these values, which is computed anyway; `other` for a value that did not
+    change, or for a summary. Summaries have no candidates.
     """
     asks, turn = in_turn(ASKS, number // 2), number // 2
     if number % 2 and (found := slots.published_forms(library)):
@@ -91,7 +91,8 @@ def derived(library: Library, number: int, draw: random.Random) -> Draft | None:
     A changed figure and, `distance` tokens behind it, a sentence that is equal in both prompts but means
     something else because of the figure: the question needs both (after arXiv:2609.17983).
 
-    Three numbers in a row are one text in which only the figure's place differs; so `draw` is not used.
+    Three numbers in a row are one text in which only the figure's place differs: the text is drawn by a seed
+    of its own.
     """
     distance, number = in_turn(DISTANCES, number), number // len(DISTANCES)
     draw = random.Random(f"derived:{library.half}:{number}")
