@@ -144,9 +144,11 @@ def set_aside(path: Path) -> Path:
             # SQLite must not apply the journal of an earlier `.old` to this store.
             old = aside.with_name(aside.name + suffix)
             old.unlink(missing_ok=True)
-            with suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).replace(old)
+            if suffix != "-shm":
+                with suppress(FileNotFoundError):
+                    path.with_name(path.name + suffix).replace(old)
         path.replace(aside)
+        path.with_name(f"{path.name}-shm").unlink(missing_ok=True)
     return aside
 
 

@@ -162,10 +162,10 @@ class Router:
             return None, unshared
         alone = len(sharing) == 1
         found = await asyncio.gather(*(self._look_up(request, each, embed=alone) for each in sharing))
-        others = (replica for replica in self._fleet.serving() if replica not in sharing)
+        others = (replica for replica in self._fleet.serving() if not replica.shares)  # also since the lookup
         lookups = {**dict(zip(sharing, found, strict=True)), **dict.fromkeys(others, unshared)}
         best = choose(lookups, self._settings)
-        if best in sharing and not alone and isinstance(lookups[best].plan, NoPlan):
+        if best.shares and not alone and isinstance(lookups[best].plan, NoPlan):
             # Embedding is expensive: done once, and only if the search by tokens found nothing.
             return best, await self._look_up(request, best, embed=True)
         return best, lookups[best]

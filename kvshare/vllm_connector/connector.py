@@ -154,9 +154,12 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        if self._scheduler.shares:  # a model that is not served with sharing may have no group of blocks
+            self._scheduler.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if not self._scheduler.shares:
+            return StepMetadata()
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

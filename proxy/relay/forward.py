@@ -142,7 +142,7 @@ class RelayedRequest:
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
-        if self.dialect is None or not self._is_stream:
+        if self.dialect is None or not self.dialect.first_token or not self._is_stream:
             return True
         self._beginning += chunk
         return self.dialect.first_token in self._beginning

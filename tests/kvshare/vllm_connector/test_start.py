@@ -36,6 +36,10 @@ def test_a_refused_model_is_served_unshared(
     vllm = start(checkpoint(name, **changes), dtype="bfloat16", **options)
     assert any(word in refusal for refusal in vllm.side.info().refusals)
     assert_served_unshared(vllm, text(300))
+    # A model without a KV cache has no group of blocks.
+    connector, request = vllm.scheduler.connector, SimpleNamespace(request_id="r")
+    connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=tuple), 0)
+    assert connector.request_finished_all_groups(request, ()) == (False, None)
 
 
 def assert_served_unshared(vllm: Vllm, tokens: list[int]) -> None:
