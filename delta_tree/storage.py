@@ -140,15 +140,15 @@ def set_aside(path: Path) -> Path:
     _check_lock(path, wait_s=0.0)
     aside = path.with_name(f"{path.name}.old")
     with _translated(path):
-        for suffix in ("-journal", "-wal", "-shm"):
+        for store in (aside, path):  # SQLite makes this index of the journal again
+            store.with_name(f"{store.name}-shm").unlink(missing_ok=True)
+        for suffix in ("-journal", "-wal"):
             # SQLite must not apply the journal of an earlier `.old` to this store.
             old = aside.with_name(aside.name + suffix)
             old.unlink(missing_ok=True)
-            if suffix != "-shm":
-                with suppress(FileNotFoundError):
-                    path.with_name(path.name + suffix).replace(old)
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).replace(old)
         path.replace(aside)
-        path.with_name(f"{path.name}-shm").unlink(missing_ok=True)
     return aside
 
 

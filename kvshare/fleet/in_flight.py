@@ -154,7 +154,7 @@ class InFlight:
         return request
 
     def take(self, request_id: str, replica: str) -> RoutedRequest | None:
-        """The same, now marked as reported: its owner's next requests wait until the caller forgets it."""
+        """The same, now marked as reported: the next turn after it waits until the caller forgets it."""
         if (request := self.find(request_id, replica)) is not None:
             request.is_reported = True
         return request
@@ -211,7 +211,7 @@ class InFlight:
 
 
 def _is_next_turn(token_ids: TokenIds, earlier: Prompt | None) -> bool:
-    """Whether a prompt begins with an earlier one and is longer."""
+    """Whether a prompt is longer than an earlier one and begins with it, up to the header of the answer."""
     if earlier is None or len(token_ids) <= earlier.num_tokens:
         return False
     equal = common_prefix_length(earlier.token_ids, token_ids)
