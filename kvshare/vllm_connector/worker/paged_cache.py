@@ -18,7 +18,7 @@ Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -131,20 +131,27 @@ class PagedCache:
         Shapes:  into (H, L, 2, len(span), D) each, on the device
         """
         assert self._layout is not None
+        size = self.kernel_block_size
         tables = [self.kernel_blocks(block_ids, span) for span in spans]
         numbers = np.array([block for table in tables for block in table], np.int64)
         (blocks,) = to_device(self.kv_layout.device, numbers)
         places, num_before = [], 0
         for span, table in zip(spans, tables, strict=True):
             ahead = num_before + span.start % self.block_size
-            places.append(slice(ahead, ahead + len(span)))
-            num_before += len(table) * self.kernel_block_size
+            places.append(list(_by_block(Span(ahead, ahead + len(span)), size)))
+            num_before += len(table) * size
         for index, layer in enumerate(self._in_order):
             copied = layer.kv_cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
-                rows = read(copied).flatten(0, 1)
-                for target, place in zip(into, places, strict=True):
-                    target[:, index, plane] = rows[place].transpose(0, 1)
+                rows = read(copied)
+                for target, pieces in zip(into, places, strict=True):
+                    start = 0
+                    for own, inside in pieces:
+                        found = rows[own, inside].permute(2, 0, 1, 3)
+                        shape = found.shape[1:3]
+                        end = start + shape.numel()
+                        target[:, index, plane, start:end].unflatten(1, shape)[:] = found
+                        start = end
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel blocks of positions [0, num_tokens), on the device."""
@@ -189,6 +196,22 @@ class PagedCache:
 
 
 ReadRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
+    """
+    The blocks of a span in order, and the tokens in each. Whole blocks stand together.
+
+    Rows of whole blocks can be copied at once, from where they lie; in one line they would be copied twice.
+    """
+    start = span.start
+    while start < span.end:
+        block, token = divmod(start, size)
+        whole = (span.end - start) // size if token == 0 else 0
+        own = slice(block, block + max(whole, 1))
+        end = min(own.stop * size, span.end)
+        yield own, slice(token, end - (own.stop - 1) * size)
+        start = end
 
 
 def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

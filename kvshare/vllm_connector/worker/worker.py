@@ -148,10 +148,12 @@ class ConnectorWorker:
         assert transfer is not None, "or there would be no connector"
         num_heads, first_head = keys.num_heads, 0
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
-        if (
-            buffer is None
-        ):  # memory for this rank's heads only. Pages are allocated when they are first written
-            buffer = torch.empty(arena_bytes(max_bytes // num_ranks()), dtype=torch.uint8)
+        if buffer is None:  # memory for this rank's heads only
+            num_bytes = arena_bytes(max_bytes // num_ranks())
+            log.info("kvshare: takes %.1f GiB of host memory for retained KV", num_bytes / 2**30)
+            # Pages are allocated now. At a save they would cost more than its copies, and running out of
+            # memory then would end the process. `torch.zeros` would leave them to the first write.
+            buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
         else:
             num_heads = self._config.model_config.get_total_num_kv_heads()
             copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated

@@ -114,6 +114,10 @@ class TestRows:
         assert torch.equal(found_k, k[:, places])
         assert torch.equal(found_v, v[:, places])
         assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
+        for span in (Span(1, 3), Span(2, 3 * size - 3), Span(size, 2 * size), Span(size - 1, size + 1)):
+            part = paged.read(block_ids, span)
+            assert torch.equal(part.k, k[:, span.start : span.end])
+            assert torch.equal(part.v, v[:, span.start : span.end])
 
     def caches(self, memory: str, count: int) -> list[torch.Tensor]:
         """(B, H, N, 2 D) each."""
