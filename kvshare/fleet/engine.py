@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -168,7 +169,9 @@ async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool
 
 
 def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
-    control = ControlClient(entry.control, timeout_s=settings.control_timeout_s)
+    control = ControlClient(
+        entry.control, timeout_s=settings.control_timeout_s, proxy_id=secrets.token_hex(8)
+    )
     return Replica(entry.label, VllmClient(entry.url, settings), control)
 
 

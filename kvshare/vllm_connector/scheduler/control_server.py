@@ -48,6 +48,7 @@ class ControlServer(ThreadingHTTPServer):
         """Raises OSError if it cannot listen on the address."""
         super().__init__((host, port), _Handler)
         self.info, self.scheduler, self.token = info, scheduler, token
+        self.readers = _Readers()
         threading.Thread(target=self.serve_forever, name="kvshare-control", daemon=True).start()
 
     @property
@@ -63,6 +64,28 @@ class ControlServer(ThreadingHTTPServer):
         """A client that closes its connection is no error."""
         if (exc := sys.exception()) is not None:
             log.debug("a control connection failed: %s", class_and_place(exc))
+
+
+class _Readers:
+    """Which proxy reads the journal. Two that take turns are logged once."""
+
+    def __init__(self) -> None:
+        self._current = ""
+        self._earlier: set[str] = set()
+        self._lock = threading.Lock()
+
+    def note(self, proxy: str) -> None:
+        """`proxy`: its random id, new after a restart; empty for others, such as `kvshare doctor`."""
+        with self._lock:
+            if proxy in ("", self._current):
+                return
+            if proxy in self._earlier and self._current not in self._earlier:
+                log.warning(
+                    "kvshare: two proxies use this vLLM, and each drops the KV that the other one stored. "
+                    "Give each proxy a vLLM of its own"
+                )
+            self._earlier.add(self._current)
+            self._current = proxy
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -101,6 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _journal(self) -> Message:
         after = self._parameter("after", int)
         wait_s = min(self._parameter("wait_s", float), _MAX_WAIT_S)
+        self.server.readers.note(self._text("proxy"))
         return self.server.scheduler.events.read(after, wait_s=wait_s)
 
     def _segments(self) -> Message:
@@ -115,14 +139,16 @@ class _Handler(BaseHTTPRequestHandler):
         return {"num_dropped": self.server.scheduler.drop(map(SegmentId, segment_ids))}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
-        text = parse_qs(urlsplit(self.path).query).get(name, ["0"])[0]
         try:
-            value = kind(text)
+            value = kind(self._text(name) or "0")
         except ValueError:
             value = kind(-1)
         if not value >= 0:
             raise WireError(f"{name}: expected a number of at least 0")
         return value
+
+    def _text(self, name: str) -> str:
+        return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")

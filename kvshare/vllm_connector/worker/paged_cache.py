@@ -148,9 +148,8 @@ class PagedCache:
                     start = 0
                     for own, inside in pieces:
                         found = rows[own, inside].permute(2, 0, 1, 3)
-                        shape = found.shape[1:3]
-                        end = start + shape.numel()
-                        target[:, index, plane, start:end].unflatten(1, shape)[:] = found
+                        end = start + found.shape[1] * found.shape[2]
+                        target[:, index, plane, start:end].view(found.shape)[:] = found
                         start = end
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:

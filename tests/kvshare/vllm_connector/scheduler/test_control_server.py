@@ -71,6 +71,25 @@ def call(server: ControlServer, path: str, body: object = None, token: str | Non
             return exc.code, json.load(exc)
 
 
+@pytest.mark.parametrize(
+    ("proxies", "num_warnings"),
+    [
+        (["a", "a", "b", "b"], 0),  # restarted
+        (["a", "", "a", ""], 0),  # beside `kvshare doctor`
+        (["a", "b", "a", "b", "a", "b"], 1),
+        (["a", "b", "a", "b", "c", "c", "b"], 2),
+    ],
+)
+def test_two_proxies_that_take_turns_are_logged(
+    serve: Serve, proxies: list[str], num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vLLM belongs to one proxy: a second one would drop what the first has stored."""
+    server = serve()
+    for proxy in proxies:
+        assert call(server, f"/journal?after=0&proxy={proxy}")[0] == 200
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
+
+
 def test_routes_answer(serve: Serve) -> None:
     """info, journal, segments and drop speak the documents that the proxy reads."""
     from kvshare.vllm_protocol.messages import Dropped, Journal, ReplicaInfo
