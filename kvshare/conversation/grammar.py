@@ -22,13 +22,13 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def grammar_of(
-    chat: Chat, fmt: ToolFormat, *, added_tokens: Mapping[str, int] = _NOTHING, reasons: bool = False
+    chat: Chat, fmt: ToolFormat, *, added_tokens: Mapping[str, int] = _NOTHING, in_reasoning: bool = False
 ) -> Grammar | None:
     """
     The grammar of answers to `chat`; None if an answer may be any text.
 
     There is one if the chat has a schema for its answer, if a tool must be called, or if a strict tool may
-    be. `added_tokens`: the tokenizer's, id by text. `reasons`: the prompt ends inside `<think>`.
+    be. `added_tokens`: the tokenizer's, id by text. `in_reasoning`: the prompt ends inside `<think>`.
 
     Raises:  RequestError if the chat does not have the tool that must be called
     """
@@ -38,7 +38,7 @@ def grammar_of(
         return None
     schema = None if must_call else chat.answer_schema
     lark = LarkGrammar(added_tokens)
-    reasoning = _reasoning(lark, reasons=reasons)
+    reasoning = _reasoning(lark, in_reasoning=in_reasoning)
     answers = []
     if schema is not None:
         answers.append(lark.json(schema or {"type": "object"}))
@@ -66,12 +66,12 @@ def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
     return tools
 
 
-def _reasoning(lark: LarkGrammar, *, reasons: bool) -> str:
+def _reasoning(lark: LarkGrammar, *, in_reasoning: bool) -> str:
     """The reasoning before an answer, of models that have a token for it or have begun with it."""
-    if not reasons and not lark.is_token("<think>"):
+    if not in_reasoning and not lark.is_token("<think>"):
         return ""
     end = rf"{lark.text_until('</think>')} /\s{{0,2}}/"
-    return f"{end} " if reasons else f"({lark.literal('<think>')} {end})? "
+    return f"{end} " if in_reasoning else f"({lark.literal('<think>')} {end})? "
 
 
 def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:

@@ -17,15 +17,19 @@ _REASONING_ENDS = "</think>"
 class AnswerParser:
     """Parses one answer. The joined parts do not depend on the pieces that the text comes in."""
 
-    def __init__(self, reader: CallReader | None, *, reasons: bool, thinks: bool, one_call: bool) -> None:
+    def __init__(
+        self, reader: CallReader | None, *, in_reasoning: bool, may_begin_reasoning: bool, one_call: bool
+    ) -> None:
         """
-        `reader`: None if no tool may be called. `thinks`: `<think>` at the start begins reasoning.
-        `reasons`: the prompt ends inside reasoning. `one_call`: ignore everything after the first call.
+        `reader`: None if no tool may be called. `in_reasoning`: the prompt ends inside reasoning.
+        `may_begin_reasoning`: by `<think>` at the start. `one_call`: ignore everything after the first call.
         """
         self.num_calls = 0
         self._one_call = one_call
         self._cursor = Cursor()
-        self._steps = _read_answer(self._cursor, reader, reasons=reasons, thinks=thinks)
+        self._steps = _read_answer(
+            self._cursor, reader, in_reasoning=in_reasoning, may_begin_reasoning=may_begin_reasoning
+        )
 
     def add(self, text: str) -> list[Part]:
         """Add text. Returns the parts that no later text can change."""
@@ -52,12 +56,12 @@ class AnswerParser:
         return not behind_first or (isinstance(part, CallArguments) and part.number == 0)
 
 
-def parser_for(chat: Chat, fmt: ToolFormat, *, reasons: bool = False) -> AnswerParser:
-    """For one answer to `chat`. `reasons`: the prompt ends inside `<think>`."""
+def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> AnswerParser:
+    """For one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
     return AnswerParser(
         READERS[fmt](chat.tools) if chat.may_call else None,
-        reasons=reasons,
-        thinks=not chat.continue_final_message,
+        in_reasoning=in_reasoning,
+        may_begin_reasoning=not chat.continue_final_message,
         one_call=not chat.parallel_tool_calls,
     )
 
@@ -80,9 +84,11 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return result
 
 
-def _read_answer(cursor: Cursor, reader: CallReader | None, *, reasons: bool, thinks: bool) -> Steps[None]:
-    if reasons or thinks:
-        yield from _read_reasoning(cursor, begun=reasons)
+def _read_answer(
+    cursor: Cursor, reader: CallReader | None, *, in_reasoning: bool, may_begin_reasoning: bool
+) -> Steps[None]:
+    if in_reasoning or may_begin_reasoning:
+        yield from _read_reasoning(cursor, begun=in_reasoning)
     calls = Calls()
     if reader is None:
         yield from _text_before(cursor, (), Text)

@@ -58,17 +58,17 @@ async def chat_request(
     engine = request.app[ENGINE]
     fmt = engine.tool_format
     (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, kvshare)
-    reasons = generation.prompt.text.body.rstrip().endswith("<think>")
+    in_reasoning = generation.prompt.text.body.rstrip().endswith("<think>")
     sampling = replace(
         sampling,
-        grammar=grammar_of(chat, fmt, added_tokens=engine.added_tokens, reasons=reasons),
+        grammar=grammar_of(chat, fmt, added_tokens=engine.added_tokens, in_reasoning=in_reasoning),
         # Some models' calls begin with a special token.
         skip_special_tokens=sampling.skip_special_tokens and not chat.may_call,
     )
     return ChatRequest(
         replace(generation, sampling=sampling),
-        partial(parser_for, chat, fmt, reasons=reasons),
-        is_plain=not chat.may_call and not reasons,
+        partial(parser_for, chat, fmt, in_reasoning=in_reasoning),
+        is_plain=not chat.may_call and not in_reasoning,
         model=engine.card.model_id,
         client_request_id=request[RECORD].request_id,
     )

@@ -39,9 +39,11 @@ def pieces(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def read(fmt: ToolFormat, texts: Iterable[str], *, chat: Chat = CHAT, reasons: bool = False) -> list[Part]:
+def read(
+    fmt: ToolFormat, texts: Iterable[str], *, chat: Chat = CHAT, in_reasoning: bool = False
+) -> list[Part]:
     """The joined parts of an answer that comes in these pieces."""
-    parser = parser_for(chat, fmt, reasons=reasons)
+    parser = parser_for(chat, fmt, in_reasoning=in_reasoning)
     parts = [part for text in texts for part in parser.add(text)]
     return joined([*parts, *parser.end()])
 
@@ -63,9 +65,9 @@ def plain(parts: Sequence[Part]) -> list[tuple[object, ...]]:
 
 
 def read_plain(
-    fmt: ToolFormat, text: str, *, chat: Chat = CHAT, reasons: bool = False
+    fmt: ToolFormat, text: str, *, chat: Chat = CHAT, in_reasoning: bool = False
 ) -> list[tuple[object, ...]]:
     """The same from the whole text, which is checked to be that of its single characters."""
-    whole = plain(read(fmt, [text], chat=chat, reasons=reasons))
-    assert plain(read(fmt, text, chat=chat, reasons=reasons)) == whole
+    whole = plain(read(fmt, [text], chat=chat, in_reasoning=in_reasoning))
+    assert plain(read(fmt, text, chat=chat, in_reasoning=in_reasoning)) == whole
     return whole

@@ -86,10 +86,12 @@ def matcher(grammar: Grammar | None, words: Vocabulary) -> LLMatcher:
     return LLMatcher(words.llguidance, source)
 
 
-def accepts(chat: Chat, fmt: ToolFormat, text: str, *, markers: bool = False, reasons: bool = False) -> bool:
+def accepts(
+    chat: Chat, fmt: ToolFormat, text: str, *, markers: bool = False, in_reasoning: bool = False
+) -> bool:
     """Whether the tokens of this text are a whole answer by the chat's grammar."""
     words = vocabulary(markers)
-    match = matcher(grammar_of(chat, fmt, added_tokens=words.added, reasons=reasons), words)
+    match = matcher(grammar_of(chat, fmt, added_tokens=words.added, in_reasoning=in_reasoning), words)
     ids = words.encode(text)
     return match.try_consume_tokens(ids) == len(ids) and match.is_accepting()
 
@@ -122,8 +124,8 @@ def test_every_grammar_compiles(chat: Chat, fmt: ToolFormat, markers: bool) -> N
     words = vocabulary(markers)
     for schema in (chat.answer_schema, {}, SCHEMA):
         asked = replace(chat, answer_schema=schema)
-        for reasons in (False, True):
-            matcher(grammar_of(asked, fmt, added_tokens=words.added, reasons=reasons), words)
+        for in_reasoning in (False, True):
+            matcher(grammar_of(asked, fmt, added_tokens=words.added, in_reasoning=in_reasoning), words)
 
 
 @pytest.mark.parametrize("markers", ADDED, ids=ADDED.values())
@@ -262,8 +264,8 @@ def test_a_reasoning_model_may_think_first() -> None:
     assert accepts(REQUIRED, HERMES, call, markers=True)
     assert not accepts(REQUIRED, HERMES, thought)
     for markers in (False, True):
-        assert accepts(REQUIRED, HERMES, f"Rome?</think>\n{call}", markers=markers, reasons=True)
-        assert not accepts(REQUIRED, HERMES, call, markers=markers, reasons=True)
+        assert accepts(REQUIRED, HERMES, f"Rome?</think>\n{call}", markers=markers, in_reasoning=True)
+        assert not accepts(REQUIRED, HERMES, call, markers=markers, in_reasoning=True)
 
 
 def test_names_that_json_escapes() -> None:

@@ -317,7 +317,7 @@ def test_thoughts_come_first(fmt: ToolFormat, chat: Chat) -> None:
     """They stand between tags, or the prompt has opened them; white space around them is dropped."""
     rows = [("thought", "Is <b> it\n\nfine?"), ("text", "Yes. ")]
     assert read_plain(fmt, "<think>\nIs <b> it\n\nfine?\n</think>\n\nYes. ", chat=chat) == rows
-    assert read_plain(fmt, "Is <b> it\n\nfine?\n</think>\n\nYes. ", chat=chat, reasons=True) == rows
+    assert read_plain(fmt, "Is <b> it\n\nfine?\n</think>\n\nYes. ", chat=chat, in_reasoning=True) == rows
     assert read_plain(fmt, "<think>\n\n</think>\n\nYes. ", chat=chat) == [("text", "Yes. ")]
     assert read_plain(fmt, "<think>Hm, ", chat=chat) == [("thought", "Hm,")]
     later = "So <think>no</think>"
@@ -376,14 +376,16 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
 @settings(max_examples=500)
-@given(data=st.data(), fmt=st.sampled_from(ToolFormat), text=TEXTS, reasons=st.booleans())
-def test_pieces_make_no_difference(data: st.DataObject, fmt: ToolFormat, text: str, reasons: bool) -> None:
+@given(data=st.data(), fmt=st.sampled_from(ToolFormat), text=TEXTS, in_reasoning=st.booleans())
+def test_pieces_make_no_difference(
+    data: st.DataObject, fmt: ToolFormat, text: str, in_reasoning: bool
+) -> None:
     """Whatever pieces a text comes in, what is read from it is the same."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    expected = plain(read(fmt, [text], reasons=reasons))
-    assert plain(read(fmt, parts, reasons=reasons)) == expected
-    assert plain(read(fmt, text, reasons=reasons)) == expected
+    expected = plain(read(fmt, [text], in_reasoning=in_reasoning))
+    assert plain(read(fmt, parts, in_reasoning=in_reasoning)) == expected
+    assert plain(read(fmt, text, in_reasoning=in_reasoning)) == expected
 
 
 @settings(max_examples=500)
