@@ -283,15 +283,19 @@ class FakeVllm:
         """The prompt is there: it is kept before its answer is."""
         ticket = seen.ticket
         behaviour = self.behaviour
-        if ticket is None or behaviour.silent or not (behaviour.prefills and behaviour.keeps and ticket.keep):
+        if (
+            ticket is None
+            or behaviour.silent
+            or not (behaviour.prefills and behaviour.keeps and ticket.store)
+        ):
             return
         tokens = self.tokens_of(seen.body)
         if ticket.prompt_digest == digest_of(tokens):
             used = self._laid(ticket, tokens)
             computed = gaps((ticket.copies[index].target for index in used), len(tokens))
             stored = tuple(self._store(ticket, tokens, span) for span in computed)
-            self.prefilled[ticket.request_id] = Prefilled(ticket.request_id, tuple(used), stored)
-            self._tell(self.prefilled[ticket.request_id])
+            self.prefilled[ticket.ticket_id] = Prefilled(ticket.ticket_id, tuple(used), stored)
+            self._tell(self.prefilled[ticket.ticket_id])
 
     def _laid(self, ticket: Ticket, tokens: list[int]) -> list[int]:
         return [index for index in range(len(ticket.copies)) if self._can_lay(ticket, index, tokens)]
@@ -302,18 +306,18 @@ class FakeVllm:
             return
         tokens = self.tokens_of(seen.body)
         fits = ticket.prompt_digest == digest_of(tokens)
-        prompt = self.prefilled.pop(ticket.request_id, None)
+        prompt = self.prefilled.pop(ticket.ticket_id, None)
         used = list(prompt.used) if prompt is not None else self._laid(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
         finished = Finished(
-            ticket.request_id,
+            ticket.ticket_id,
             decision="full" if not used else "exact" if is_exact else "approx",
             reason=None if fits else "prompt_mismatch",
             num_computed=len(tokens) - num_copied,
             stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
         )
-        if fits and ticket.keep and self.behaviour.keeps:
+        if fits and ticket.store and self.behaviour.keeps:
             output = list(answer.encode())
             whole = len(tokens) + len(output)
             known = [Span(0, len(tokens))] if prompt else [ticket.copies[index].target for index in used]

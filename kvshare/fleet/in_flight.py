@@ -50,7 +50,7 @@ class RoutedRequest:
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
     client_salt: str | None = None
-    request_id: str = ""  # the id that the client gets
+    unique_id: str = ""  # in the access log and `GET /admin/requests`
 
     # Decided by the router.
     execution: Execution = field(default_factory=Execution)
@@ -83,7 +83,7 @@ class RoutedRequest:
         """vLLM's cache_salt: unique for approximate KV, else that of the owner."""
         if self.ticket is None or self.ticket.is_exact:
             return owner_salt(self.owner, self.client_salt)
-        return private_salt(self.ticket.request_id)
+        return private_salt(self.ticket.ticket_id)
 
     @property
     def transfer_params(self) -> dict[str, Any] | None:
@@ -115,19 +115,19 @@ class InFlight:
         self.arrivals = arrivals
         self._expiry_s = expiry_s
         self._clock = clock
-        self._by_id: dict[str, RoutedRequest] = {}  # by the ticket's id
+        self._by_ticket_id: dict[str, RoutedRequest] = {}
 
     def __len__(self) -> int:
-        return sum(not request.is_reported for request in self._by_id.values())
+        return sum(not request.is_reported for request in self._by_ticket_id.values())
 
     @property
     def num_unreconciled(self) -> int:
-        return len(self._by_id)
+        return len(self._by_ticket_id)
 
     def add(self, request: RoutedRequest) -> None:
         """Expect the report of a request; one without a ticket is not reported."""
         if request.ticket is not None:
-            self._by_id[request.ticket.request_id] = request
+            self._by_ticket_id[request.ticket.ticket_id] = request
 
     def end(self, request: RoutedRequest) -> None:
         """
@@ -146,41 +146,41 @@ class InFlight:
         if request.arrival is not None:
             self.arrivals.end(request.arrival, stored=stored)
 
-    def find(self, request_id: str, replica: str) -> RoutedRequest | None:
-        """The unreported request with this id at this replica, or None."""
-        request = self._by_id.get(request_id)
+    def find(self, ticket_id: str, replica: str) -> RoutedRequest | None:
+        """The unreported request with this ticket at this replica, or None."""
+        request = self._by_ticket_id.get(ticket_id)
         if request is None or request.replica != replica or request.is_reported:
             return None
         return request
 
-    def take(self, request_id: str, replica: str) -> RoutedRequest | None:
+    def take(self, ticket_id: str, replica: str) -> RoutedRequest | None:
         """The same, now marked as reported: the next turn after it waits until the caller forgets it."""
-        if (request := self.find(request_id, replica)) is not None:
+        if (request := self.find(ticket_id, replica)) is not None:
             request.is_reported = True
         return request
 
     def donors(self) -> frozenset[NodeId]:
         """The donors of all tickets in flight: they must not be evicted."""
-        plans = (request.plan for request in self._by_id.values())
+        plans = (request.plan for request in self._by_ticket_id.values())
         return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 
     def forget(self, request: RoutedRequest) -> None:
         """Remove a request that will not be reported, or whose report is in tree and index."""
         request.execution.stored.is_settled = True
         if request.ticket is not None:
-            self._by_id.pop(request.ticket.request_id, None)
+            self._by_ticket_id.pop(request.ticket.ticket_id, None)
         self.end_arrival(request)
         request.reconciled.set()
 
     def forget_replica(self, replica: str) -> None:
         """Forget the requests that this replica has not reported: it will not report them."""
-        for request in tuple(self._by_id.values()):
+        for request in tuple(self._by_ticket_id.values()):
             if request.replica == replica and not request.is_reported:
                 self.forget(request)
 
     def expire(self) -> int:
         """Forget requests whose report is overdue. Returns how many."""
-        unreported = (request for request in self._by_id.values() if not request.is_reported)
+        unreported = (request for request in self._by_ticket_id.values() if not request.is_reported)
         late = [request for request in unreported if self._age_s(request) >= self._expiry_s]
         for request in late:
             self.forget(request)
@@ -195,7 +195,7 @@ class InFlight:
         """
         awaited = [
             entry
-            for entry in self._by_id.values()
+            for entry in self._by_ticket_id.values()
             if entry.owner == owner
             and (entry.is_reported or 0 <= self._age_s(entry) < timeout_s)
             and _is_next_turn(token_ids, entry.prompt)

@@ -117,7 +117,7 @@ class Reconciler:
 
     async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
         """Store and index a prompt, without an embedding: that is computed once, with the answer."""
-        request = self._in_flight.find(prefilled.request_id, replica.name)
+        request = self._in_flight.find(prefilled.ticket_id, replica.name)
         if request is None:  # its `Finished` event is unknown as well
             await self._runtime.write(self._keeper.drop_reported, replica.name, prefilled)
             return
@@ -133,7 +133,7 @@ class Reconciler:
             self._in_flight.end_arrival(request, stored=node is not None)
 
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
-        request = self._in_flight.take(finished.request_id, replica.name)
+        request = self._in_flight.take(finished.ticket_id, replica.name)
         if request is None:
             self._keeper.telemetry.ticket(TicketEvent.UNKNOWN)
             await self._runtime.write(self._keeper.drop_reported, replica.name, finished)
@@ -183,7 +183,7 @@ class Reconciler:
         if planned != finished.decision:
             log.info(
                 "request id=%s: planned %s, computed %s (%s)",
-                request.request_id,
+                request.unique_id,
                 planned,
                 finished.decision,
                 finished.reason,

@@ -186,9 +186,9 @@ class Router:
         request.ticket = ticket_for(
             lookup.plan,
             tokens,
-            request_id=uuid.uuid4().hex,  # secret, as the private salt is derived from it
+            ticket_id=uuid.uuid4().hex,  # secret, as the private salt is derived from it
             namespace=namespace,
-            keep=request.may_store,
+            store=request.may_store,
         )
         if request.may_store and self._wants(request):
             request.arrival = self._in_flight.arrivals.begin(namespace, tokens)
@@ -225,7 +225,7 @@ def choose(lookups: Mapping[Replica, Lookup], settings: VllmSettings) -> Replica
 
 
 def ticket_for(
-    plan: Plan | NoPlan, prompt: TokenIds, *, request_id: str, namespace: str, keep: bool
+    plan: Plan | NoPlan, prompt: TokenIds, *, ticket_id: str, namespace: str, store: bool
 ) -> Ticket:
     """The plan for the connector. Without a plan the prompt may still be retained."""
     copies = (
@@ -233,13 +233,13 @@ def ticket_for(
         for copy in (plan.copies if isinstance(plan, Plan) else ())
     )
     return Ticket(
-        request_id=request_id,
+        ticket_id=ticket_id,
         namespace=namespace,
         prompt_digest=digest_of(prompt),
         num_tokens=len(prompt),
         exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
         copies=tuple(copies),
-        keep=keep,
+        store=store,
         order=wire_order(plan) if isinstance(plan, Plan) else None,
     )
 

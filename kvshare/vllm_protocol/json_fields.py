@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Number = Annotated[int, Field(strict=True, ge=0)]
@@ -21,15 +21,23 @@ class WireError(ValueError):
     """A received message is wrong; names the field and what was expected."""
 
 
+_JSON_KEYS = {"ticket_id": "request_id", "store": "keep"}  # of other fields, the key is the name
+
+
+def _json_key(field_name: str) -> str:
+    return _JSON_KEYS.get(field_name, field_name)
+
+
 class Message:
     """Base of the dataclasses that are sent as JSON objects."""
 
     __slots__ = ()
+    __pydantic_config__ = ConfigDict(alias_generator=_json_key)
     _optional: ClassVar[frozenset[str]] = frozenset()  # fields that may be missing
     _protocol: ClassVar[int | None] = None  # version of the protocol, if the document has one
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json")
+        document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json", by_alias=True)
         return document if self._protocol is None else {"protocol": self._protocol, **document}
 
     @classmethod
@@ -49,8 +57,8 @@ class Message:
         if isinstance(document, dict):
             if cls._protocol is not None and document.get("protocol") != cls._protocol:
                 raise ValueError(f"protocol: expected {cls._protocol}, got {document.get('protocol')!r}")
-            names = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
-            if missing := names - cls._optional - document.keys():
+            keys = {_json_key(entry.name) for entry in fields(cls)}  # type: ignore[arg-type]  # they are dataclasses
+            if missing := keys - cls._optional - document.keys():
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
         return document
 

@@ -88,16 +88,16 @@ class Ticket(Message):
     One request's plan, and whether its KV may be retained.
 
     Positions that no copy covers are placeholders; the last token always is one. Without copies there is no
-    plan: vLLM computes the prompt as usual, and the connector retains its KV if `keep` is true.
+    plan: vLLM computes the prompt as usual, and the connector retains its KV if `store` is true.
     """
 
-    request_id: Text  # made by the proxy; repeated in `Finished`
+    ticket_id: Text  # made by the proxy, secret; repeated in `Prefilled` and `Finished`
     namespace: Text  # digest; segments of other namespaces are never used
     prompt_digest: Text  # of the planned token ids, see `digest_of`
     num_tokens: Number
     exact_length: Number = 0  # copies inside [0, exact_length) are exact
     copies: tuple[WireCopy, ...] = ()  # ascending by target, disjoint
-    keep: Flag = True
+    store: Flag = True
     order: WireOrder | None = None  # repairs that the connector still has to choose
 
     _protocol = PROTOCOL
@@ -107,7 +107,7 @@ class Ticket(Message):
         """
         Whether all copies are exact, so that the KV may enter vLLM's own prefix cache.
 
-        A ticket with approximate copies needs `private_salt(request_id)` as its request's cache_salt.
+        A ticket with approximate copies needs `private_salt(ticket_id)` as its request's cache_salt.
         """
         return all(copy.target.end <= self.exact_length for copy in self.copies)
 
@@ -176,7 +176,7 @@ class Prefilled(Message):
     `Finished` repeats these fields and adds the answer.
     """
 
-    request_id: Text
+    ticket_id: Text
     used: tuple[Number, ...]
     stored: tuple[Stored, ...]  # of the prompt
     repaired: tuple[WireSpan, ...] = ()
@@ -194,7 +194,7 @@ class Finished(Message):
     into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
     """
 
-    request_id: Text
+    ticket_id: Text
     decision: Literal["approx", "exact", "full"]  # what was executed, which may differ from the plan
     reason: str | None  # why less was shared than planned: a `Reason`
     used: tuple[Number, ...] = ()

@@ -25,6 +25,6 @@ def owner_salt(owner: Owner, client_salt: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def private_salt(request_id: str) -> str:
+def private_salt(ticket_id: str) -> str:
     """The unique salt of a request with approximate KV."""
-    return f"kvshare-private-{request_id}"
+    return f"kvshare-private-{ticket_id}"

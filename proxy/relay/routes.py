@@ -122,7 +122,7 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedReq
     mode, may_store = request_options(request, parse_kvshare(document))
     return RoutedRequest(
         owner=request[RECORD].caller.owner,
-        request_id=request[RECORD].unique_id,
+        unique_id=request[RECORD].unique_id,
         mode=mode,
         may_store=may_store,
         client_salt=client_salt(document),

@@ -44,7 +44,7 @@ class TicketWriter:
 
     async def store(self, prompt: TokenIds) -> Finished:
         """Have a prompt computed and stored. Its own salt hides it in vLLM's prefix cache."""
-        _, finished = await self.ask(prompt, keep=True)
+        _, finished = await self.ask(prompt, store=True)
         return finished
 
     async def ask(
@@ -54,27 +54,27 @@ class TicketWriter:
         *,
         exact_length: int = 0,
         order: WireOrder | None = None,
-        keep: bool = False,
+        store: bool = False,
         max_tokens: int = 1,
         num_top: int = 0,
     ) -> tuple[Answer, Finished]:
         """
         Send a prompt with a plan, and with a salt that no other request has. Returns the connector's report,
-        too. `keep`: the connector is to store the prompt.
+        too. `store`: the connector is to store the prompt.
 
         Raises:  EngineError if there is no report in time
         """
         ticket = Ticket(
-            request_id=f"{self.name}-{next(self._numbers)}",
+            ticket_id=f"{self.name}-{next(self._numbers)}",
             namespace=self.name,
             prompt_digest=digest_of(prompt),
             num_tokens=len(prompt),
             exact_length=exact_length,
             copies=tuple(copies),
             order=order,
-            keep=keep,
+            store=store,
         )
-        own = ticket.request_id
+        own = ticket.ticket_id
         extra = {
             "kv_transfer_params": {TICKET_KEY: ticket.to_json()},
             "cache_salt": own if ticket.is_exact else private_salt(own),
@@ -83,7 +83,7 @@ class TicketWriter:
         for _ in range(_MAX_POLLS):
             await self.watch.look()
             for event in self.watch.seen:
-                if event.request_id == own:
+                if event.ticket_id == own:
                     return answer, event
             await asyncio.sleep(_POLL_S)
         raise EngineError(f"the connector has not reported request {own} after {_MAX_POLLS * _POLL_S:g} s")

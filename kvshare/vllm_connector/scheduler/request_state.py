@@ -69,7 +69,7 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Re
         request.prompt_token_ids
     ):
         return Reason.PROMPT_MISMATCH
-    if not ticket.is_exact and request.cache_salt != private_salt(ticket.request_id):
+    if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
         return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
     if not may_move_keys and any(copy.shift for copy in ticket.copies):
         return Reason.ROTATION_UNKNOWN
@@ -108,7 +108,7 @@ class TicketedRequest:
 
     @property
     def may_retain(self) -> bool:
-        return self.is_first and self.ticket.keep and not self.is_mixed and self.unshared in _RETAINABLE
+        return self.is_first and self.ticket.store and not self.is_mixed and self.unshared in _RETAINABLE
 
     @property
     def may_save_prompt(self) -> bool:
@@ -184,7 +184,7 @@ class TicketedRequest:
 
     def note_prompt_saved(self) -> Prefilled:
         self.prefilled = Prefilled(
-            self.ticket.request_id,
+            self.ticket.ticket_id,
             used=tuple(sorted(self.retained or ())),
             stored=self.saved_early,
             repaired=_wire(self.repaired_when_saved),
@@ -219,7 +219,7 @@ class TicketedRequest:
         if self.placed and not self.ticket.is_exact:
             decision = "approx"
         finished = Finished(
-            request_id=self.ticket.request_id,
+            ticket_id=self.ticket.ticket_id,
             decision=decision,
             reason=self.lost or self._reason(),
             num_computed=max(0, self.num_prompt - num_local - num_placed),

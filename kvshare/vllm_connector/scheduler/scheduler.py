@@ -61,8 +61,8 @@ class ConnectorScheduler:
             log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
             return
         unshared = why_unshared(request, ticket, may_move_keys=self.may_move_keys)
-        is_first = ticket.request_id not in self._seen
-        self._seen[ticket.request_id] = None
+        is_first = ticket.ticket_id not in self._seen
+        self._seen[ticket.ticket_id] = None
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)

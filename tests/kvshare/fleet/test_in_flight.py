@@ -27,9 +27,9 @@ class Clock:
         return self.now
 
 
-def sent(request_id: str = "r", *, replica: str = "a", num_tokens: int = 10) -> RoutedRequest:
+def sent(ticket_id: str = "r", *, replica: str = "a", num_tokens: int = 10) -> RoutedRequest:
     prompt = Prompt(token_ids(np.arange(num_tokens)), PromptText("", ""))
-    ticket = Ticket(request_id, "n", "d", num_tokens)
+    ticket = Ticket(ticket_id, "n", "d", num_tokens)
     return RoutedRequest(OWNER, prompt, execution=Execution(replica), ticket=ticket)
 
 

@@ -62,19 +62,19 @@ def retained(plan: Plan | NoPlan, finished: Finished) -> NodeDraft | None:
 
 def test_a_ticket_says_what_the_plan_says() -> None:
     """Copies with their sources, the exact prefix, and whose prompt it is."""
-    ticket = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
+    ticket = ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True)
     assert [copy.target for copy in ticket.copies] == [Span(0, 20), Span(30, 60), Span(70, 90)]
     assert [copy.shift for copy in ticket.copies] == [0, 5, 5]
     assert (ticket.exact_length, ticket.num_tokens) == (20, 100)
     assert ticket.prompt_digest == digest_of(PROMPT)
     assert Ticket.from_json(ticket.to_json()) == ticket
-    assert ticket_for(NoPlan(), PROMPT, request_id="r", namespace="n", keep=False).copies == ()
+    assert ticket_for(NoPlan(), PROMPT, ticket_id="r", namespace="n", store=False).copies == ()
 
 
 def test_approximate_tickets_have_a_salt_of_their_own() -> None:
     """Everything else has its owner's; a client's salt divides it, and none meets another's."""
-    approximate = ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True)
-    exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, request_id="r", namespace="n", keep=True)
+    approximate = ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True)
+    exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, ticket_id="r", namespace="n", store=True)
     assert RoutedRequest(OWNER, client_salt="mine", ticket=approximate).salt == private_salt("r")
     assert RoutedRequest(OWNER, ticket=exact).salt == RoutedRequest(OWNER).salt == owner_salt(OWNER)
     salts = [
@@ -176,12 +176,12 @@ ORDERED = replace(
 
 def test_an_order_travels_with_the_ticket() -> None:
     """The connector provides all but the last 16 tokens, and never less than the copies."""
-    ticket = ticket_for(ORDERED, PROMPT, request_id="r", namespace="n", keep=True)
+    ticket = ticket_for(ORDERED, PROMPT, ticket_id="r", namespace="n", store=True)
     assert ticket.order is not None
     assert [entry.span for entry in ticket.order.pieces] == [Span(30, 60), Span(70, 84)]
     assert (ticket.order.probes, ticket.order.num_tokens, ticket.order.end) == ((30, 32, 70), 6, 90)
     assert Ticket.from_json(ticket.to_json()) == ticket
-    assert ticket_for(PLAN, PROMPT, request_id="r", namespace="n", keep=True).order is None
+    assert ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True).order is None
 
 
 def test_what_was_repaired_is_a_segment_of_its_own() -> None:

@@ -84,15 +84,13 @@ class Replica:
         await routed.reconciled.wait()
         await self.engine.settle()
         assert (await replica.control.info()).num_bytes == self.engine.sharing.tier.num_bytes
-        return routed.report, await self._finished(routed.ticket.request_id)
+        return routed.report, await self._finished(routed.ticket.ticket_id)
 
-    async def _finished(self, request_id: str) -> Finished:
+    async def _finished(self, ticket_id: str) -> Finished:
         journal = await self.engine.fleet.replicas[0].control.journal(after=self.num_events, wait_s=0)
         self.num_events = journal.last
         (finished,) = (
-            event
-            for event in journal.events
-            if isinstance(event, Finished) and event.request_id == request_id
+            event for event in journal.events if isinstance(event, Finished) and event.ticket_id == ticket_id
         )
         return finished
 

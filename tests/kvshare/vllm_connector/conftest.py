@@ -168,7 +168,7 @@ class Vllm:
 
     def ticket(self, tokens: Sequence[int], copies: Sequence[WireCopy] = (), **fields: Any) -> Ticket:
         known: dict[str, Any] = {
-            "request_id": self.fresh(),
+            "ticket_id": self.fresh(),
             "namespace": NAMESPACE,
             "prompt_digest": digest_of(list(tokens)),
             "num_tokens": len(tokens),
@@ -216,7 +216,7 @@ class Vllm:
     ) -> tuple[Answer, Finished]:
         """An approximate request with its private salt, and its Finished event."""
         ticket = self.ticket(tokens, copies)
-        answer = self.ask((tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
+        answer = self.ask((tokens, ticket, private_salt(ticket.ticket_id)), **sampling)[0]
         return answer, self.finished(ticket)
 
     def drop(self, event: Finished) -> int:
@@ -229,7 +229,7 @@ class Vllm:
     def finished(self, ticket: Ticket) -> Finished:
         """The one Finished event of a ticket."""
         told = (event for event in self.events() if isinstance(event, Finished))
-        (event,) = (event for event in told if event.request_id == ticket.request_id)
+        (event,) = (event for event in told if event.ticket_id == ticket.ticket_id)
         return event
 
     def settle(self) -> None:

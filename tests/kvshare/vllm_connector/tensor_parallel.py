@@ -41,7 +41,7 @@ def chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> tuple[list[int
 def ask_chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> dict[str, Any]:
     recipient, copies, order = chosen(vllm, donor, tokens)
     ticket = vllm.ticket(recipient, copies, order=order)
-    answer = vllm.ask((recipient, ticket, private_salt(ticket.request_id)), max_tokens=1, logprobs=20)[0]
+    answer = vllm.ask((recipient, ticket, private_salt(ticket.ticket_id)), max_tokens=1, logprobs=20)[0]
     return {"repaired": vllm.finished(ticket).repaired, "logprobs": answer.logprobs[0]}
 
 
@@ -97,11 +97,11 @@ class Scenario:
             ticket = vllm.ticket(tokens, copies_of(donor, *SCATTERED))
             extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}}
             params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, extra_args=extra)
-            prompt = {"prompt_token_ids": tokens, "cache_salt": private_salt(ticket.request_id)}
-            vllm.llm.llm_engine.add_request(ticket.request_id, prompt, params)
+            prompt = {"prompt_token_ids": tokens, "cache_salt": private_salt(ticket.ticket_id)}
+            vllm.llm.llm_engine.add_request(ticket.ticket_id, prompt, params)
             for _ in range(steps):
                 vllm.llm.llm_engine.step()
-            vllm.llm.llm_engine.abort_request([ticket.request_id])
+            vllm.llm.llm_engine.abort_request([ticket.ticket_id])
             vllm.settle()
             say("aborted", [steps, vllm.finished(ticket).decision])
 

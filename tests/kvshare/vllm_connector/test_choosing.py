@@ -70,7 +70,7 @@ class Scene:
 
     def ask(self, vllm: Vllm, **sampling: Any) -> tuple[Answer, Finished]:
         ticket = vllm.ticket(self.tokens, self.copies, order=self.order)
-        answer = vllm.ask((self.tokens, ticket, private_salt(ticket.request_id)), **sampling)[0]
+        answer = vllm.ask((self.tokens, ticket, private_salt(ticket.ticket_id)), **sampling)[0]
         return answer, vllm.finished(ticket)
 
 
@@ -210,10 +210,10 @@ def test_loads_with_and_without_an_order_share_a_step(
     tickets = [vllm.ticket(made.tokens, made.copies, order=made.order) for made in scenes]
     other = vllm.ticket(text(500, 7), copies(plain, (0, 200), (230, 480)))
     requests = [
-        (made.tokens, ticket, private_salt(ticket.request_id))
+        (made.tokens, ticket, private_salt(ticket.ticket_id))
         for made, ticket in zip(scenes, tickets, strict=True)
     ]
-    answers = vllm.ask(*requests, (text(500, 7), other, private_salt(other.request_id)))
+    answers = vllm.ask(*requests, (text(500, 7), other, private_salt(other.ticket_id)))
     for (expected, event), answer, ticket in zip(alone, answers, tickets, strict=False):
         assert answer.distance(expected) <= LIMIT
         assert vllm.finished(ticket).repaired == event.repaired

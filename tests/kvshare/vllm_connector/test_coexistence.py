@@ -21,7 +21,7 @@ SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 def local_hits(vllm: Vllm, tokens: list[int], salt: str) -> int:
     """How many tokens of a prompt vLLM's own prefix cache serves under a salt."""
-    ticket = vllm.ticket(tokens, keep=False)
+    ticket = vllm.ticket(tokens, store=False)
     vllm.ask((tokens, ticket, salt))
     return int(vllm.finished(ticket).num_local)
 
@@ -46,7 +46,7 @@ def test_the_prefix_cache_would_have_served_it(vllm: Vllm, text: Texts, copies: 
     donor = vllm.keep(text(600, 1))
     tokens = text(600, 3)
     ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
-    salt = private_salt(ticket.request_id)
+    salt = private_salt(ticket.ticket_id)
     vllm.ask((tokens, ticket, salt))
     assert local_hits(vllm, tokens, salt) >= 512
     (again,) = vllm.ask((tokens, None, salt))
@@ -119,7 +119,7 @@ def test_choices_share_one_ticket(vllm: Vllm, text: Texts, copies: Copies) -> No
     tokens = text(600, 7)
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
-    answers = vllm.ask((tokens, ticket, private_salt(ticket.request_id)), n=3, temperature=0.01)
+    answers = vllm.ask((tokens, ticket, private_salt(ticket.ticket_id)), n=3, temperature=0.01)
     truth = vllm.plain(tokens)
     assert len(answers) == 3
     assert all(answer.distance(truth) <= LIMIT for answer in answers)
@@ -162,7 +162,7 @@ def test_scheduling_modes(start: Start, text: Texts, copies: Copies, options: di
     requests = []
     for tokens, donor, wanted in zip(texts, donors, spans, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, *wanted))
-        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+        requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
     answers = vllm.ask(*requests, max_tokens=20)
     for (tokens, ticket, _), answer in zip(requests, answers, strict=True):
         assert vllm.finished(ticket).decision == "approx"
@@ -200,7 +200,7 @@ def test_preemption(
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 20), (26, 50)))
-        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+        requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
     answers = vllm.ask(*requests, max_tokens=60)
     assert preempted
     for answer, truth in zip(answers, truths, strict=True):
@@ -231,7 +231,7 @@ def test_planned_requests_wait_their_turn(
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))
-        requests.append((tokens, ticket, private_salt(ticket.request_id)))
+        requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
     answers = vllm.ask(*requests)
     assert [len(together) for together in computed] == [1] * 6
     numbers = [int(name.split("-")[0]) for (name,) in computed]

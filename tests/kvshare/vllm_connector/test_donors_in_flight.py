@@ -30,7 +30,7 @@ def begin(vllm: Vllm, tokens: list[int], ticket: Ticket, *, salt: str | None = N
 
 def prefilled(vllm: Vllm, ticket: Ticket) -> Prefilled | None:
     events = (event for event in vllm.events() if isinstance(event, Prefilled))
-    return next((event for event in events if event.request_id == ticket.request_id), None)
+    return next((event for event in events if event.ticket_id == ticket.ticket_id), None)
 
 
 def step_until_prefilled(vllm: Vllm, ticket: Ticket) -> Prefilled:
@@ -80,7 +80,7 @@ def test_a_planned_one_is_a_donor_too(vllm: Vllm, text: Texts, copies: Copies) -
     first = vllm.keep(tokens)
     edited = [*tokens[:100], *text(20, 4), *tokens[120:]]
     ticket = vllm.ticket(edited, copies(first, (0, 100), (120, 350)))
-    begin(vllm, edited, ticket, salt=private_salt(ticket.request_id))
+    begin(vllm, edited, ticket, salt=private_salt(ticket.ticket_id))
     event = step_until_prefilled(vllm, ticket)
     assert event.used == tuple(range(len(ticket.copies)))
     assert [(s.start, s.length) for s in event.stored] == [(100, 20), (350, 50)]
@@ -157,7 +157,7 @@ def test_a_prompt_that_is_dropped_meanwhile_gets_no_answer(vllm: Vllm, text: Tex
 def test_one_that_may_not_be_stored_is_not(vllm: Vllm, text: Texts) -> None:
     """Neither its prompt nor its answer."""
     tokens = text(400, 9)
-    ticket = vllm.ticket(tokens, keep=False)
+    ticket = vllm.ticket(tokens, store=False)
     begin(vllm, tokens, ticket)
     finish(vllm)
     assert prefilled(vllm, ticket) is None

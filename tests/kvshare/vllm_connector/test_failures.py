@@ -107,7 +107,7 @@ def test_a_load_that_breaks_off(
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, stage, fail)
         answers = vllm.ask(
-            (tokens, ticket, private_salt(ticket.request_id)),
+            (tokens, ticket, private_salt(ticket.ticket_id)),
             (other, None, vllm.fresh()),
             max_tokens=max_tokens,
         )
@@ -213,7 +213,7 @@ def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Vllm, text: Texts,
     tokens = text(600, 14)
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
-    add(vllm, vllm.fresh(), tokens, ticket, salt=private_salt(ticket.request_id), max_tokens=6)
+    add(vllm, vllm.fresh(), tokens, ticket, salt=private_salt(ticket.ticket_id), max_tokens=6)
     for _ in range(2):
         vllm.llm.llm_engine.step()
     vllm.drop(donor)
@@ -249,7 +249,7 @@ def test_an_error_of_ours_is_not_in_the_way(
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
         patch.setattr(vllm.side.scheduler, method, fail)
-        (answer,) = vllm.ask((tokens, ticket, private_salt(ticket.request_id)))
+        (answer,) = vllm.ask((tokens, ticket, private_salt(ticket.ticket_id)))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
 
@@ -271,7 +271,7 @@ def test_a_plan_for_another_prompt(vllm: Vllm, text: Texts, copies: Copies) -> N
     tokens, other = text(600, 8), text(600, 9)
     donor = vllm.keep(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
-    (answer,) = vllm.ask((other, ticket, private_salt(ticket.request_id)))
+    (answer,) = vllm.ask((other, ticket, private_salt(ticket.ticket_id)))
     event = vllm.finished(ticket)
     assert answer.distance(vllm.plain(other)) <= LIMIT
     assert (event.reason, event.stored) == ("prompt_mismatch", ())
@@ -334,7 +334,7 @@ class TestAborts:
         from kvshare.vllm_protocol.salts import private_salt
 
         request_id = vllm.fresh("abort")
-        add(vllm, request_id, tokens, ticket, salt=private_salt(ticket.request_id))
+        add(vllm, request_id, tokens, ticket, salt=private_salt(ticket.ticket_id))
         return str(request_id)
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 5], ids=["waiting", "loaded", "decoding", "later"])

@@ -87,7 +87,7 @@ class TestExactness:
         requests: list[tuple[list[int], Ticket | None, str]] = []
         for tokens, donor in zip(texts, donors, strict=True):
             ticket = vllm.ticket(tokens, copies(donor, (0, 64), (90, 300), (310, 480)))
-            requests.append((tokens, ticket, private_salt(ticket.request_id)))
+            requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
         requests.insert(1, (text(700, 20), None, vllm.fresh()))
         requests.append((texts[0], vllm.ticket(texts[0]), vllm.fresh("tenant")))
         answers = vllm.ask(*requests)

@@ -49,20 +49,20 @@ def tickets(draw: st.DrawFn) -> Ticket:
         if is_exact:
             exact_length = position
     return Ticket(
-        request_id=draw(words),
+        ticket_id=draw(words),
         namespace=draw(words),
         prompt_digest=draw(words),
         num_tokens=position + draw(st.integers(1, 5)),
         exact_length=exact_length,
         copies=tuple(copies),
-        keep=draw(st.booleans()),
+        store=draw(st.booleans()),
     )
 
 
 stored = st.builds(Stored, ids, numbers, numbers, numbers)
 finished = st.builds(
     Finished,
-    request_id=words,
+    ticket_id=words,
     decision=st.sampled_from(["approx", "exact", "full"]),
     reason=st.none() | words,
     used=st.lists(numbers, max_size=4).map(tuple),
@@ -161,6 +161,12 @@ def test_a_malformed_journal_is_refused(field: str, value: object) -> None:
     document = {"epoch": "e", "last": 1, "gap": False, "events": []}
     with pytest.raises(WireError):
         Journal.from_json({**document, field: value})
+
+
+def test_the_keys_of_the_wire_do_not_follow_the_names_of_fields() -> None:
+    """A proxy and a connector of other versions read these keys."""
+    assert {"request_id", "keep"} <= Ticket("r", "n", "d", num_tokens=10).to_json().keys()
+    assert "request_id" in EVENT
 
 
 def test_an_error_does_not_quote_what_was_sent() -> None:

@@ -26,7 +26,7 @@ async def test_a_first_prompt_is_kept_as_a_donor(relay: Relay, vllm: FakeVllm) -
     (seen,) = vllm.generated
     tokens = vllm.tokens_of(seen.body)
     (ticket,) = vllm.tickets
-    assert (ticket.copies, ticket.keep, ticket.num_tokens) == ((), True, len(tokens))
+    assert (ticket.copies, ticket.store, ticket.num_tokens) == ((), True, len(tokens))
     assert ticket.prompt_digest == digest_of(tokens)
     assert seen.body["cache_salt"] == LOCAL_SALT
     (node,) = relay.engine.sharing.tree.nodes()
@@ -50,7 +50,7 @@ async def test_an_edited_prompt_is_planned_from_its_donor(relay: Relay, vllm: Fa
             list(stored[copy.offset : copy.offset + copy.length])
             == tokens[copy.target.start : copy.target.end]
         )
-    assert body["cache_salt"] == private_salt(second.request_id)
+    assert body["cache_salt"] == private_salt(second.ticket_id)
     params = body["kv_transfer_params"]
     assert params["do_remote_prefill"] is True
     assert params["remote_prefill_cached_tokens"] == sum(len(span) for span in covered(second))
@@ -110,7 +110,7 @@ async def test_no_store_is_planned_and_not_kept(relay: Relay, vllm: FakeVllm) ->
     await relay.chat("Rome")
     await relay.chat("Oslo", kvshare={"no_store": True})
     assert vllm.tickets[-1].copies
-    assert not vllm.tickets[-1].keep
+    assert not vllm.tickets[-1].store
     assert relay.num_nodes == 1
 
 
@@ -376,7 +376,7 @@ async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
         counts = dict(part.split("=") for part in response.headers["X-KVShare-Plan"].split(","))
         assert response.headers["X-KVShare-Decision"] == "approx"
         unique_id = response.headers["X-KVShare-Request"]
-        assert unique_id != vllm.tickets[-1].request_id  # its salt is made of that
+        assert unique_id != vllm.tickets[-1].ticket_id  # its salt is made of that
         found = await relay.send(f"/admin/requests/{unique_id}", method="GET")
         document = await found.json()
         (plan,) = document["prompts"]
