@@ -53,7 +53,7 @@ class Router:
 
         Raises:  NoReplicaError, UpstreamError
         """
-        self._next_replica()
+        self._idlest_replica()
         while replica := next((entry for entry in self._fleet.serving() if entry.renders), None):
             try:
                 return await replica.vllm.render(path, body)
@@ -72,7 +72,7 @@ class Router:
 
     async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """Tokenize with vLLM's template and tokenizer. Raises NoReplicaError, UpstreamError."""
-        return await self._next_replica().vllm.tokenize(body)
+        return await self._idlest_replica().vllm.tokenize(body)
 
     async def route(self, request: RoutedRequest) -> Replica:
         """Plan a request and choose its replica; unshared if planning fails. Raises NoReplicaError."""
@@ -80,21 +80,21 @@ class Router:
         reason = Reason.OFF if request.mode is SharingMode.OFF else Reason.SHORT_PROMPT
         if prompt is not None and request.mode is not SharingMode.OFF:
             # Short prompts are planned, too: prompt and answer together may be long enough to be stored.
-            if self._wants(request):
+            if self._may_share(request):
                 await self._in_flight.wait_reconciled(request.owner, prompt.token_ids, timeout_s=_RECONCILE_S)
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
             try:
-                replica, lookup = await self._found_or_waited_for(request)
+                replica, lookup = await self._find_or_wait(request)
                 if replica is not None and replica.shares:
                     self._sharing.note_use(lookup)
-                    self._plan(request, replica, lookup)
+                    self._set_plan(request, replica, lookup)
                     return replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.warning("planning failed, the request is served unshared: %s", classes_and_places(exc))
                 self._sharing.telemetry.fallback(Component.PLANNING, FallbackReason.ERROR)
                 reason = Reason.LOOKUP_FAILED
         request.plan, request.ticket = NoPlan(reason), None
-        return self._next_replica()
+        return self._idlest_replica()
 
     def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
         """
@@ -106,7 +106,7 @@ class Router:
         failed.models = None  # as if it had not answered yet
         self._sharing.telemetry.replica_failed(failed.name)
         request.plan, request.ticket = NoPlan(Reason.REPLICA_GONE), None
-        return self._next_replica(without=tried)
+        return self._idlest_replica(without=tried)
 
     @contextmanager
     def sending(self, request: RoutedRequest, replica: Replica) -> Iterator[None]:
@@ -135,9 +135,9 @@ class Router:
         )
         return {**document, "replica": None if replica is None else replica.name}
 
-    async def _found_or_waited_for(self, request: RoutedRequest) -> tuple[Replica | None, Lookup]:
+    async def _find_or_wait(self, request: RoutedRequest) -> tuple[Replica | None, Lookup]:
         """Like `_find`, but wait for a similar prompt that any replica computes now, if that pays."""
-        if request.prompt is None or not self._wants(request):
+        if request.prompt is None or not self._may_share(request):
             return await self._find(request)
         replica: Replica | None = None
 
@@ -152,8 +152,8 @@ class Router:
         )
         return replica, lookup
 
-    def _wants(self, request: RoutedRequest) -> bool:
-        return request.prompt is not None and self._sharing.wants(request.prompt, request.mode)
+    def _may_share(self, request: RoutedRequest) -> bool:
+        return request.prompt is not None and self._sharing.may_share(request.prompt, request.mode)
 
     async def _find(self, request: RoutedRequest) -> tuple[Replica | None, Lookup]:
         """The best replica and the lookup there; no replica if none shares."""
@@ -176,7 +176,7 @@ class Router:
         namespace = replica.namespace(request.owner).digest
         return await self._sharing.find_plan(namespace, request.prompt, request.mode, by_embedding=embed)
 
-    def _plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
+    def _set_plan(self, request: RoutedRequest, replica: Replica, lookup: Lookup) -> None:
         """Set plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""
         assert request.prompt is not None, "a lookup has a prompt"
         request.plan = lookup.plan
@@ -190,10 +190,10 @@ class Router:
             namespace=namespace,
             store=request.may_store,
         )
-        if request.may_store and self._wants(request):
+        if request.may_store and self._may_share(request):
             request.arrival = self._in_flight.arrivals.begin(namespace, tokens)
 
-    def _next_replica(self, *, without: Sequence[Replica] = ()) -> Replica:
+    def _idlest_replica(self, *, without: Sequence[Replica] = ()) -> Replica:
         """Raises NoReplicaError."""
         replica = next((entry for entry in self._fleet.serving() if entry not in without), None)
         if replica is None:

@@ -119,7 +119,7 @@ class Sharing:
 
         `by_embedding`: also search by embedding, if the prefill is long enough.
         """
-        if not self.wants(prompt, mode):
+        if not self.may_share(prompt, mode):
             unshared = Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
             return Lookup(NoPlan(Reason.OFF if mode is SharingMode.OFF else unshared))
         began = time.perf_counter()
@@ -186,8 +186,8 @@ class Sharing:
             for prompt_id in lookup.unknown:
                 self.keeper.note_evicted(lookup.namespace, prompt_id)
 
-    def wants(self, prompt: Prompt, mode: SharingMode) -> bool:
-        """Whether a prompt is looked up at all."""
+    def may_share(self, prompt: Prompt, mode: SharingMode) -> bool:
+        """Whether a prompt is looked up at all: mode and model permit it, and it is long enough."""
         is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
         return self.limits.can_share and mode is not SharingMode.OFF and is_long
 

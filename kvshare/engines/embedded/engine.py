@@ -164,7 +164,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         """
         server, prompt, namespace = self.server, request.prompt, request.namespace.digest
         runtime = server.runtime
-        if not runtime.sharing.wants(prompt, request.mode):
+        if not runtime.sharing.may_share(prompt, request.mode):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
         lookup = await self._arrivals.waited(
