@@ -74,7 +74,7 @@ class Behaviour:
     rank: int | None = None  # that the connector says it is
     renders: bool = True  # started with --enable-scale-out
     features: object = None  # of what it renders
-    keeps: bool = True
+    stores: bool = True
     prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -286,7 +286,7 @@ class FakeVllm:
         if (
             ticket is None
             or behaviour.silent
-            or not (behaviour.prefills and behaviour.keeps and ticket.store)
+            or not (behaviour.prefills and behaviour.stores and ticket.store)
         ):
             return
         tokens = self.tokens_of(seen.body)
@@ -317,7 +317,7 @@ class FakeVllm:
             num_computed=len(tokens) - num_copied,
             stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
         )
-        if fits and ticket.store and self.behaviour.keeps:
+        if fits and ticket.store and self.behaviour.stores:
             output = list(answer.encode())
             whole = len(tokens) + len(output)
             known = [Span(0, len(tokens))] if prompt else [ticket.copies[index].target for index in used]

@@ -51,7 +51,7 @@ class CountedStore:
     def store(self, tokens: TokenIds, plan: Plan | NoPlan = _NO_DONOR) -> Node:
         """Store a prompt as an engine does: its donor's pieces where the plan copies, else new segments."""
         kv = WeightlessSequence(RATES.bytes_per_token)
-        node = self.keeper.commit(Computed(NAMESPACE, tokens, plan, kv))
+        node = self.keeper.store(Computed(NAMESPACE, tokens, plan, kv))
         assert node is not None
         return node
 

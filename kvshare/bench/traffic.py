@@ -88,7 +88,7 @@ async def _serve(engine: EmbeddedEngine, prompt: Prompt, free_tokens: int, *, is
             kv.write_copies(lookup.plan.copies, lookup.segments)
     plan, logits = prefilled(network, prompt.token_ids, lookup.plan, kv)
     sharing.note_use(lookup)
-    node = keeper.commit(Computed(namespace, prompt.token_ids, plan, kv))
+    node = keeper.store(Computed(namespace, prompt.token_ids, plan, kv))
     if node is not None:
         await sharing.remember(node, prompt.text)
     keeper.release(lookup.plan)

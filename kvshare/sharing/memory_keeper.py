@@ -111,22 +111,22 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
                 self._held.subtract(plan.donors)
                 self._held += Counter()  # drops the zeros
 
-    def commit(self, computed: Computed[KVT]) -> Node | None:
+    def store(self, computed: Computed[KVT]) -> Node | None:
         """
         Store a finished sequence: its new KV as segments, the sequence as a node. Blocks.
 
         Returns: the node if it is new; None if it was stored already, or is not stored (too large, donor
         evicted, store failing). Never raises.
         """
-        return self._fail_open(lambda: self._commit(computed))
+        return self._fail_open(lambda: self._store(computed))
 
-    def commit_prompt(self, computed: Computed[KVT]) -> Node | None:
+    def store_prompt(self, computed: Computed[KVT]) -> Node | None:
         """
         Store a prompt whose answer is still generated; `complete` must follow. Blocks.
 
         A prompt that is the beginning of a donor is not stored: it can be copied from the donor.
         """
-        return None if self._is_in_donor(computed) else self.commit(computed)
+        return None if self._is_in_donor(computed) else self.store(computed)
 
     def _is_in_donor(self, computed: Computed[KVT]) -> bool:
         """Whether a donor already begins with all of it."""
@@ -136,12 +136,12 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         """
         Store the answer of a sequence after its prompt of `num_prompt` tokens. Blocks.
 
-        `prompt`: what `commit_prompt` returned.
+        `prompt`: what `store_prompt` returned.
         Returns: the node as it is now; None if nothing new is stored. Never raises.
         """
         if prompt is not None:
             now = self._fail_open(lambda: self._lengthen(prompt, computed)) or self.tree.get(prompt.node_id)
-            return now or self.commit(computed)  # evicted meanwhile: stored again from its own KV
+            return now or self.store(computed)  # evicted meanwhile: stored again from its own KV
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
         is_known = known is not None and known.exact_length == num_prompt
@@ -150,7 +150,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             or is_known
             or self._is_in_donor(replace(computed, token_ids=tokens))
         ):
-            return self.commit(computed)
+            return self.store(computed)
         return None  # the prompt was not stored, and would not be now
 
     def _budgets(self) -> Collection[Budget]:
@@ -165,7 +165,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         spans = split([added], self._segment_tokens(computed))
         retained = [computed.kv.cut(span) for span in spans]
         plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
-        segments = describe(plan, self._stored(spans, retained), computed.namespace)
+        segments = describe(plan, self._stored_spans(spans, retained), computed.namespace)
         with self._writing:
             if not self._is_as_it_was(node) or not self._has_room(retained, also_held=node.node_id):
                 return None
@@ -180,7 +180,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         now = self.tree.get(node.node_id)
         return now is not None and now.num_tokens == node.num_tokens
 
-    def _commit(self, computed: Computed[KVT]) -> Node | None:
+    def _store(self, computed: Computed[KVT]) -> Node | None:
         if not self._is_wanted(computed.namespace, computed.token_ids):
             return None
         num_computed = sum(len(span) for span in self._spans(computed))
@@ -209,13 +209,13 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         draft = draft_node(
             computed.token_ids,
             computed.plan,
-            self._stored(self._spans(computed), retained),
+            self._stored_spans(self._spans(computed), retained),
             namespace=computed.namespace,
             parent=find_parent(computed.plan, self.tree.get),
         )
         return draft, retained
 
-    def _stored(self, spans: Sequence[Span], retained: Sequence[KVT]) -> list[StoredSpan]:
+    def _stored_spans(self, spans: Sequence[Span], retained: Sequence[KVT]) -> list[StoredSpan]:
         return [
             StoredSpan(self._new_id(), span, kv.num_bytes, kv.checksum())
             for span, kv in zip(spans, retained, strict=True)

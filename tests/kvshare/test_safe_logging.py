@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
         DeltaTree.open(None, identity=None), WeightlessTier(None), min_tokens=1
     )
     tokens = token_ids(np.arange(50))
-    assert keeper.commit(Computed("ns", tokens, NoPlan(Reason.OFF), TornSequence(1))) is None
+    assert keeper.store(Computed("ns", tokens, NoPlan(Reason.OFF), TornSequence(1))) is None
     check(caplog.text)
 
 

@@ -76,7 +76,7 @@ class Retention:
     async def _store_prompt(self, task: Task) -> None:
         runtime = self._server.runtime
         try:
-            self._node = await runtime.write(runtime.keeper.commit_prompt, task.computed_prompt)
+            self._node = await runtime.write(runtime.keeper.store_prompt, task.computed_prompt)
             if self._node is None:
                 await runtime.sharing.forget_evicted()
             else:  # without an embedding, which takes long; `store` embeds the prompt

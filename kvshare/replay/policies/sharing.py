@@ -199,8 +199,8 @@ class SharingPolicy(CachePolicy):
         logged = request.logged
         computed = Computed(logged.namespace, stored_tokens(request), plan, self._kv)
         prompt = replace(computed, token_ids=computed.token_ids[: request.num_tokens])
-        committed = self._keeper.commit_prompt(prompt)
-        node = self._keeper.complete(committed, computed, num_prompt=request.num_tokens)
+        stored = self._keeper.store_prompt(prompt)
+        node = self._keeper.complete(stored, computed, num_prompt=request.num_tokens)
         for _, node_id in await self._core.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
         if node is not None:

@@ -58,7 +58,7 @@ def offer(
     return keeper.store(request(tokens, replica=replica), finished, held)
 
 
-def keep(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
+def store(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
     node = offer(keeper, whole(), prompt(seed), replica=replica)
     assert node is not None
     return node
@@ -98,7 +98,7 @@ def test_pins_of_the_last_run_hold_once_their_replica_is_back(tmp_path: Path) ->
     path = tmp_path / "again.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
-        pinned, other = keep(keeper, 1), keep(keeper, 2)
+        pinned, other = store(keeper, 1), store(keeper, 2)
         keeper.ask(QUESTIONS["pin"], {"node": pinned.node_id})
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
@@ -112,8 +112,8 @@ def test_pins_of_the_last_run_hold_once_their_replica_is_back(tmp_path: Path) ->
 
 def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
     """Segments and bytes, in all and by name."""
-    keep(keeper, 1)
-    keep(keeper, 2, replica="b")
+    store(keeper, 1)
+    store(keeper, 2, replica="b")
     tier = keeper.tier
     assert (len(tier.memories["a"].segments), tier.memories["b"].num_bytes, tier.num_bytes) == (1, 500, 1000)
 
@@ -122,7 +122,7 @@ def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> N
     """One node; the replica is told which of the two copies it may let go of."""
     told: list[str] = []
     keeper.tier.on_drop = told.append
-    keep(keeper, 1)
+    store(keeper, 1)
     again = whole()
     assert offer(keeper, again, prompt(1)) is None
     assert keeper.tier.take_dropped("a") == [again.stored[0].segment_id]
@@ -138,7 +138,7 @@ def test_short_prompts_are_not_kept(keeper: ReplicaKeeper) -> None:
 
 def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeeper) -> None:
     """Of this replica, and none that a ticket refers to; the replica is told what it may let go of."""
-    others, first, second, third = keep(keeper, 1, replica="b"), *(keep(keeper, seed) for seed in (2, 3, 4))
+    others, first, second, third = store(keeper, 1, replica="b"), *(store(keeper, seed) for seed in (2, 3, 4))
     keeper.tree.touch(first.node_id)
     assert offer(keeper, whole(), prompt(5), max_bytes=1500, held=[second.node_id]) is not None
     assert keeper.take_evicted() == [("a", third.node_id)]
@@ -164,7 +164,7 @@ def test_a_prompt_loses_its_end_at_its_replica(keeper: ReplicaKeeper) -> None:
 
 def test_what_finds_no_room_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
     """Nobody is evicted for what would not fit all the same."""
-    donor, other = keep(keeper, 1), keep(keeper, 2)
+    donor, other = store(keeper, 1), store(keeper, 2)
     finished = whole()
     assert offer(keeper, finished, prompt(3), max_bytes=900, held=[donor.node_id]) is None
     assert keeper.tier.take_dropped("a") == [finished.stored[0].segment_id]
@@ -173,7 +173,7 @@ def test_what_finds_no_room_is_dropped_over_there(keeper: ReplicaKeeper) -> None
 
 def test_a_known_prompt_evicts_nobody(keeper: ReplicaKeeper) -> None:
     """It counts as used, and what was retained of it again is dropped."""
-    first, second = keep(keeper, 1), keep(keeper, 2)
+    first, second = store(keeper, 1), store(keeper, 2)
     assert offer(keeper, whole(), prompt(1), max_bytes=1000) is None
     assert keeper.take_evicted() == []
     assert keeper.tree.next_to_evict() == second
@@ -181,7 +181,7 @@ def test_a_known_prompt_evicts_nobody(keeper: ReplicaKeeper) -> None:
 
 
 def test_a_drop_that_could_not_be_sent_is_sent_again(keeper: ReplicaKeeper) -> None:
-    segments = keep(keeper, 1).pieces.segment_ids
+    segments = store(keeper, 1).pieces.segment_ids
     keeper.tier.drop(segments)
     keeper.tier.drop_again("a", keeper.tier.take_dropped("a"))
     assert keeper.tier.take_dropped("a") == list(segments)
@@ -189,7 +189,7 @@ def test_a_drop_that_could_not_be_sent_is_sent_again(keeper: ReplicaKeeper) -> N
 
 def test_a_dropped_segment_takes_its_prompts_along(keeper: ReplicaKeeper) -> None:
     """Pinned ones too: their KV is gone. The others stay, and the index hears of it."""
-    gone, stays = keep(keeper, 1), keep(keeper, 2)
+    gone, stays = store(keeper, 1), store(keeper, 2)
     keeper.tree.pin(gone.node_id)
     keeper.forget(gone.pieces.segment_ids)
     assert [node.node_id for node in keeper.tree.nodes()] == [stays.node_id]
@@ -199,8 +199,8 @@ def test_a_dropped_segment_takes_its_prompts_along(keeper: ReplicaKeeper) -> Non
 
 def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
     """The other's prompts are where they were."""
-    keep(keeper, 1)
-    stays = keep(keeper, 2, replica="b")
+    store(keeper, 1)
+    stays = store(keeper, 2, replica="b")
     keeper.lose("a")
     assert [node.node_id for node in keeper.tree.nodes()] == [stays.node_id]
     assert len(keeper.take_evicted()) == 1
@@ -209,7 +209,7 @@ def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
 
 def test_a_lost_replica_is_lost_on_a_full_disk_too(keeper: ReplicaKeeper) -> None:
     """Nothing needs to be stored for it: after a restart nobody claims its prompts."""
-    keep(keeper, 1)
+    store(keeper, 1)
     assert keeper.tree._storage is not None
     keeper.tree._storage._open_connection().execute("PRAGMA query_only = ON")
     keeper.lose("a")
@@ -221,17 +221,17 @@ def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> N
     """Its KV is gone with the replica's restart, while others are still waited for."""
     path = tmp_path / "tree.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
-        keep(ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8), 1)
+        store(ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8), 1)
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         assert keeper.claim("a", [], 10**6) == []
-        again = keep(keeper, 1)
+        again = store(keeper, 1)
         assert again.pieces.segment_ids <= keeper.tier.held_by("a")
 
 
 def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
     """By the same way as everything that nobody refers to."""
-    node = keep(keeper, 1)
+    node = store(keeper, 1)
     keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
     assert keeper.tree.nodes() == ()
     assert keeper.tier.take_dropped("a") == list(node.pieces.segment_ids)
@@ -240,7 +240,7 @@ def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> Non
 
 def test_a_resync_finds_what_went_unnoticed(keeper: ReplicaKeeper) -> None:
     """What is not held any more leaves; what nobody refers to is an orphan."""
-    gone, stays = keep(keeper, 1), keep(keeper, 2)
+    gone, stays = store(keeper, 1), store(keeper, 2)
     unknown = SegmentId(7)
     assert keeper.claim("a", [*stays.pieces.segment_ids, unknown], 10**6) == []
     assert keeper.tree.get(gone.node_id) is None
@@ -253,7 +253,7 @@ def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
     path = tmp_path / "tree.sqlite3"
     with DeltaTree.open(path, identity="test") as tree:
         before = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
-        mine, theirs, nobodys = keep(before, 1), keep(before, 2, replica="b"), keep(before, 3)
+        mine, theirs, nobodys = store(before, 1), store(before, 2, replica="b"), store(before, 3)
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         claimed = keeper.claim("a", mine.pieces.segment_ids, 10**6)
@@ -270,7 +270,7 @@ def test_the_last_runs_prompts_wait_for_their_replica(tmp_path: Path) -> None:
 
 def test_a_plan_is_told_what_is_missing(keeper: ReplicaKeeper) -> None:
     """The tier has no bytes to give, only the word that they are there."""
-    node = keep(keeper, 1)
+    node = store(keeper, 1)
     (held,) = node.pieces.segment_ids
     fetched = keeper.tier.fetch([held, SegmentId(7)])
     assert fetched.segments == {}

@@ -40,17 +40,17 @@ def tokens(seed: int, length: int) -> TokenIds:
     return token_ids(np.random.default_rng(seed).integers(1, 10**6, length).astype(np.int32))
 
 
-def commit(
+def store(
     keeper: MemoryKeeper[WeightlessKV],
     ids: TokenIds,
     plan: Plan | NoPlan = ALONE,
     namespace: str = OURS,
 ) -> Node | None:
-    return keeper.commit(Computed(namespace, ids, plan, WeightlessSequence(1)))
+    return keeper.store(Computed(namespace, ids, plan, WeightlessSequence(1)))
 
 
-def keep(keeper: MemoryKeeper[WeightlessKV], seed: int, length: int, namespace: str = OURS) -> Node:
-    node = commit(keeper, tokens(seed, length), namespace=namespace)
+def store_new(keeper: MemoryKeeper[WeightlessKV], seed: int, length: int, namespace: str = OURS) -> Node:
+    node = store(keeper, tokens(seed, length), namespace=namespace)
     assert node is not None
     return node
 
@@ -90,7 +90,7 @@ def test_pinned_prompts_stay_and_others_find_room(pinned: list[int], others: lis
     keeper = new_keeper()
     nodes = []
     for seed, length in enumerate(pinned):
-        node = keep(keeper, seed, length)
+        node = store_new(keeper, seed, length)
         if keeper.pins()["num_bytes"] + length > MOST:
             with pytest.raises(RequestError, match="may be, half of the memory"):
                 ask(keeper, "pin", node=node.node_id)
@@ -99,7 +99,7 @@ def test_pinned_prompts_stay_and_others_find_room(pinned: list[int], others: lis
         nodes.append(node)
     num_pinned = keeper.pins()["num_bytes"]
     for seed, length in enumerate(others):
-        stored = commit(keeper, tokens(1000 + seed, length))
+        stored = store(keeper, tokens(1000 + seed, length))
         assert (stored is not None) == (length + num_pinned <= CAPACITY)
         assert keeper.tier.num_bytes <= CAPACITY
     for node in nodes:
@@ -110,23 +110,23 @@ def test_pinned_prompts_stay_and_others_find_room(pinned: list[int], others: lis
 
 def test_without_a_pin_it_would_have_left(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """The same prompt, in the same traffic."""
-    first, second = keep(keeper, 1, 200), keep(keeper, 2, 200)
+    first, second = store_new(keeper, 1, 200), store_new(keeper, 2, 200)
     ask(keeper, "pin", node=first.node_id)
     for seed in range(10, 20):
-        keep(keeper, seed, 300)
+        store_new(keeper, seed, 300)
     assert keeper.tree.get(first.node_id) is not None
     assert keeper.tree.get(second.node_id) is None
     ask(keeper, "unpin", node=first.node_id)
     for seed in range(20, 30):
-        keep(keeper, seed, 300)
+        store_new(keeper, seed, 300)
     assert keeper.tree.get(first.node_id) is None
 
 
 def test_a_namespace_is_pinned_whole_or_not_at_all(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """The refusal says how much would be pinned, is, and may be."""
     for seed in range(3):
-        keep(keeper, seed, 200, namespace="a" * 64)
-    other = keep(keeper, 9, 100, namespace="b" * 64)
+        store_new(keeper, seed, 200, namespace="a" * 64)
+    other = store_new(keeper, 9, 100, namespace="b" * 64)
     ask(keeper, "pin", node=other.node_id)
     with pytest.raises(
         RequestError, match=r"^node: 700 .* would be pinned, 100 are; at most 500 may be"
@@ -141,8 +141,8 @@ def test_a_namespace_is_pinned_whole_or_not_at_all(keeper: MemoryKeeper[Weightle
 
 def test_what_two_pinned_prompts_share_counts_once(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """As it takes memory once; and it stays when only one of them is pinned."""
-    donor = keep(keeper, 1, 400)
-    child = commit(keeper, *edited(donor, 50))
+    donor = store_new(keeper, 1, 400)
+    child = store(keeper, *edited(donor, 50))
     assert child is not None
     ask(keeper, "pin", node=child.node_id)
     assert 400 < keeper.pins()["num_bytes"] < 450  # not the segments that only the donor needs
@@ -150,14 +150,14 @@ def test_what_two_pinned_prompts_share_counts_once(keeper: MemoryKeeper[Weightle
     assert keeper.pins()["num_bytes"] == 450
     ask(keeper, "unpin", node=donor.node_id)
     for seed in range(10, 20):
-        keep(keeper, seed, 300)
+        store_new(keeper, seed, 300)
     assert keeper.tree.get(donor.node_id) is None
     assert not keeper.tier.fetch(child.pieces.segment_ids).missing
 
 
 def test_a_pinned_prompt_may_be_pinned_again(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """Also where no more may be pinned."""
-    node = keep(keeper, 1, MOST)
+    node = store_new(keeper, 1, MOST)
     for _ in range(2):
         assert ask(keeper, "pin", node=node.node_id)["num_nodes"] == 1
     assert len(keeper.tree.pinned()) == 1
@@ -165,17 +165,17 @@ def test_a_pinned_prompt_may_be_pinned_again(keeper: MemoryKeeper[WeightlessKV])
 
 def test_the_same_prompt_again_leaves_the_pin(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """It is the same node, which does not come back into the order of eviction by being used."""
-    node = keep(keeper, 1, 200)
+    node = store_new(keeper, 1, 200)
     ask(keeper, "pin", node=node.node_id)
-    assert commit(keeper, tokens(1, 200)) is None
+    assert store(keeper, tokens(1, 200)) is None
     keeper.tree.touch(node.node_id, num_given=100)
     for seed in range(10, 20):
-        keep(keeper, seed, 300)
+        store_new(keeper, seed, 300)
     assert keeper.tree.node(node.node_id).pinned
 
 
 def test_a_node_without_its_kv_is_not_pinned(keeper: MemoryKeeper[WeightlessKV]) -> None:
-    node = keep(keeper, 1, 200)
+    node = store_new(keeper, 1, 200)
     keeper.tier.drop(node.pieces.segment_ids)
     with pytest.raises(RequestError, match="in no memory now") as refused:
         ask(keeper, "pin", node=node.node_id)
@@ -186,7 +186,7 @@ def test_a_node_without_its_kv_is_not_pinned(keeper: MemoryKeeper[WeightlessKV])
 def test_dropping_a_namespace_or_everything_drops_what_is_pinned(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """Its memory is free then, and so is its share of what may be pinned."""
     for namespace in ("a" * 64, "b" * 64):
-        ask(keeper, "pin", node=keep(keeper, 1, 200, namespace=namespace).node_id)
+        ask(keeper, "pin", node=store_new(keeper, 1, 200, namespace=namespace).node_id)
     ask(keeper, "evict", namespace="aaaa", dry_run=False)
     assert keeper.pins()["num_bytes"] == 200
     ask(keeper, "evict", all=True, dry_run=False)
@@ -195,7 +195,7 @@ def test_dropping_a_namespace_or_everything_drops_what_is_pinned(keeper: MemoryK
 
 def test_where_others_find_a_prompt(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """At its own node, or at a donor that begins with all of it."""
-    donor = keep(keeper, 1, 200)
+    donor = store_new(keeper, 1, 200)
     ids, plan = edited(donor, 50)
     assert keeper.find_stored(OURS, donor.token_ids, NoPlan(Reason.OFF)) == donor
     assert keeper.find_stored(OURS, ids, plan) is None

@@ -95,7 +95,7 @@ def model() -> EmbeddedModel:
     return EmbeddedModel(tiny_model("llama"), name="llama")
 
 
-def keep(
+def store(
     sharing: Sharing,
     model: EmbeddedModel,
     tokens: TokenIds,
@@ -103,15 +103,15 @@ def keep(
     namespace: str = "ns",
     plan: Plan | NoPlan | None = None,
 ) -> Node | None:
-    """Commit a prompt whose KV is whatever the buffer holds: only the books are looked at."""
+    """Store a prompt whose KV is whatever the buffer holds: only the bookkeeping is looked at."""
     kv = model.new_sequence(len(tokens))
     kv.k.zero_()
     kv.v.zero_()
-    return keeper_of(sharing).commit(Computed(namespace, tokens, plan or NoPlan(Reason.NO_CANDIDATES), kv))
+    return keeper_of(sharing).store(Computed(namespace, tokens, plan or NoPlan(Reason.NO_CANDIDATES), kv))
 
 
 def donor_for(sharing: Sharing, model: EmbeddedModel, tokens: TokenIds, *, namespace: str = "ns") -> Node:
-    node = keep(sharing, model, tokens, namespace=namespace)
+    node = store(sharing, model, tokens, namespace=namespace)
     assert node is not None
     assert isinstance(sharing.nominator, FixedNominator)
     sharing.nominator.node_ids = (node.node_id,)
@@ -222,7 +222,7 @@ async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
     assert lookup.plan == NoPlan(Reason.KV_GONE)
 
 
-async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: EmbeddedModel) -> None:
+async def test_a_plan_is_stored_as_pieces_over_the_donors_segments(model: EmbeddedModel) -> None:
     """Only what was computed costs bytes; the rest of the node points to the donor's segment."""
     sharing = sharing_with(FixedNominator(), model)
     base = prompt(400)
@@ -233,7 +233,7 @@ async def test_a_plan_is_committed_as_pieces_over_the_donors_segments(model: Emb
     lookup = await look_up(sharing, wanted)
     assert isinstance(lookup.plan, Plan)
     before = sharing.tier.num_bytes
-    node = keep(sharing, model, wanted.token_ids, plan=lookup.plan)
+    node = store(sharing, model, wanted.token_ids, plan=lookup.plan)
     assert node is not None
     assert sharing.tree.ancestors(node.node_id) == (donor.node_id,)
     # Behind the edit, up to the first copy, everything was computed after exact KV: it is exact.
@@ -249,8 +249,8 @@ async def test_the_same_prompt_twice_is_stored_once(model: EmbeddedModel) -> Non
     """Its second KV is let go."""
     sharing = sharing_with(FixedNominator(), model)
     tokens = prompt(100).token_ids
-    assert keep(sharing, model, tokens) is not None
-    assert keep(sharing, model, tokens) is None
+    assert store(sharing, model, tokens) is not None
+    assert store(sharing, model, tokens) is None
     assert sharing.tree.stats().num_nodes == 1
     assert isinstance(sharing.tier, MemoryTier)
     assert len(sharing.tier) == 1
@@ -265,14 +265,14 @@ async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
     donor = donor_for(sharing, model, wanted.token_ids)
     lookup = await look_up(sharing, wanted)
     keeper_of(sharing).hold(lookup.plan)
-    assert keep(sharing, model, prompt(200, seed=1).token_ids) is None
+    assert store(sharing, model, prompt(200, seed=1).token_ids) is None
     keeper_of(sharing).release(lookup.plan)
     assert sharing.tree.node(donor.node_id).num_tokens == 100
-    assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
+    assert store(sharing, model, prompt(200, seed=1).token_ids) is not None
     assert sharing.tree.node(donor.node_id).num_tokens <= 50
 
 
-async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel) -> None:
+async def test_a_sequence_on_an_evicted_donor_is_not_stored(model: EmbeddedModel) -> None:
     """An administrator may evict a donor while a recipient runs: that recipient is just not kept."""
     sharing = sharing_with(FixedNominator(), model)
     base = prompt(400)
@@ -282,7 +282,7 @@ async def test_a_commit_on_an_evicted_donor_stores_nothing(model: EmbeddedModel)
     wanted = Prompt(token_ids(changed), TEXT)
     lookup = await look_up(sharing, wanted)
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
-    assert keep(sharing, model, wanted.token_ids, plan=lookup.plan) is None
+    assert store(sharing, model, wanted.token_ids, plan=lookup.plan) is None
     assert sharing.tree.stats().num_nodes == 0
     assert sharing.tier.num_bytes == 0
     assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.DONOR_GONE): 1}
@@ -307,7 +307,7 @@ async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_
     kv.write_copies(lookup.plan.copies, lookup.segments, computed=lookup.plan.may_compute)
     model.compute(PartialPass(kv, (Span(150, 200),)), wanted[150:])
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
-    node = keeper_of(sharing).commit(Computed("ns", wanted, lookup.plan, kv))
+    node = keeper_of(sharing).store(Computed("ns", wanted, lookup.plan, kv))
     if family == "llama":
         assert node is not None
         assert not kv.k[:, :200].isnan().any()
@@ -333,7 +333,7 @@ async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: Em
 
     nominator = SlowNominator()
     sharing = sharing_with(nominator, model)
-    kept = keep(sharing, model, prompt(100).token_ids)
+    kept = store(sharing, model, prompt(100).token_ids)
     assert kept is not None
     node = kept
     await sharing.remember(node, TEXT)
@@ -352,9 +352,9 @@ async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedMode
             return ()
 
     sharing = sharing_with(Recorder(), model, max_bytes=1000 * model.layout.bytes_per_token)
-    node = keep(sharing, model, prompt(900).token_ids)
+    node = store(sharing, model, prompt(900).token_ids)
     assert node is not None
-    assert keep(sharing, model, prompt(200, seed=1).token_ids) is not None
+    assert store(sharing, model, prompt(200, seed=1).token_ids) is not None
     assert sharing.tree.node(node.node_id).num_tokens < 900
     await sharing.forget_evicted()
     await sharing.remember(node, TEXT)
@@ -377,7 +377,7 @@ async def test_a_prompt_that_loses_its_end_while_it_is_embedded_is_indexed_short
             return ()
 
     sharing = sharing_with(Slow(), model)
-    node = keep(sharing, model, prompt(900).token_ids)
+    node = store(sharing, model, prompt(900).token_ids)
     assert node is not None
     await sharing.remember(node, TEXT)
     assert remembered == [(900, TEXT), (256, None)]
@@ -406,12 +406,12 @@ async def test_nobody_is_evicted_for_a_prompt_that_would_not_fit_anyway(model: E
     """With most of the memory pinned, a large prompt is refused and the small ones stay."""
     bytes_per_token = model.layout.bytes_per_token
     sharing = sharing_with(FixedNominator(), model, max_bytes=300 * bytes_per_token)
-    pinned = keep(sharing, model, prompt(200, seed=1).token_ids)
-    small = keep(sharing, model, prompt(50, seed=2).token_ids)
+    pinned = store(sharing, model, prompt(200, seed=1).token_ids)
+    small = store(sharing, model, prompt(50, seed=2).token_ids)
     assert pinned is not None
     assert small is not None
     sharing.tree.pin(pinned.node_id)
-    assert keep(sharing, model, prompt(150, seed=3).token_ids) is None
+    assert store(sharing, model, prompt(150, seed=3).token_ids) is None
     assert sharing.tree.get(small.node_id) is not None
     assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.NO_ROOM): 1}
 
@@ -426,7 +426,7 @@ async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -
     assert isinstance(lookup.plan, Plan)
     assert lookup.plan.decision == "exact"
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
-    node = keep(sharing, model, longer, plan=lookup.plan)
+    node = store(sharing, model, longer, plan=lookup.plan)
     assert node is not None
     assert node.exact_length == 150
     assert sharing.tier.num_bytes == 150 * model.layout.bytes_per_token

@@ -9,7 +9,7 @@ from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan
 from kvshare.telemetry import Component, FallbackReason
-from tests.kvshare.sharing.test_eviction_from_the_end import continued, keep, new_keeper, tokens
+from tests.kvshare.sharing.test_eviction_from_the_end import continued, new_keeper, store, tokens
 
 PROMPT, WHOLE = 400, 450
 CAPACITY = 1000
@@ -25,7 +25,7 @@ def completed(keeper: MemoryKeeper[WeightlessKV], prompt: Node | None, seed: int
 
 def test_the_answer_makes_the_node_longer() -> None:
     keeper = new_keeper(CAPACITY)
-    prompt = keeper.commit_prompt(computed(1, PROMPT))
+    prompt = keeper.store_prompt(computed(1, PROMPT))
     assert prompt is not None
     node = completed(keeper, prompt)
     assert node is not None
@@ -36,10 +36,10 @@ def test_the_answer_makes_the_node_longer() -> None:
 
 def test_a_prompt_that_left_meanwhile_is_kept_again_with_its_answer() -> None:
     keeper = new_keeper(CAPACITY)
-    prompt = keeper.commit_prompt(computed(1, PROMPT))
+    prompt = keeper.store_prompt(computed(1, PROMPT))
     assert prompt is not None
     for seed in (2, 3):
-        keep(keeper, tokens(seed, 500))
+        store(keeper, tokens(seed, 500))
     assert keeper.tree.get(prompt.node_id) is None
     node = completed(keeper, prompt)
     assert node is not None
@@ -49,7 +49,7 @@ def test_a_prompt_that_left_meanwhile_is_kept_again_with_its_answer() -> None:
 
 def test_a_prompt_that_lost_its_end_stays_as_it_is() -> None:
     keeper = new_keeper(CAPACITY)
-    prompt = keeper.commit_prompt(computed(1, PROMPT))
+    prompt = keeper.store_prompt(computed(1, PROMPT))
     assert prompt is not None
     keeper.tier.drop(keeper.tree.shorten(prompt.node_id, 350).freed_segments)
     node = completed(keeper, prompt)
@@ -59,18 +59,18 @@ def test_a_prompt_that_lost_its_end_stays_as_it_is() -> None:
 
 def test_what_was_refused_is_not_tried_again() -> None:
     keeper = new_keeper(300)
-    assert keeper.commit_prompt(computed(1, PROMPT)) is None
+    assert keeper.store_prompt(computed(1, PROMPT)) is None
     assert completed(keeper, None) is None
     assert keeper.telemetry.counts().fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
 
 
 def test_a_known_prompt_with_another_answer_is_a_prompt_of_its_own() -> None:
-    """The prompt was there, so `commit` had nothing to add; the two share its segments."""
+    """The prompt was there, so `store` had nothing to add; the two share its segments."""
     keeper = new_keeper(CAPACITY)
-    first = keep(keeper, tokens(1, PROMPT))
+    first = store(keeper, tokens(1, PROMPT))
     _, plan = continued(first, PROMPT - 1, PROMPT)
     ids = token_ids(np.concatenate([first.token_ids, tokens(7, WHOLE - PROMPT)]))
-    assert keeper.commit_prompt(Computed("n", first.token_ids, plan, WeightlessSequence(1))) is None
+    assert keeper.store_prompt(Computed("n", first.token_ids, plan, WeightlessSequence(1))) is None
     node = keeper.complete(None, Computed("n", ids, plan, WeightlessSequence(1)), num_prompt=PROMPT)
     assert node is not None
     assert node.node_id != first.node_id
@@ -80,11 +80,11 @@ def test_a_known_prompt_with_another_answer_is_a_prompt_of_its_own() -> None:
 def test_what_a_donor_begins_with_becomes_no_node_until_it_has_an_answer_of_its_own() -> None:
     """Asked again, greedily: nothing is new. With another answer it is a prompt of its own."""
     keeper = new_keeper(CAPACITY)
-    first = completed(keeper, keeper.commit_prompt(computed(1, PROMPT)))
+    first = completed(keeper, keeper.store_prompt(computed(1, PROMPT)))
     assert first is not None
     _, plan = continued(first, PROMPT - 1, PROMPT)
     again = Computed("n", first.token_ids[:PROMPT], plan, WeightlessSequence(1))
-    assert keeper.commit_prompt(again) is None
+    assert keeper.store_prompt(again) is None
     same = Computed("n", first.token_ids, plan, WeightlessSequence(1))
     assert keeper.complete(None, same, num_prompt=PROMPT) is None
     assert len(keeper.tree.nodes()) == 1

@@ -205,7 +205,7 @@ class Vllm:
         """The answer without any sharing: nobody else's blocks, no ticket."""
         return self.ask((tokens, None, self.fresh("plain")), **sampling)[0]
 
-    def keep(self, tokens: Sequence[int], **fields: Any) -> Finished:
+    def store(self, tokens: Sequence[int], **fields: Any) -> Finished:
         """Make a prompt a donor. Returns its Finished event."""
         ticket = self.ticket(tokens, **fields)
         self.ask((tokens, ticket, self.fresh("tenant")))

@@ -76,7 +76,7 @@ class Scenario:
     def _planned(self) -> tuple[Answer, Answer, Finished]:
         """An edited prompt, by plan and in full."""
         tokens = random_text(600, next(self._seeds))
-        donor = self.vllm.keep(tokens)
+        donor = self.vllm.store(tokens)
         answer, event = self.vllm.shared(tokens, copies_of(donor, *SCATTERED))
         return answer, self.vllm.plain(tokens), event
 
@@ -86,13 +86,13 @@ class Scenario:
             say("parity", [answer.distance(truth), event.decision])
         tokens = random_text(600, 1)
         say("whole", self.vllm.llm.collective_rpc("whole_segment", args=(first_segment(self.vllm, tokens),)))
-        say("chosen", ask_chosen(self.vllm, self.vllm.keep(tokens), tokens))
+        say("chosen", ask_chosen(self.vllm, self.vllm.store(tokens), tokens))
 
     def _abort(self) -> None:
         from vllm import SamplingParams
 
         vllm, tokens = self.vllm, random_text(600, next(self._seeds))
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         for steps in (0, 1, 3):
             ticket = vllm.ticket(tokens, copies_of(donor, *SCATTERED))
             extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}}
@@ -107,7 +107,7 @@ class Scenario:
 
     def _fault(self, stage: str) -> None:
         tokens = random_text(600, next(self._seeds))
-        donor = self.vllm.keep(tokens)
+        donor = self.vllm.store(tokens)
         self.faults.write_text(fault(1, stage))
         answer, event = self.vllm.shared(tokens, copies_of(donor, *SCATTERED))
         self.faults.write_text("")
@@ -123,7 +123,7 @@ class Scenario:
 
     def _pass(self) -> None:
         tokens = random_text(600, next(self._seeds))
-        donor = self.vllm.keep(tokens)
+        donor = self.vllm.store(tokens)
         self.faults.write_text(fault(1, "pass"))
         try:
             self.vllm.shared(tokens, copies_of(donor, *SCATTERED))
@@ -133,7 +133,7 @@ class Scenario:
 
 
 def first_segment(vllm: Vllm, tokens: Sequence[int]) -> SegmentId:
-    return vllm.keep(tokens).stored[0].segment_id
+    return vllm.store(tokens).stored[0].segment_id
 
 
 def fault(rank: int, stage: str) -> str:

@@ -100,7 +100,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
     from kvshare.kv.attention import PartialPass
 
     vllm, tokens = architecture, text(600)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     made = scene(donor, tokens, text, copies)
     answer, event = made.ask(vllm, max_tokens=1, logprobs=20)
 
@@ -125,7 +125,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
 
 def test_as_many_are_computed_as_the_plan_says(architecture: Vllm, text: Texts, copies: Copies) -> None:
     vllm, tokens = architecture, text(600, 1)
-    made = scene(vllm.keep(tokens), tokens, text, copies)
+    made = scene(vllm.store(tokens), tokens, text, copies)
     _, event = made.ask(vllm)
     assert (event.decision, event.reason) == ("approx", None)
     assert event.num_computed == made.plan.num_computed
@@ -136,7 +136,7 @@ def test_as_many_are_computed_as_the_plan_says(architecture: Vllm, text: Texts, 
 def test_what_is_retained_is_what_stood_in_the_slots(architecture: Vllm, text: Texts, copies: Copies) -> None:
     """Repairs are stored anew, the rest of the copies is not: asked again from it, the answer is the same."""
     vllm, tokens = architecture, text(600, 2)
-    made = scene(vllm.keep(tokens), tokens, text, copies)
+    made = scene(vllm.store(tokens), tokens, text, copies)
     answer, event = made.ask(vllm)
     repaired = set(places(event.repaired))
     stored = {place for part in event.stored for place in range(part.start, part.start + part.length)}
@@ -173,7 +173,7 @@ def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
 ) -> None:
     """Nothing is chosen where nothing is copied any more."""
     vllm, tokens = architecture, text(600, 3)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     made = scene(donor, tokens, text, copies)
     gone = made.copies[0].segment_id
     assert vllm.worker._store is not None
@@ -190,7 +190,7 @@ def test_where_attention_cannot_be_watched_place_decides(
 ) -> None:
     """As many tokens, at the starts of the pieces."""
     vllm, tokens = architecture, text(600, 4)
-    made = scene(vllm.keep(tokens), tokens, text, copies)
+    made = scene(vllm.store(tokens), tokens, text, copies)
     monkeypatch.setattr(vllm.worker, "_can_listen", False)
     _, event = made.ask(vllm)
     repaired = places(event.repaired)
@@ -204,9 +204,9 @@ def test_loads_with_and_without_an_order_share_a_step(
 ) -> None:
     """Two that choose and one that does not, together: each as it is alone."""
     vllm = architecture
-    scenes = [scene(vllm.keep(text(600, seed)), text(600, seed), text, copies) for seed in (5, 6)]
+    scenes = [scene(vllm.store(text(600, seed)), text(600, seed), text, copies) for seed in (5, 6)]
     alone = [made.ask(vllm) for made in scenes]
-    plain = vllm.keep(text(500, 7))
+    plain = vllm.store(text(500, 7))
     tickets = [vllm.ticket(made.tokens, made.copies, order=made.order) for made in scenes]
     other = vllm.ticket(text(500, 7), copies(plain, (0, 200), (230, 480)))
     requests = [
@@ -228,7 +228,7 @@ def test_much_behind_the_last_copy_is_left_to_vllm(
 
     monkeypatch.setattr(scheduler, "MOST_BEHIND", 100)
     vllm, tokens = architecture, text(600, 8)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     recipient = text(SHIFT, 9) + tokens + text(200, 10)
     made = Scene(recipient, tuple(copies(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)))
     _, event = made.ask(vllm)

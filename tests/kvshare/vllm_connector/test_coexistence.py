@@ -28,7 +28,7 @@ def local_hits(vllm: Vllm, tokens: list[int], salt: str) -> int:
 
 def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """KV of quite another text is laid under a prompt; the same prompt, asked plainly, is answered right."""
-    donor = vllm.keep(text(600, 1))
+    donor = vllm.store(text(600, 1))
     tokens = text(600, 2)
     wrong, event = vllm.shared(tokens, copies(donor, (0, 580)))
     assert event.used == (0, 1)
@@ -43,7 +43,7 @@ def test_the_prefix_cache_would_have_served_it(vllm: Vllm, text: Texts, copies: 
     """The control: where the private salt is known, vLLM does find the approximate blocks."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    donor = vllm.keep(text(600, 1))
+    donor = vllm.store(text(600, 1))
     tokens = text(600, 3)
     ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
     salt = private_salt(ticket.ticket_id)
@@ -58,7 +58,7 @@ def test_an_approximate_ticket_without_its_salt_is_refused(
     vllm: Vllm, text: Texts, copies: Copies, salt: str | None
 ) -> None:
     """It is served in full, exactly, and kept as what it is."""
-    donor, tokens = vllm.keep(text(600, 1)), text(600, 4)
+    donor, tokens = vllm.store(text(600, 1)), text(600, 4)
     ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
     (answer,) = vllm.ask((tokens, ticket, salt))
     event = vllm.finished(ticket)
@@ -84,7 +84,7 @@ def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, c
 def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Exact KV is what the prefix cache holds anyway: who asks next gets it from there, and it is right."""
     tokens = text(600, 6)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 599)), exact_length=599)
     vllm.ask((tokens, ticket, "late-tenant"))
     assert vllm.finished(ticket).num_local == 0
@@ -100,7 +100,7 @@ def test_blocks_that_another_request_is_about_to_fill(vllm: Vllm, text: Texts, c
     What is computed from them would be found by the whole tenant.
     """
     tokens = text(600, 10)
-    gone, donor = vllm.keep(tokens[:300]), vllm.keep(tokens)
+    gone, donor = vllm.store(tokens[:300]), vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(gone, (0, 300)) + copies(donor, (300, 590)), exact_length=590)
     vllm.drop(gone)
     _, answer = vllm.ask((tokens[:200] + text(100, 11), None, "burst"), (tokens, ticket, "burst"))
@@ -117,7 +117,7 @@ def test_choices_share_one_ticket(vllm: Vllm, text: Texts, copies: Copies) -> No
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 7)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     answers = vllm.ask((tokens, ticket, private_salt(ticket.ticket_id)), n=3, temperature=0.01)
     truth = vllm.plain(tokens)
@@ -157,7 +157,7 @@ def test_scheduling_modes(start: Start, text: Texts, copies: Copies, options: di
     vllm = start("llama", **options)
     assert vllm.side.info().settings["async_scheduling"] == options.get("async_scheduling", False)
     texts = [text(700, 30 + seed) for seed in range(3)]
-    donors = [vllm.keep(tokens) for tokens in texts]
+    donors = [vllm.store(tokens) for tokens in texts]
     spans = [((0, 10), (400, 690)), ((0, 300),), ((650, 690),)]  # a long run, a long tail, nearly everything
     requests = []
     for tokens, donor, wanted in zip(texts, donors, spans, strict=True):
@@ -185,7 +185,7 @@ def test_preemption(
         async_scheduling=async_scheduling,
     )
     texts = [text(60, 50 + seed) for seed in range(6)]
-    donors = [vllm.keep(tokens) for tokens in texts]
+    donors = [vllm.store(tokens) for tokens in texts]
     truths = [vllm.plain(tokens, max_tokens=60) for tokens in texts]
     before = vllm.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     assert before == 14
@@ -216,7 +216,7 @@ def test_planned_requests_wait_their_turn(
 
     vllm = start("llama", kv_transfer_config=with_settings(step_tokens=1))
     texts = [text(200, 80 + seed) for seed in range(6)]
-    donors = [vllm.keep(tokens) for tokens in texts]
+    donors = [vllm.store(tokens) for tokens in texts]
     truths = [vllm.plain(tokens) for tokens in texts]
     computed: list[list[str]] = []
     compute = vllm.worker._compute

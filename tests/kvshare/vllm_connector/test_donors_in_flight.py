@@ -77,7 +77,7 @@ def test_a_planned_one_is_a_donor_too(vllm: Vllm, text: Texts, copies: Copies) -
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(400, 3)
-    first = vllm.keep(tokens)
+    first = vllm.store(tokens)
     edited = [*tokens[:100], *text(20, 4), *tokens[120:]]
     ticket = vllm.ticket(edited, copies(first, (0, 100), (120, 350)))
     begin(vllm, edited, ticket, salt=private_salt(ticket.ticket_id))

@@ -39,7 +39,7 @@ def corrupt(vllm: Vllm, segment_id: SegmentId) -> None:
 def test_a_segment_that_vanished_is_computed(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """All copies of a dropped segment become placeholders; the prompt is exact again and kept whole."""
     tokens = text(600, 1)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     assert vllm.drop(donor) == 3
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
@@ -50,7 +50,7 @@ def test_a_segment_that_vanished_is_computed(vllm: Vllm, text: Texts, copies: Co
 def test_one_of_two_donors_vanished(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """What is left of the plan is carried out."""
     tokens = text(600, 2)
-    first, second = vllm.keep(tokens), vllm.keep(tokens)
+    first, second = vllm.store(tokens), vllm.store(tokens)
     plan = copies(first, (0, 200)) + copies(second, (220, 400)) + copies(first, (430, 580))
     vllm.drop(second)
     answer, event = vllm.shared(tokens, plan)
@@ -62,7 +62,7 @@ def test_one_of_two_donors_vanished(vllm: Vllm, text: Texts, copies: Copies) -> 
 def test_corrupt_bytes_are_a_miss(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A segment whose checksum no longer fits is computed instead, dropped, and told of as gone."""
     tokens = text(600, 3)
-    good, bad = vllm.keep(tokens), vllm.keep(tokens)
+    good, bad = vllm.store(tokens), vllm.store(tokens)
     bad_id = bad.stored[0].segment_id
     corrupt(vllm, bad_id)
     answer, event = vllm.shared(tokens, copies(good, (0, 200)) + copies(bad, (220, 590)), max_tokens=8)
@@ -78,7 +78,7 @@ def test_corrupt_bytes_found_in_a_requests_last_step(
 ) -> None:
     """What the slots hold is known before the first token, however soon the request ends."""
     tokens = text(600, 4)
-    good, bad = vllm.keep(tokens), vllm.keep(tokens)
+    good, bad = vllm.store(tokens), vllm.store(tokens)
     corrupt(vllm, bad.stored[0].segment_id)
     plan = copies(good, (0, 200)) + copies(bad, (220, 590))
     answer, event = vllm.shared(tokens, plan, max_tokens=max_tokens)
@@ -102,7 +102,7 @@ def test_a_load_that_breaks_off(
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens, other = text(600, 5), text(500, 6)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, stage, fail)
@@ -128,7 +128,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     """The next step is scheduled before vLLM hears of it, and without this request: nothing is lost."""
     vllm = start("llama", async_scheduling=True)
     tokens = text(600, 5)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, stage, fail)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
@@ -160,7 +160,7 @@ def test_one_that_is_aborted_while_it_is_loaded(
     from vllm.v1.request import RequestStatus
 
     tokens = text(600, 13)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
     may_copy, write_copies = threading.Event(), vllm.worker._write_copies
 
@@ -211,7 +211,7 @@ def test_a_segment_that_leaves_while_its_copy_is_in_use(vllm: Vllm, text: Texts,
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 14)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     add(vllm, vllm.fresh(), tokens, ticket, salt=private_salt(ticket.ticket_id), max_tokens=6)
     for _ in range(2):
@@ -245,7 +245,7 @@ def test_an_error_of_ours_is_not_in_the_way(
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens = text(600, 15)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
         patch.setattr(vllm.side.scheduler, method, fail)
@@ -258,7 +258,7 @@ def test_a_save_that_breaks_off(vllm: Vllm, text: Texts, monkeypatch: pytest.Mon
     tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
         patch.setattr(vllm.worker, "_copy_out", fail)
-        event = vllm.keep(tokens)
+        event = vllm.store(tokens)
     assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
     vllm.ask((text(50), None, None))  # the next step carries the drops
     assert len(vllm.side.segments) == held
@@ -269,7 +269,7 @@ def test_a_plan_for_another_prompt(vllm: Vllm, text: Texts, copies: Copies) -> N
     from kvshare.vllm_protocol.salts import private_salt
 
     tokens, other = text(600, 8), text(600, 9)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     (answer,) = vllm.ask((other, ticket, private_salt(ticket.ticket_id)))
     event = vllm.finished(ticket)
@@ -280,7 +280,7 @@ def test_a_plan_for_another_prompt(vllm: Vllm, text: Texts, copies: Copies) -> N
 def test_segments_of_another_namespace_are_not_laid(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A ticket that names somebody else's segment gets nothing of it."""
     tokens = text(600, 10)
-    donor = vllm.keep(tokens, namespace="tenant-b")
+    donor = vllm.store(tokens, namespace="tenant-b")
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
     assert (event.decision, event.used, event.num_computed) == ("full", (), 600)
@@ -291,7 +291,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
     from kvshare.vllm_protocol.messages import WireCopy
 
     tokens = text(600, 11)
-    donor = vllm.keep(tokens[:300])
+    donor = vllm.store(tokens[:300])
     copy = WireCopy(donor.stored[0].segment_id, 100, 250, 100, 100)
     answer, event = vllm.shared(tokens, [copy])
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
@@ -341,7 +341,7 @@ class TestAborts:
     @pytest.mark.parametrize("planned", [True, False])
     def test_at_any_step(self, vllm: Vllm, text: Texts, copies: Copies, steps: int, planned: bool) -> None:
         tokens = text(600, 20)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         ticket = vllm.ticket(tokens, copies(donor, *SCATTERED) if planned else ())
         request_id = self.add(vllm, tokens, ticket)
         for _ in range(steps):
@@ -358,7 +358,7 @@ class TestAborts:
         """An unfinished prefill is not kept."""
         vllm = start("llama", max_num_batched_tokens=128)
         tokens = text(900, 21)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         ticket = vllm.ticket(tokens, copies(donor, (0, 100), (130, 300)))
         request_id = self.add(vllm, tokens, ticket)
         for _ in range(2):
@@ -372,10 +372,10 @@ class TestAborts:
 def test_the_store_is_bounded(start: Start, text: Texts, copies: Copies) -> None:
     """Least recently used segments leave; a donor in use stays; the cap holds all along."""
     vllm = start("llama", max_bytes=1536 * 2000)
-    first = vllm.keep(text(500, 30))
+    first = vllm.store(text(500, 30))
     wanted = copies(first, (0, 480))
     for seed in range(6):
-        vllm.keep(text(500, 31 + seed))
+        vllm.store(text(500, 31 + seed))
         _, event = vllm.shared(text(500, 30), wanted)
         assert event.used == tuple(range(len(wanted)))
         vllm.check_idle()
@@ -386,7 +386,7 @@ def test_the_store_is_bounded(start: Start, text: Texts, copies: Copies) -> None
 def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Start, text: Texts) -> None:
     """As the embedded engine cuts them where the store has as many bytes; the last has what is left over."""
     vllm = start("llama", max_bytes=1536 * 24_000)
-    stored = vllm.keep(text(500, 77)).stored
+    stored = vllm.store(text(500, 77)).stored
     lengths = [segment.length for segment in stored if segment.start < 500]
     expected = segment_tokens(budget_of(1536 * 24_000) // 1536)
     assert expected == 41
@@ -399,8 +399,8 @@ def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Start, text: Tex
 def test_a_prompt_larger_than_the_store(start: Start, text: Texts) -> None:
     """It is served and not kept, and nobody is evicted for it."""
     vllm = start("llama", max_bytes=1536 * 400)
-    kept = vllm.keep(text(300, 40))
-    event = vllm.keep(text(500, 41))
+    kept = vllm.store(text(300, 40))
+    event = vllm.store(text(500, 41))
     assert (event.reason, event.stored) == ("no_room", ())
     assert kept.stored[0].segment_id in vllm.side.segments
     vllm.check_idle()
@@ -422,7 +422,7 @@ def test_new_weights_drop_everything(start: Start, text: Texts, copies: Copies) 
     """`reset_prefix_cache(reset_connector=True)`, as after a weight update."""
     vllm = start("llama")
     tokens = text(600, 50)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     assert vllm.llm.reset_prefix_cache(reset_connector=True)
     assert len(vllm.side.segments) == 0
     _, event = vllm.shared(tokens, copies(donor, *SCATTERED))
@@ -433,7 +433,7 @@ def test_new_weights_drop_everything(start: Start, text: Texts, copies: Copies) 
 def test_reloaded_weights_take_their_segments_with_them(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Also where nobody resets the connector; the journal tells of them as they are missed."""
     tokens = text(600, 51)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     vllm.llm.collective_rpc("reload_weights")
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert event.used == ()

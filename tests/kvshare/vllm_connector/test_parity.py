@@ -46,7 +46,7 @@ class TestExactness:
 
     def test_scattered_runs_on_correct_kv(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         vllm, tokens = architecture, text(600)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert (event.decision, event.used, event.num_computed) == ("approx", (0, 1, 2, 3, 4), 61)
@@ -54,14 +54,14 @@ class TestExactness:
     def test_all_placeholders(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         """One copied token near the end makes our pass compute everything before it."""
         vllm, tokens = architecture, text(600, 1)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         answer, event = vllm.shared(tokens, copies(donor, (597, 598)))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert event.num_computed == 599
 
     def test_identity(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         vllm, tokens = architecture, text(600, 2)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         answer, event = vllm.shared(tokens, copies(donor, (0, 599)))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
         assert event.num_computed == 1
@@ -69,7 +69,7 @@ class TestExactness:
     def test_exact_prefix_from_segments(self, architecture: Vllm, text: Texts, copies: Copies) -> None:
         """An exact plan needs no private salt, and loads what vLLM's own prefix cache has not."""
         vllm, tokens = architecture, text(600, 3)
-        donor = vllm.keep(tokens)
+        donor = vllm.store(tokens)
         longer = tokens + text(90, 4)
         ticket = vllm.ticket(longer, copies(donor, (0, 600)), exact_length=600)
         (answer,) = vllm.ask((longer, ticket, vllm.fresh("tenant")))
@@ -83,7 +83,7 @@ class TestExactness:
 
         vllm = architecture
         texts = [text(500 + 30 * seed, 10 + seed) for seed in range(4)]
-        donors = [vllm.keep(tokens) for tokens in texts]
+        donors = [vllm.store(tokens) for tokens in texts]
         requests: list[tuple[list[int], Ticket | None, str]] = []
         for tokens, donor in zip(texts, donors, strict=True):
             ticket = vllm.ticket(tokens, copies(donor, (0, 64), (90, 300), (310, 480)))
@@ -101,7 +101,7 @@ def test_bfloat16(start: Start, text: Texts, copies: Copies, name: str) -> None:
     """In bfloat16 the same plans give what rounding allows, and the layout is understood there, too."""
     vllm, tokens = start(name, dtype="bfloat16"), text(600)
     assert vllm.side.info().can_move_keys
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     shared, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     plain = vllm.plain(tokens)
     assert event.used == (0, 1, 2, 3, 4)
@@ -121,7 +121,7 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
     from kvshare.kv.attention import PartialPass
 
     vllm, tokens = start("llama"), text(600)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     recipient = text(41, 9) + tokens
     moved = copies(donor, (0, 100), (130, 300), (301, 560), shift=41)
     answer, event = vllm.shared(recipient, moved, max_tokens=1, logprobs=20)

@@ -79,7 +79,7 @@ def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Sta
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, ask_chosen
 
     vllm, tokens = start("llama", max_bytes=MAX_BYTES), random_text(600, 1)
-    alone = ask_chosen(vllm, vllm.keep(tokens), tokens)
+    alone = ask_chosen(vllm, vllm.store(tokens), tokens)
     (ranks,) = outcome.said["chosen"]
     assert ranks["repaired"] == [list(span) for span in alone["repaired"]]
     assert alone["repaired"]

@@ -72,7 +72,7 @@ async def test_in_front_of_vllm_prompts_are_stored_pinned_and_then_known(
 
 async def test_what_a_replica_retains_nothing_of_has_failed(tmp_path: Path, vllm: FakeVllm) -> None:
     """The request was answered, and nobody will find it."""
-    vllm.behaviour.keeps = False
+    vllm.behaviour.stores = False
     async with running_relay(tmp_path, vllm) as relay:
         document = await warmed(relay.url, entry(FORM))
         assert (document["stored"], document["failed"]) == (0, 1)

@@ -126,7 +126,7 @@ def driven(vllm: Vllm, request: pytest.FixtureRequest) -> Iterator[Driven]:
 def share(driven: Driven, text: Texts, copies: Copies, seed: int) -> Finished:
     """A donor and a prompt that reuses it, which is answered as without."""
     vllm, tokens = driven.vllm, text(600, seed)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
     return event
@@ -151,7 +151,7 @@ def test_each_step_calls_the_connector_in_its_order(driven: Driven, text: Texts,
 
 def test_what_is_saved_is_reported_once_and_later(driven: Driven, text: Texts) -> None:
     """Prompts behind their prefill; answers in a step without a forward, as nobody else is there."""
-    donor = driven.vllm.keep(text(600, 203))
+    donor = driven.vllm.store(text(600, 203))
     prompt, answer = (place for place, metadata in enumerate(driven.metadata) if metadata.saves)
     reports = [output.kv_connector_worker_meta for output in driven.outputs]
     (of_prompt,) = [n for n, report in enumerate(reports) if report is not None and report.saved_prompts]
@@ -167,7 +167,7 @@ def test_a_load_that_fails_is_computed_by_vllm(
 ) -> None:
     """It is reported as loaded, and as failed, in one step."""
     vllm, tokens = driven.vllm, text(600, 204)
-    donor = vllm.keep(tokens)
+    donor = vllm.store(tokens)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
