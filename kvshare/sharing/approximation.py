@@ -27,7 +27,7 @@ from delta_tree import (
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.cost import Rates
-from kvshare.sharing.plan import MOST_BEHIND, Estimate, Plan, within, without
+from kvshare.sharing.plan import MAX_TAIL_TOKENS, Estimate, Plan, within, without
 from kvshare.sharing.prediction import Shape, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
@@ -66,8 +66,8 @@ class Approximation:
         self._moved = tuple(copy for copy in self._foreign if not self._is_settled(copy))
         self._settled = tuple(copy for copy in self._foreign if self._is_settled(copy))
         self._shape = self._shape_of(self._moved)
-        num_behind = size - max((copy.target.end for copy in self._foreign), default=0)
-        self._chooses = limits.can_probe and self._settings.rule != "windows" and num_behind <= MOST_BEHIND
+        num_tail = size - max((copy.target.end for copy in self._foreign), default=0)
+        self._chooses = limits.can_probe and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
     def cheapest(self) -> Plan:
         """

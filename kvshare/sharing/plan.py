@@ -23,8 +23,8 @@ from kvshare.requests import Decision, Prediction
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
-# With more tokens behind the last copy no repairs are chosen: vLLM computes those tokens in several steps.
-MOST_BEHIND = 1024
+# With more tokens behind the last copy, no repairs are chosen: vLLM computes those tokens in several steps.
+MAX_TAIL_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvshare.bench.vllm.stack import EditedConfig, pair
 from kvshare.bench.vllm.tickets import TicketWriter, copies_of
 from kvshare.errors import ConfigError, EngineError
 from kvshare.fleet.router import wire_order
-from kvshare.sharing.plan import MOST_BEHIND, NoPlan, within
+from kvshare.sharing.plan import MAX_TAIL_TOKENS, NoPlan, within
 from kvshare.vllm_protocol.messages import Finished, WireOrder
 
 
@@ -106,9 +106,9 @@ def _planned(donor: TokenIds, tokens: TokenIds) -> Recipient:
     prompts = StoredPrompts(SETTINGS.sharing)
     prompts.store(donor, None, NoPlan())
     recipient = Recipient.of(prompts, tokens)
-    num_behind = len(tokens) - recipient.plan.copies[-1].target.end
-    if num_behind > MOST_BEHIND:
-        problem = f"{num_behind} tokens follow the last copy; repairs are chosen with at most {MOST_BEHIND}"
+    num_tail = len(tokens) - recipient.plan.copies[-1].target.end
+    if num_tail > MAX_TAIL_TOKENS:
+        problem = f"{num_tail} tokens follow the last copy; repairs are chosen with at most {MAX_TAIL_TOKENS}"
         raise ConfigError("--prompt-tokens", problem)
     return recipient
 

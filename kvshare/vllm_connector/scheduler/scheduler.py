@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tokens, split
 from kvshare.reasons import Reason
-from kvshare.sharing.plan import MOST_BEHIND, RepairOrder, cut
+from kvshare.sharing.plan import MAX_TAIL_TOKENS, RepairOrder, cut
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata, WorkerReport
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
@@ -28,7 +28,7 @@ from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, 
 
 log = logging.getLogger("vllm.kvshare")
 
-_MAX_SEEN = 4096
+_MAX_SEEN_TICKETS = 4096
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class ConnectorScheduler:
         unshared = why_unshared(request, ticket, may_move_keys=self.may_move_keys)
         is_first = ticket.ticket_id not in self._seen
         self._seen[ticket.ticket_id] = None
-        if len(self._seen) > _MAX_SEEN:
+        if len(self._seen) > _MAX_SEEN_TICKETS:
             self._seen.popitem(last=False)
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
 
@@ -78,7 +78,7 @@ class ConnectorScheduler:
         ticket = ticketed.ticket
         end = max((ticketed.copy(index).target.end for index in self._held(ticket)), default=0)
         order = ticket.order
-        if order is not None and end > ticket.first_approximate and order.end - end <= MOST_BEHIND:
+        if order is not None and end > ticket.first_approximate and order.end - end <= MAX_TAIL_TOKENS:
             end = ticket.num_tokens  # the worker computes the tail, to see what it attends to
         return max(0, end - num_local)
 
@@ -213,7 +213,7 @@ class ConnectorScheduler:
         computed = gaps(targets, num_prompt + len(output_ids))
         if ticketed.ticket.order is not None:  # all tokens of a segment have the same generation
             computed = merge([*computed, *ticketed.repaired])
-            computed = cut(computed, _first_approximate(ticketed, copies))
+            computed = cut(computed, _first_retained_approximate(ticketed, copies))
         computed = cut(computed, num_prompt)  # answers have own segments
         stored = self._add(ticketed, computed, copies)
         if stored is None:
@@ -325,7 +325,7 @@ class ConnectorScheduler:
         )
 
 
-def _first_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
+def _first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
     """Start of the first retained approximate copy: tokens behind it were computed over approximate KV."""
     starts = (ticketed.copy(index).target_start for index in copies)
     exact_length = ticketed.ticket.exact_length

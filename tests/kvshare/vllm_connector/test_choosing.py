@@ -226,7 +226,7 @@ def test_much_behind_the_last_copy_is_left_to_vllm(
     """The load ends at the last copy, and place decides: vLLM's own steps keep to their budget."""
     from kvshare.vllm_connector.scheduler import scheduler
 
-    monkeypatch.setattr(scheduler, "MOST_BEHIND", 100)
+    monkeypatch.setattr(scheduler, "MAX_TAIL_TOKENS", 100)
     vllm, tokens = architecture, text(600, 8)
     donor = vllm.store(tokens)
     recipient = text(SHIFT, 9) + tokens + text(200, 10)

@@ -78,7 +78,7 @@ def test_only_the_latest_tickets_are_remembered(monkeypatch: pytest.MonkeyPatch)
     """Of requests with one ticket (`n` above 1) the first reports its end; memory for that is bounded."""
     from kvshare.vllm_connector.scheduler import scheduler as module
 
-    monkeypatch.setattr(module, "_MAX_SEEN", 2)
+    monkeypatch.setattr(module, "_MAX_SEEN_TICKETS", 2)
     scheduler = new_scheduler()
 
     def reports(ticket_id: str) -> bool:
