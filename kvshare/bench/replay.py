@@ -59,7 +59,7 @@ def run(
     drawn = _requests(text_like_prompts(np.random.default_rng(seed), prompt_tokens), words)
     powers = (_FIRST_STOP * 10**power for power in count())
     num_stored, windows = 0, []
-    with closing(SharingPolicy("bench", context, sharing=options)) as policy:
+    with closing(SharingPolicy("bench", context, sharing_options=options)) as policy:
         before = memory_bytes()
         for stop in (*takewhile(lambda stop: stop < stored, powers), stored):
             _replay(policy, islice(drawn, max(0, stop - num_stored)))

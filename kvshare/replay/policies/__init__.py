@@ -70,8 +70,8 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
 def make_policy(spec: PolicySpec, context: PolicyContext, capacity_tokens: int | None = None) -> CachePolicy:
     """The policy with a store of its own; capacity None: infinite. The caller closes it."""
     if spec.name in _KVSHARE:
-        sharing = replace(_KVSHARE[spec.name], **spec.options)  # type: ignore[arg-type]  # checked by _parse
-        return SharingPolicy(spec.text, context, capacity_tokens, sharing=sharing)
+        options = replace(_KVSHARE[spec.name], **spec.options)  # type: ignore[arg-type]  # checked by _parse
+        return SharingPolicy(spec.text, context, capacity_tokens, sharing_options=options)
     return _OTHERS[spec.name](spec.text, context, capacity_tokens, **spec.options)
 
 

@@ -99,14 +99,14 @@ class SharingPolicy(CachePolicy):
 
     family = "kvshare"
 
-    sharing: SharingOptions
+    sharing_options: SharingOptions
 
     def __post_init__(self) -> None:
-        context, sharing, capacity_tokens = self.context, self.sharing, self.capacity_tokens
-        if sharing.uses_embedding and context.embeddings is None:
+        context, options, capacity_tokens = self.context, self.sharing_options, self.capacity_tokens
+        if options.uses_embedding and context.embeddings is None:
             raise ValueError(f"{self.name} needs embeddings")
         settings, per_token = context.settings, context.bytes_per_token
-        limits = sharing.limits(settings)
+        limits = options.limits(settings)
         self._kv = WeightlessSequence(per_token)
         segment_ids = itertools.count(1)
         self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
@@ -115,8 +115,8 @@ class SharingPolicy(CachePolicy):
             min_tokens=limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
         )
-        index_settings = sharing.nominator(settings)
-        embedder = context.embeddings if sharing.uses_embedding else None
+        index_settings = options.nominator(settings)
+        embedder = context.embeddings if options.uses_embedding else None
         self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
         self._index = QdrantEdgeIndex(index_settings.schema(embedder), Path(self._folder.name))
         self._nominator = Nominator(self._index, embedder=embedder, settings=index_settings)
@@ -125,17 +125,17 @@ class SharingPolicy(CachePolicy):
         load_bytes_per_s = settings.cost.prior_load_bytes_per_s
         rates = Rates(context.prefill_tokens_per_s, load_bytes_per_s, bytes_per_token=per_token)
         cost = CostModel(rates, smoothing=0.0)  # what this machine measures must not change a result
-        self._core = Sharing(
+        self._sharing = Sharing(
             keeper=self._keeper, nominator=self._nominator, limits=limits, cost=cost, executor=_Inline()
         )
-        explains = context.explain_losses and not sharing.open_gates
-        self._loss_finder = LossFinder(sharing, settings, self.tree.segment) if explains else None
+        explains = context.explain_losses and not options.open_gates
+        self._loss_finder = LossFinder(options, settings, self.tree.segment) if explains else None
         self._owners: dict[NodeId, Requester] = {}
         self._num_observed = 0
 
     @property
     def options(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self.sharing).items() if value is not None}
+        return {name: value for name, value in asdict(self.sharing_options).items() if value is not None}
 
     @property
     def tree(self) -> DeltaTree:
@@ -146,36 +146,36 @@ class SharingPolicy(CachePolicy):
 
     def close(self) -> None:
         self._nominator.close()
-        self._core.close()
+        self._sharing.close()
         self._runner.run(self._index.close())
         self._runner.close()
         self._folder.cleanup()
 
     async def _observe(self, request: TokenizedRequest) -> Outcome:
         namespace = request.logged.namespace
-        lookup = await self._core.find_plan(
+        lookup = await self._sharing.find_plan(
             namespace,
             Prompt(request.token_ids, prompt_text(request)),
             SharingMode.APPROX,
-            by_embedding=self.sharing.uses_embedding,
+            by_embedding=self.sharing_options.uses_embedding,
         )
         plan = _with_repairs_chosen(lookup.plan)
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.requester.is_other(self._owners[donor]) for donor in donors)
         num_refused = num_generation = 0
         if self._loss_finder is not None:
-            nodes = self._core.own_nodes(namespace, lookup.candidates)
-            rates = self._core.cost.rates
+            nodes = self._sharing.own_nodes(namespace, lookup.candidates)
+            rates = self._sharing.cost.rates
             num_refused, num_generation = self._loss_finder.losses(request.token_ids, plan, nodes, rates)
         self._keeper.hold(lookup.plan)
-        self._core.note_use(lookup)
+        self._sharing.note_use(lookup)
         await self._remember(request, plan)
         self._keeper.release(lookup.plan)
         self._check_counters()
         plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
         similarities = [one.similarity for one in lookup.candidates if one.similarity is not None]
         return replace(
-            _outcome(plan, counts_repaired=self.sharing.open_gates),
+            _outcome(plan, counts_repaired=self.sharing_options.open_gates),
             num_donors=len(donors),
             cross_user=cross_user,
             lookup_s=max(0.0, lookup.seconds - plan_s),
@@ -189,7 +189,7 @@ class SharingPolicy(CachePolicy):
 
     def _check_counters(self) -> None:
         """A server goes on without what failed; a replay would give wrong figures."""
-        counted = self._core.telemetry.counts().fallbacks
+        counted = self._sharing.telemetry.counts().fallbacks
         failed = [" ".join(failure) for failure in _FAILURES if failure in counted]
         if failed:
             raise RuntimeError(f"{self.name}: {', '.join(failed)}; the log above has the error")
@@ -201,11 +201,12 @@ class SharingPolicy(CachePolicy):
         prompt = replace(computed, token_ids=computed.token_ids[: request.num_tokens])
         stored = self._keeper.store_prompt(prompt)
         node = self._keeper.complete(stored, computed, num_prompt=request.num_tokens)
-        for _, node_id in await self._core.forget_evicted():
+        for _, node_id in await self._sharing.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
         if node is not None:
             self._owners[node.node_id] = logged.requester
-            await self._core.remember(node, prompt_text(request) if self.sharing.uses_embedding else None)
+            text = prompt_text(request) if self.sharing_options.uses_embedding else None
+            await self._sharing.remember(node, text)
         self._num_observed += 1
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()

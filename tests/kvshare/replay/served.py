@@ -110,7 +110,7 @@ def replayed(
         explain_losses=False,
     )
     options = SharingOptions(nominate="fingerprints" if stage.embedder is None else "both")
-    arm = SharingPolicy("kvshare", bench, stage.capacity_tokens, sharing=options)
+    arm = SharingPolicy("kvshare", bench, stage.capacity_tokens, sharing_options=options)
     decisions, num_embedded, departures = [], 0, Departures()
     try:
         for index, (one, answer) in enumerate(zip(requests, served.answers, strict=True)):

@@ -309,7 +309,7 @@ def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None
     """Then all else is the same; and where no limit can have cost anything, nothing is planned again."""
     requests = stream(_variants_of_variants())
     arm = SharingPolicy(
-        "arm", replace(policy_context(), explain_losses=False), sharing=SharingOptions("fingerprints")
+        "arm", replace(policy_context(), explain_losses=False), sharing_options=SharingOptions("fingerprints")
     )
     unexplained = [arm.observe(one) for one in requests]
     arm.close()
