@@ -105,7 +105,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     def close(self) -> None:
         """Write use counters and lazy evictions, and release the file."""
         with self._lock:
-            self._write_uses()
+            self._write_pending()
             if self._storage is not None:
                 self._storage.close()
 
@@ -148,24 +148,24 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             check_node(node, segment_of)
             return self._insert_as(node, draft, created=True)
 
-    def touch(self, node_id: NodeId, *, num_given: int = 0) -> None:
+    def touch(self, node_id: NodeId, *, num_copied: int = 0) -> None:
         """
         Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
 
-        `num_given`: tokens that were copied from it for another text. The more they are in all, the later the
-        node is evicted; this sum is not written to disk. The use is
-        written with the next change, so that a hit costs no transaction.
+        `num_copied`: tokens that were copied from it for another text. The more they are in all, the later
+        the node is evicted; this sum is not written to disk.
+        The use is written with the next change, so that a hit costs no transaction.
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
             if node is None:
                 return
-            if num_given:
-                self._forest.eviction_order.record_copies(node_id, num_given)
+            if num_copied:
+                self._forest.eviction_order.record_copies(node_id, num_copied)
             self._forest.apply(Change(put_nodes=(self._touched(node),)))
             self._used.add(node_id)
             if len(self._used) >= _MAX_UNWRITTEN_USES:
-                self._write_uses()
+                self._write_pending()
 
     def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
         """
@@ -298,7 +298,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._used.clear()
         self._forest.apply(change)
 
-    def _write_uses(self) -> None:
+    def _write_pending(self) -> None:
         """Write use counters and lazy evictions. An error is logged only: it must not fail a request."""
         if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
             try:

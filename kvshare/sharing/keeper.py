@@ -47,11 +47,11 @@ class PromptKeeper(Generic[TierT]):
         """
         Record that a request uses this plan, so that its donors are evicted after others.
 
-        Tokens that a donor gave to a different text count most; see `_given_to_others`.
+        Tokens that were copied to a different text count most; see `_copied_to_others`.
         """
-        given = _given_to_others(plan)
+        copied = _copied_to_others(plan)
         for donor in plan.donors:
-            self.tree.touch(donor, num_given=given[donor])
+            self.tree.touch(donor, num_copied=copied[donor])
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
         """Evict those of the prompts, pinned or not, whose KV is incomplete. Blocks."""
@@ -235,16 +235,16 @@ class PromptKeeper(Generic[TierT]):
         self._evicted.append((node.namespace, int(node.node_id)))
 
 
-def _given_to_others(plan: Plan) -> Counter[NodeId]:
+def _copied_to_others(plan: Plan) -> Counter[NodeId]:
     """
-    How many tokens each donor gave to a different text. A common beginning does not count: then the prompt is
-    the next turn of the donor's chat, or the same text again.
+    How many tokens were copied from each donor to a different text. A common beginning does not count: then
+    the prompt is the next turn of the donor's chat, or the same text again.
     """
-    given: Counter[NodeId] = Counter()
+    copied: Counter[NodeId] = Counter()
     begun: Counter[NodeId] = Counter()  # length of the beginning that the prompt has in common with a donor
     for copy in plan.copies:
         if copy.donor_start == copy.target_start == begun[copy.donor]:
             begun[copy.donor] += copy.length
         else:
-            given[copy.donor] += copy.length
-    return given
+            copied[copy.donor] += copy.length
+    return copied

@@ -29,7 +29,7 @@ from delta_tree import (
 from kvshare.kv.tier import Tier
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import PromptKeeper
-from kvshare.sharing.node_draft import StoredSpan, computed_spans, describe, draft_node, find_parent
+from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent, segments_of
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
 
@@ -165,7 +165,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         spans = split([added], self._segment_tokens(computed))
         retained = [computed.kv.cut(span) for span in spans]
         plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
-        segments = describe(plan, self._stored_spans(spans, retained), computed.namespace)
+        segments = segments_of(plan, self._stored_spans(spans, retained), computed.namespace)
         with self._writing:
             if not self._is_as_it_was(node) or not self._has_room(retained, also_held=node.node_id):
                 return None

@@ -38,18 +38,18 @@ class StoredSpan:
     checksum: int = 0  # 0 if the holder of the bytes checks them itself
 
 
-def computed_spans(plan: Plan | NoPlan, num_tokens: int, length: int) -> tuple[Span, ...]:
+def computed_spans(plan: Plan | NoPlan, num_tokens: int, segment_tokens: int) -> tuple[Span, ...]:
     """
-    The computed spans of a sequence, at most `length` tokens each: placeholders and the generated answer.
+    The computed spans of a sequence: placeholders and the answer, at most `segment_tokens` tokens each.
 
     A segment has one generation: if repairs were chosen, a span ends where the KV stops being exact.
     """
     if isinstance(plan, NoPlan):
-        return split([Span(0, num_tokens)], length)
+        return split([Span(0, num_tokens)], segment_tokens)
     spans = [Span(span.start, min(span.end, num_tokens)) for span in plan.placeholders]
     spans.append(Span(min(plan.num_tokens, num_tokens), num_tokens))
     merged = merge(spans)
-    return split(merged if plan.exact_until is None else cut(merged, plan.exact_until), length)
+    return split(merged if plan.exact_until is None else cut(merged, plan.exact_until), segment_tokens)
 
 
 def draft_node(
@@ -78,7 +78,7 @@ def draft_node(
         token_ids=token_ids,
         parent=parent,
         pieces=PieceTable(piece for _, piece in sorted(parts, key=itemgetter(0))),
-        new_segments=describe(plan, stored, namespace),
+        new_segments=segments_of(plan, stored, namespace),
         exact_length=exact_length,
         deviation=deviation if exact_length < len(token_ids) else 0.0,
     )
@@ -92,7 +92,7 @@ def find_parent(plan: Plan | NoPlan, node_of: Callable[[NodeId], Node | None]) -
     return parent if node_of(parent) is not None else None
 
 
-def describe(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
+def segments_of(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: str) -> tuple[Segment, ...]:
     """The tree's descriptions of the segments stored for a sequence with this plan."""
     return tuple(
         Segment(

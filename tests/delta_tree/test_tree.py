@@ -221,10 +221,10 @@ def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
     """Counted in lengths of the node itself; a use without giving leaves the worth as it is."""
     little, much, nothing = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2, 3))
     other = tree.insert(fresh_draft([3] * 10, namespace="tenant-b")).node.node_id
-    tree.touch(much, num_given=20)
-    tree.touch(little, num_given=5)
+    tree.touch(much, num_copied=20)
+    tree.touch(little, num_copied=5)
     tree.touch(nothing)
-    tree.touch(NodeId(5), num_given=5)  # gone
+    tree.touch(NodeId(5), num_copied=5)  # gone
     for namespaces, order in (
         (None, [other, nothing, little, much]),
         ([NAMESPACE, "tenant-b"], [other, nothing, little, much]),
@@ -239,8 +239,8 @@ def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
 def test_an_administrators_eviction_ages_no_node(tree: DeltaTree) -> None:
     """It did not leave for room."""
     good, better = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2))
-    tree.touch(good, num_given=50)
-    tree.touch(better, num_given=500)
+    tree.touch(good, num_copied=50)
+    tree.touch(better, num_copied=500)
     tree.evict(better)
     newcomer = tree.insert(fresh_draft([3] * 10)).node
     assert tree.next_to_evict() is newcomer
@@ -249,7 +249,7 @@ def test_an_administrators_eviction_ages_no_node(tree: DeltaTree) -> None:
 def test_old_merits_fade(tree: DeltaTree) -> None:
     """What leaves for room sets the floor for those that are used from then on."""
     once = tree.insert(fresh_draft([1] * 10)).node.node_id
-    tree.touch(once, num_given=25)
+    tree.touch(once, num_copied=25)
     tree.insert(fresh_draft([2] * 10))
     evicted = []
     for number in range(3, 11):

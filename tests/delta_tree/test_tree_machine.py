@@ -189,14 +189,14 @@ class TreeMachine(RuleBasedStateMachine):
         (self.tree.pin if pinned else self.tree.unpin)(known.node_id)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), num_given=st.sampled_from([0, 0, 7]))
-    def touch(self, data: st.DataObject, num_given: int) -> None:
+    @rule(data=st.data(), num_copied=st.sampled_from([0, 0, 7]))
+    def touch(self, data: st.DataObject, num_copied: int) -> None:
         """Use a node, now and then for another text."""
         node_id = self.model[self.key_of(data)].node_id
         self.unpinned.discard(node_id)
-        if num_given:
+        if num_copied:
             self.generous.add(node_id)
-        self.tree.touch(node_id, num_given=num_given)
+        self.tree.touch(node_id, num_copied=num_copied)
 
     @rule(namespace=st.sampled_from(NAMESPACES))
     def purge(self, namespace: str) -> None:

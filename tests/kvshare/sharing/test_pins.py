@@ -168,7 +168,7 @@ def test_the_same_prompt_again_leaves_the_pin(keeper: MemoryKeeper[WeightlessKV]
     node = store_new(keeper, 1, 200)
     ask(keeper, "pin", node=node.node_id)
     assert store(keeper, tokens(1, 200)) is None
-    keeper.tree.touch(node.node_id, num_given=100)
+    keeper.tree.touch(node.node_id, num_copied=100)
     for seed in range(10, 20):
         store_new(keeper, seed, 300)
     assert keeper.tree.node(node.node_id).pinned
