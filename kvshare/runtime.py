@@ -19,8 +19,8 @@ from delta_tree import DeltaTree, Node
 from kvshare.background import Background
 from kvshare.engines.base import Engine, EngineStatus
 from kvshare.errors import ShuttingDownError
-from kvshare.index_factory import ServedIndex
 from kvshare.inspection import QUESTIONS
+from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper

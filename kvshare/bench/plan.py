@@ -30,8 +30,8 @@ from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
 from kvshare.bench.harness import timed
 from kvshare.bench.text_like import AgentPrompts
 from kvshare.collector import calm_collector
-from kvshare.index_factory import nominator_settings
 from kvshare.requests import Prompt, SharingMode
+from kvshare.served_index import nominator_settings
 from kvshare.settings import load_settings
 from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import Plan

@@ -15,11 +15,11 @@ from kvshare.cli.output import note
 from kvshare.conversation.chat import Chat
 from kvshare.errors import StoreError
 from kvshare.extras import require
-from kvshare.index_factory import nominator_settings
 from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE, opened
 from kvshare.requests import Prompt, SharingMode
 from kvshare.rules.rewrite import CHAT, apply_rules
+from kvshare.served_index import nominator_settings
 from kvshare.served_model import find_model
 from kvshare.settings import IndexSettings, Settings
 from kvshare.sharing.cost import CostModel

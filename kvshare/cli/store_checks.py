@@ -116,7 +116,7 @@ def _is_for(settings: Settings, identity: str) -> bool:
 
 
 async def _create_and_drop(settings: Settings) -> None:
-    from kvshare.index_factory import nominator_settings
+    from kvshare.served_index import nominator_settings
     from vector_index import QdrantEdgeIndex
 
     schema = nominator_settings(settings.index).schema(None)

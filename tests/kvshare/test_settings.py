@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvshare.errors import ConfigError
-from kvshare.index_factory import nominator_settings
+from kvshare.served_index import nominator_settings
 from kvshare.settings import ReplicaSettings, Settings, default_config_path, load_settings
 
 

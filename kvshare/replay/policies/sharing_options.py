@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from delta_tree import Node, Segment, SegmentId, TokenIds
-from kvshare.index_factory import nominator_settings
+from kvshare.served_index import nominator_settings
 from kvshare.settings import Settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import Rates
