@@ -3,7 +3,7 @@ The routes of an engine that generates here. What all four APIs do with a reques
 
 1. read      the body, checked: `bodies` of each API
 2. tokenize  by the engine: a prompt becomes a `GenerationRequest`, see `requests.py`
-3. run       in the engine; the answer is written as it comes, by an `Answer` of the API, see `run.py`
+3. run       in the engine; the answer is written as it comes, by an `AnswerWriter` of the API, see `run.py`
 
 `/admin/explain` stops before the third.
 """
@@ -22,15 +22,15 @@ from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
 from proxy.errors import HttpError
 from proxy.generate import models
-from proxy.generate.answer import Answer
-from proxy.generate.chat.answers import CompletionAnswer
+from proxy.generate.answer_writer import AnswerWriter
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
-from proxy.generate.chat.chat_answer import ChatAnswer
-from proxy.generate.messages.answers import MessageAnswer
+from proxy.generate.chat.chat_writer import ChatWriter
+from proxy.generate.chat.completion_writer import CompletionWriter
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
+from proxy.generate.messages.message_writer import MessageWriter
 from proxy.generate.requests import ENGINE, ChatRequest, chat_request, engine_requests, read_body
-from proxy.generate.responses.answers import ResponseAnswer
 from proxy.generate.responses.bodies import ResponsesBody
+from proxy.generate.responses.response_writer import ResponseWriter
 from proxy.generate.run import answer
 from proxy.request_body import api_of
 from proxy.request_log import RECORD
@@ -98,18 +98,18 @@ async def stored_response(request: web.Request) -> web.Response:
 
 
 def _chat_reader(
-    body_type: type[_ChatBody], answer_type: Callable[[ChatRequest, _ChatBody], Answer]
-) -> Callable[[web.Request], Awaitable[Answer]]:
+    body_type: type[_ChatBody], writer_type: Callable[[ChatRequest, _ChatBody], AnswerWriter]
+) -> Callable[[web.Request], Awaitable[AnswerWriter]]:
     """How a request of an API for chats is read."""
 
-    async def read(request: web.Request) -> Answer:
+    async def read(request: web.Request) -> AnswerWriter:
         body = await read_body(request, body_type)
-        return answer_type(await chat_request(request, body.chat, body.sampling, body.kvshare), body)
+        return writer_type(await chat_request(request, body.chat, body.sampling, body.kvshare), body)
 
     return read
 
 
-async def _completion(request: web.Request) -> Answer:
+async def _completion(request: web.Request) -> AnswerWriter:
     engine, body = request.app[ENGINE], await read_body(request, CompletionBody)
     grammar = grammar_of(Chat((), answer_schema=body.answer_schema), engine.tool_format)
     encoding = (
@@ -122,15 +122,15 @@ async def _completion(request: web.Request) -> Answer:
         entry if isinstance(entry, str) else await engine.decode_tokens(entry)
         for entry in (body.prompt if body.echo else ())
     ]
-    return CompletionAnswer(requests, body, engine.card.model_id, echoed)
+    return CompletionWriter(requests, body, engine.card.model_id, echoed)
 
 
 # What generates, and how a request to it is read, tokenized, and going to be answered.
-_READERS: Mapping[str, Callable[[web.Request], Awaitable[Answer]]] = {
-    "/v1/chat/completions": _chat_reader(ChatBody, ChatAnswer),
+_READERS: Mapping[str, Callable[[web.Request], Awaitable[AnswerWriter]]] = {
+    "/v1/chat/completions": _chat_reader(ChatBody, ChatWriter),
     "/v1/completions": _completion,
-    "/v1/responses": _chat_reader(ResponsesBody, ResponseAnswer),
-    "/v1/messages": _chat_reader(MessagesBody, MessageAnswer),
+    "/v1/responses": _chat_reader(ResponsesBody, ResponseWriter),
+    "/v1/messages": _chat_reader(MessagesBody, MessageWriter),
 }
 _PROMPT_AT = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 

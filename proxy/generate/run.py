@@ -19,7 +19,7 @@ from kvshare.engines.base import Delta, Event, FinishReason, GeneratingEngine, G
 from kvshare.errors import EngineError, KVShareError
 from proxy.context import SERVER
 from proxy.errors import to_reply
-from proxy.generate.answer import Answer, Usage
+from proxy.generate.answer_writer import AnswerWriter, Usage
 from proxy.request_log import RECORD, Failure, RequestRecord, log_failure
 from proxy.sse import HEADERS, dump
 
@@ -103,21 +103,21 @@ class Run:
                 self._queue.put_nowait(None)
 
 
-async def answer(request: web.Request, engine: GeneratingEngine, written: Answer) -> web.StreamResponse:
+async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerWriter) -> web.StreamResponse:
     """
     Run the requests of an answer to their end. Leaving early, by an error or a disconnect, frees the slots.
 
     From the first byte of a stream on, an error is an event.
     """
     record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
-    record.mode = written.requests[0].mode
-    run = Run(engine, written.requests, record)
+    record.mode = writer.requests[0].mode
+    run = Run(engine, writer.requests, record)
     try:
         try:
             async with request.app[SERVER].lifecycle.running(), run.open():
-                if not written.is_stream:
-                    return await _collect(run, written, record)
-                await _send(request, stream, run, written)
+                if not writer.is_stream:
+                    return await _collect(run, writer, record)
+                await _send(request, stream, run, writer)
                 await stream.write_eof()  # a drain waits for the last byte, too
                 return stream
         except ConnectionError:
@@ -130,40 +130,40 @@ async def answer(request: web.Request, engine: GeneratingEngine, written: Answer
             record.failure = Failure.of(exc, reply)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
-            await stream.write(written.broken_off(reply))
+            await stream.write(writer.broken_off(reply))
         await stream.write_eof()
     except ConnectionError:
         record.disconnected = True
     return stream
 
 
-async def _collect(run: Run, written: Answer, record: RequestRecord) -> web.Response:
+async def _collect(run: Run, writer: AnswerWriter, record: RequestRecord) -> web.Response:
     async for delta in run.deltas():
         if delta is not None:
             record.note(delta)
-            written.collect(delta)
-    document = written.whole(_usage(record))
-    _note_calls(record, written)
+            writer.collect(delta)
+    document = writer.whole(_usage(record))
+    _note_calls(record, writer)
     return web.Response(body=dump(document), content_type="application/json")
 
 
-async def _send(request: web.Request, stream: web.StreamResponse, run: Run, written: Answer) -> None:
+async def _send(request: web.Request, stream: web.StreamResponse, run: Run, writer: AnswerWriter) -> None:
     record = request[RECORD]
     await stream.prepare(request)
-    await stream.write(written.opening(_usage(record)))
+    await stream.write(writer.opening(_usage(record)))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:
-            await stream.write(written.keep_alive)
+            await stream.write(writer.keep_alive)
         else:
             record.note(delta)
-            await stream.write(written.more(delta))
-    _note_calls(record, written)
-    await stream.write(written.closing(_usage(record)))
+            await stream.write(writer.more(delta))
+    _note_calls(record, writer)
+    await stream.write(writer.closing(_usage(record)))
 
 
-def _note_calls(record: RequestRecord, written: Answer) -> None:
+def _note_calls(record: RequestRecord, writer: AnswerWriter) -> None:
     """The engine, which sees text only, says of an answer that calls tools that it stopped."""
-    if written.has_calls and record.finish_reason == FinishReason.STOP:
+    if writer.has_calls and record.finish_reason == FinishReason.STOP:
         record.finish_reason = "tool_calls"
 
 

@@ -15,29 +15,29 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from proxy.generate import part
+from proxy.generate import body_parts
 from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
 
 _TEXT_ONLY = "this server reads no images, documents or other blocks"
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
-_Custom = part.of_types("custom", default="custom", hint="this server runs no tools itself")
+_Custom = body_parts.of_types("custom", default="custom", hint="this server runs no tools itself")
 
 
-class TextBlock(part.Part):
+class TextBlock(body_parts.BodyPart):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(part.Part):
+class ThinkingBlock(body_parts.BodyPart):
     """What an assistant thought, legible or not. It is dropped: templates show no earlier thoughts."""
 
     type: Literal["thinking", "redacted_thinking"]
 
 
-class ToolUseBlock(part.Part):
+class ToolUseBlock(body_parts.BodyPart):
     """An assistant's call of a tool."""
 
     type: Literal["tool_use"]
@@ -47,13 +47,13 @@ class ToolUseBlock(part.Part):
 
 
 Text = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(part.of_types("text", hint=_TEXT_ONLY))]],
+    list[Annotated[TextBlock, BeforeValidator(body_parts.of_types("text", hint=_TEXT_ONLY))]],
     Field(fail_fast=True),
-    part.text_as("text"),
+    body_parts.text_as("text"),
 ]
 
 
-class ToolResultBlock(part.Part):
+class ToolResultBlock(body_parts.BodyPart):
     """What a tool answered."""
 
     type: Literal["tool_result"]
@@ -64,37 +64,39 @@ class ToolResultBlock(part.Part):
     @property
     def text(self) -> str:
         """Templates have no field for a failure, so that the text says it."""
-        text = part.joined(block.text for block in self.content)
+        text = body_parts.joined(block.text for block in self.content)
         return f"Error: {text}" if self.is_error else text
 
 
 UserBlock = Annotated[
     TextBlock | ToolResultBlock,
     Discriminator("type"),
-    BeforeValidator(part.of_types("text", "tool_result", hint=_TEXT_ONLY)),
+    BeforeValidator(body_parts.of_types("text", "tool_result", hint=_TEXT_ONLY)),
 ]
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | ToolUseBlock,
     Discriminator("type"),
-    BeforeValidator(part.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_TEXT_ONLY)),
+    BeforeValidator(
+        body_parts.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_TEXT_ONLY)
+    ),
 ]
 
 
-class UserMessage(part.Part):
+class UserMessage(body_parts.BodyPart):
     """Text and results of tools."""
 
     role: Literal["user"]
-    content: Annotated[list[UserBlock], Field(fail_fast=True), part.text_as("text")]
+    content: Annotated[list[UserBlock], Field(fail_fast=True), body_parts.text_as("text")]
 
 
-class AssistantMessage(part.Part):
+class AssistantMessage(body_parts.BodyPart):
     """Text, thoughts and calls of tools."""
 
     role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], Field(fail_fast=True), part.text_as("text")]
+    content: Annotated[list[AssistantBlock], Field(fail_fast=True), body_parts.text_as("text")]
 
 
-class SystemMessage(part.Part):
+class SystemMessage(body_parts.BodyPart):
     """Instructions in the middle of a conversation."""
 
     role: Literal["system"]
@@ -104,19 +106,19 @@ class SystemMessage(part.Part):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Discriminator("role")]
 
 
-class Tool(part.Part):
+class Tool(body_parts.BodyPart):
     """A tool that the client runs."""
 
-    name: part.ToolName
+    name: body_parts.ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(part.MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(body_parts.MAX_TOOLS)]
 
 
-class ToolChoiceObject(part.Part):
+class ToolChoiceObject(body_parts.BodyPart):
     """Whether, and which, tools are called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -130,27 +132,27 @@ class ToolChoiceObject(part.Part):
         return self
 
 
-class Thinking(part.Part):
+class Thinking(body_parts.BodyPart):
     """Passed on to templates that know `enable_thinking`; the budget and the display are not."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class JsonFormat(part.Part):
+class JsonFormat(body_parts.BodyPart):
     """The answer is JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(part.Part):
+class OutputConfig(body_parts.BodyPart):
     """`effort` is for templates that know `reasoning_effort`."""
 
     format: JsonFormat | None = None
-    effort: part.Effort | None = None
+    effort: body_parts.Effort | None = None
 
 
-class CountTokensBody(part.Part):
+class CountTokensBody(body_parts.BodyPart):
     """POST /v1/messages/count_tokens: a message body without what concerns the answer."""
 
     model: Name
@@ -167,7 +169,7 @@ class CountTokensBody(part.Part):
         """Raises RequestError."""
         refuse_unsupported("messages", self.model_extra or {})
         choice = self.tool_choice
-        part.check_tools(
+        body_parts.check_tools(
             [tool.name for tool in self.tools], chosen=choice.name, required=choice.type in ("any", "tool")
         )
         return self
@@ -175,12 +177,12 @@ class CountTokensBody(part.Part):
     @property
     def chat(self) -> Chat:
         """Raises RequestError for a tool's result without its call."""
-        turns = part.Turns()
-        if system := part.joined(block.text for block in self.system):
+        turns = body_parts.Turns()
+        if system := body_parts.joined(block.text for block in self.system):
             turns.say("system", system)
         for number, message in enumerate(self.messages):
             if isinstance(message, SystemMessage):
-                turns.say("system", part.joined(block.text for block in message.content))
+                turns.say("system", body_parts.joined(block.text for block in message.content))
                 continue
             for index, block in enumerate(message.content):
                 if isinstance(block, TextBlock):
@@ -200,7 +202,7 @@ class CountTokensBody(part.Part):
         return Chat(
             messages=tuple(turns.messages),
             tools=tuple(
-                part.template_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+                body_parts.template_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
                 for tool in self.tools
             ),
             tool_choice=ToolChoice(_USES[self.tool_choice.type], self.tool_choice.name),
@@ -214,10 +216,10 @@ class CountTokensBody(part.Part):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages"""
 
-    max_tokens: part.MaxTokens
+    max_tokens: body_parts.MaxTokens
     stop_sequences: Stops = Field(default_factory=list)
-    temperature: part.Temperature | None = None
-    top_p: part.TopP | None = None
+    temperature: body_parts.Temperature | None = None
+    top_p: body_parts.TopP | None = None
     top_k: Annotated[Whole, Field(ge=0, le=INT32)] | None = None
     stream: bool = False
     kvshare: KVShareField = None

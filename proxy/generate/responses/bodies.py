@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import UnsupportedParameterError
-from proxy.generate import part
+from proxy.generate import body_parts
 from proxy.generate.fields import Name, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
 from proxy.wrong_values import invalid, wrong
@@ -22,7 +22,7 @@ from proxy.wrong_values import invalid, wrong
 _TEXT_ONLY = "this server reads no images, files or audio"
 _SEND_ITEMS = "this server stores nothing and runs no tools, so send every item itself"
 _LOGPROBS = "message.output_text.logprobs"
-_Function = part.of_types("function", hint="this server runs no tools itself")
+_Function = body_parts.of_types("function", hint="this server runs no tools itself")
 
 
 def _is_object(arguments: str) -> str:
@@ -34,14 +34,14 @@ def _is_object(arguments: str) -> str:
     raise wrong("the JSON text of an object", arguments)
 
 
-class TextPart(part.Part):
+class TextPart(body_parts.BodyPart):
     """A piece of a message; a refusal is one, too."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(part.Part):
+class RefusalPart(body_parts.BodyPart):
     """What an assistant said instead of an answer."""
 
     type: Literal["refusal"]
@@ -52,15 +52,15 @@ class RefusalPart(part.Part):
         return self.refusal
 
 
-_Text = part.of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY)
+_Text = body_parts.of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY)
 Content = Annotated[
     list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
     Field(fail_fast=True),
-    part.text_as("input_text"),
+    body_parts.text_as("input_text"),
 ]
 
 
-class MessageItem(part.Part):
+class MessageItem(body_parts.BodyPart):
     """A message. A developer is a system by another name."""
 
     type: Literal["message"]
@@ -68,7 +68,7 @@ class MessageItem(part.Part):
     content: Content
 
 
-class CallItem(part.Part):
+class CallItem(body_parts.BodyPart):
     """An assistant's call of a tool."""
 
     type: Literal["function_call"]
@@ -77,7 +77,7 @@ class CallItem(part.Part):
     arguments: Annotated[str, AfterValidator(_is_object)]
 
 
-class CallOutputItem(part.Part):
+class CallOutputItem(body_parts.BodyPart):
     """What the tool answered."""
 
     type: Literal["function_call_output"]
@@ -85,13 +85,13 @@ class CallOutputItem(part.Part):
     output: Content
 
 
-class ReasoningItem(part.Part):
+class ReasoningItem(body_parts.BodyPart):
     """What an assistant thought. It is dropped: templates show no earlier thoughts."""
 
     type: Literal["reasoning"]
 
 
-_Known = part.of_types(
+_Known = body_parts.of_types(
     "message", "function_call", "function_call_output", "reasoning", default="message", hint=_SEND_ITEMS
 )
 Item = Annotated[
@@ -107,27 +107,27 @@ def _as_items(given: object) -> object:
 Input = Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(_as_items)]
 
 
-class Tool(part.Part):
+class Tool(body_parts.BodyPart):
     """A function that the client runs, in the flat shape of this API."""
 
     type: Literal["function"]
-    name: part.ToolName
+    name: body_parts.ToolName
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(part.MAX_TOOLS)]
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(body_parts.MAX_TOOLS)]
 
 
-class NamedTool(part.Part):
+class NamedTool(body_parts.BodyPart):
     """The only function that may be called."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(part.Part):
+class AllowedTools(body_parts.BodyPart):
     """Some of the tools; the others are as if they were not there."""
 
     type: Literal["allowed_tools"]
@@ -142,13 +142,13 @@ class AllowedTools(part.Part):
 Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class PlainFormat(part.Part):
+class PlainFormat(body_parts.BodyPart):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(part.Part):
+class SchemaFormat(body_parts.BodyPart):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
@@ -156,7 +156,7 @@ class SchemaFormat(part.Part):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class TextConfig(part.Part):
+class TextConfig(body_parts.BodyPart):
     """What the text of the answer is like. `verbosity` is a hint, and ignored."""
 
     format: Annotated[PlainFormat | SchemaFormat, Discriminator("type")] = PlainFormat(type="text")
@@ -168,13 +168,13 @@ class TextConfig(part.Part):
         return {"type": "object"} if self.format.type == "json_object" else None
 
 
-class Reasoning(part.Part):
+class Reasoning(body_parts.BodyPart):
     """`effort` is for templates that know `reasoning_effort`; summaries are not written."""
 
-    effort: part.Effort | None = None
+    effort: body_parts.Effort | None = None
 
 
-class ResponsesBody(part.Part):
+class ResponsesBody(body_parts.BodyPart):
     """POST /v1/responses"""
 
     model: Name
@@ -185,9 +185,9 @@ class ResponsesBody(part.Part):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    max_output_tokens: part.MaxTokens | None = None
-    temperature: part.Temperature | None = None
-    top_p: part.TopP | None = None
+    max_output_tokens: body_parts.MaxTokens | None = None
+    temperature: body_parts.Temperature | None = None
+    top_p: body_parts.TopP | None = None
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"  # either way what does not fit is refused
     stream: bool = False
@@ -202,7 +202,7 @@ class ResponsesBody(part.Part):
             raise UnsupportedParameterError("include", problem)
         names = [tool.name for tool in self.tools]
         choice = self._tool_choice
-        part.check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)
+        body_parts.check_tools(names, chosen=choice.name, required=choice.use is ToolUse.REQUIRED)
         if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.names <= set(names):
             raise invalid("tool_choice.tools", "expected names of 'tools' only, got another")
         return self
@@ -218,7 +218,7 @@ class ResponsesBody(part.Part):
         return Chat(
             messages=tuple(self._messages),
             tools=tuple(
-                part.template_tool(tool.name, tool.description, tool.parameters, strict=tool.strict)
+                body_parts.template_tool(tool.name, tool.description, tool.parameters, strict=tool.strict)
                 for tool in tools
             ),
             tool_choice=self._tool_choice,
@@ -252,17 +252,17 @@ class ResponsesBody(part.Part):
 
     @property
     def _messages(self) -> list[dict[str, Any]]:
-        turns = part.Turns()
+        turns = body_parts.Turns()
         if self.instructions:
             turns.say("system", self.instructions)
         for number, item in enumerate(self.input):
             if isinstance(item, MessageItem):
                 role = "system" if item.role == "developer" else item.role
-                turns.say(role, part.joined(each.text for each in item.content))
+                turns.say(role, body_parts.joined(each.text for each in item.content))
             elif isinstance(item, CallItem):
                 turns.call(item.call_id, item.name, json.loads(item.arguments or "{}"))
             elif isinstance(item, CallOutputItem):
-                output = part.joined(each.text for each in item.output)
+                output = body_parts.joined(each.text for each in item.output)
                 turns.result(item.call_id, output, param=f"input[{number}].call_id")
         turns.check_complete(param="input")
         return turns.messages

@@ -13,7 +13,7 @@ from kvshare.conversation.parser import parser_for
 from kvshare.conversation.tools import ToolFormat
 from kvshare.engines.base import Delta, FinishReason
 from kvshare.errors import EngineError
-from proxy.generate.answer import BlockKind, Blocks, Change
+from proxy.generate.answer_writer import BlockKind, Blocks, Change
 
 TOOLS = ({"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}},)
 CALL = '<tool_call>{"name": "time", "arguments": {"zone": "UTC"}}</tool_call>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshare.errors import RequestError
-from proxy.generate.part import Turns
+from proxy.generate.body_parts import Turns
 
 
 def test_neighbours_of_one_role_are_one_message() -> None:

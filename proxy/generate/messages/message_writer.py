@@ -8,14 +8,14 @@ from pydantic_core import from_json
 
 from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Block, BlockAnswer, BlockKind, Change, Usage
+from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
 from proxy.generate.messages.bodies import MessagesBody
 from proxy.generate.requests import ChatRequest
 from proxy.sse import named_events
 
 
-class MessageAnswer(BlockAnswer):
-    """One message: blocks of text, thoughts and tool uses."""
+class MessageWriter(BlockWriter):
+    """Writes one message: blocks of text, thoughts and tool uses."""
 
     keep_alive = named_events({"type": "ping"})
 

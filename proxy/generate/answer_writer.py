@@ -45,7 +45,7 @@ class Usage:
         }
 
 
-class Answer(ABC):
+class AnswerWriter(ABC):
     """
     Writes one answer in its API's words; it neither reads nor writes sockets.
 
@@ -193,8 +193,8 @@ class Blocks:
             yield Change("ended", self.all[-1])
 
 
-class BlockAnswer(Answer):
-    """An answer that consists of blocks; its stream is made of their changes."""
+class BlockWriter(AnswerWriter):
+    """Writes an answer that consists of blocks; its stream is made of their changes."""
 
     def __init__(self, asked: ChatRequest, *, is_stream: bool) -> None:
         self.requests = [asked.generation]

@@ -24,7 +24,7 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Effort = Annotated[str, Field(max_length=32)]
 
 
-class Part(Body):
+class BodyPart(Body):
     """A body, or a part of one. Null is the same as not there."""
 
     @model_validator(mode="before")

@@ -16,7 +16,7 @@ from typing import Any
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Answer, Blocks, Usage
+from proxy.generate.answer_writer import AnswerWriter, Blocks, Usage
 from proxy.generate.chat.bodies import CompletionBody, GenerationBody
 from proxy.sse import DONE, frames
 
@@ -44,8 +44,8 @@ class Choice:
         return self.blocks is not None and self.blocks.has_calls
 
 
-class OpenAIAnswer(Answer):
-    """The documents of one answer. Every one carries the same id, creation time and model."""
+class ChoiceWriter(AnswerWriter):
+    """Writes an answer of choices. Every document carries the same id, creation time and model."""
 
     id_prefix: str
     object_name: str
@@ -141,8 +141,8 @@ class OpenAIAnswer(Answer):
     def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
-class CompletionAnswer(OpenAIAnswer):
-    """The answer of POST /v1/completions."""
+class CompletionWriter(ChoiceWriter):
+    """Writes the answer of POST /v1/completions."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"

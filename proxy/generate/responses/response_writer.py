@@ -9,7 +9,7 @@ from typing import Any
 
 from kvshare.engines.base import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer import Block, BlockAnswer, BlockKind, Change, Usage
+from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
 from proxy.generate.requests import ChatRequest
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.sse import named_events
@@ -22,8 +22,8 @@ _EVENTS = {
 }
 
 
-class ResponseAnswer(BlockAnswer):
-    """One response: items of output, each an assistant's message, its thoughts or a call of a function."""
+class ResponseWriter(BlockWriter):
+    """Writes one response: items of output, each a message, its thoughts or a call of a function."""
 
     def __init__(self, asked: ChatRequest, body: ResponsesBody) -> None:
         super().__init__(asked, is_stream=body.stream)

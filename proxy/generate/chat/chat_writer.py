@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvshare.engines.base import Delta, FinishReason, TokenLogprob
-from proxy.generate.answer import BlockKind, Blocks, Change
-from proxy.generate.chat.answers import Choice, Content, OpenAIAnswer, Piece, finite
+from proxy.generate.answer_writer import BlockKind, Blocks, Change
 from proxy.generate.chat.bodies import ChatBody
+from proxy.generate.chat.completion_writer import Choice, ChoiceWriter, Content, Piece, finite
 from proxy.generate.requests import ChatRequest
 
 _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
 
 
-class ChatAnswer(OpenAIAnswer):
+class ChatWriter(ChoiceWriter):
     """
-    The answer of POST /v1/chat/completions.
+    Writes the answer of POST /v1/chat/completions.
 
     Where an answer may hold more than text, each choice consists of blocks. Else its text goes out as it
     comes, unless it begins as thoughts do. In the older API of functions, an answer has at most one call;
