@@ -152,9 +152,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
 
-        `num_copied`: tokens that were copied from it for another text. The more they are in all, the later
-        the node is evicted; this sum is not written to disk.
-        The use is written with the next change, so that a hit costs no transaction.
+        `num_copied`: tokens copied from it for another text. The more in all, the later it is evicted; their
+        sum is not written to disk. The use is, with the next change, so that a hit costs no transaction.
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)

@@ -281,13 +281,9 @@ class FakeVllm:
 
     def _prefill(self, seen: Seen) -> None:
         """The prompt is there: it is kept before its answer is."""
-        ticket = seen.ticket
-        behaviour = self.behaviour
-        if (
-            ticket is None
-            or behaviour.silent
-            or not (behaviour.prefills and behaviour.stores and ticket.store)
-        ):
+        ticket, behaviour = seen.ticket, self.behaviour
+        reports = behaviour.prefills and behaviour.stores and not behaviour.silent
+        if ticket is None or not ticket.store or not reports:
             return
         tokens = self.tokens_of(seen.body)
         if ticket.prompt_digest == digest_of(tokens):

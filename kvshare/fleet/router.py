@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from delta_tree import TokenIds
@@ -183,12 +184,9 @@ class Router:
         if not isinstance(lookup.plan, Plan) and not request.may_store:
             return
         namespace, tokens = replica.namespace(request.owner).digest, request.prompt.token_ids
+        ticket_id = uuid.uuid4().hex  # secret, as the private salt is derived from it
         request.ticket = ticket_for(
-            lookup.plan,
-            tokens,
-            ticket_id=uuid.uuid4().hex,  # secret, as the private salt is derived from it
-            namespace=namespace,
-            store=request.may_store,
+            lookup.plan, tokens, ticket_id=ticket_id, namespace=namespace, store=request.may_store
         )
         if request.may_store and self._may_share(request):
             request.arrival = self._in_flight.arrivals.begin(namespace, tokens)
@@ -228,20 +226,14 @@ def ticket_for(
     plan: Plan | NoPlan, prompt: TokenIds, *, ticket_id: str, namespace: str, store: bool
 ) -> Ticket:
     """The plan for the connector. Without a plan the prompt may still be retained."""
+    ticket = Ticket(ticket_id, namespace, digest_of(prompt), len(prompt), store=store)
+    if isinstance(plan, NoPlan):
+        return ticket
     copies = (
         WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
-        for copy in (plan.copies if isinstance(plan, Plan) else ())
+        for copy in plan.copies
     )
-    return Ticket(
-        ticket_id=ticket_id,
-        namespace=namespace,
-        prompt_digest=digest_of(prompt),
-        num_tokens=len(prompt),
-        exact_length=plan.exact_length if isinstance(plan, Plan) else 0,
-        copies=tuple(copies),
-        store=store,
-        order=wire_order(plan) if isinstance(plan, Plan) else None,
-    )
+    return replace(ticket, exact_length=plan.exact_length, copies=tuple(copies), order=wire_order(plan))
 
 
 def wire_order(plan: Plan) -> WireOrder | None:

@@ -180,8 +180,7 @@ class PromptKeeper(Generic[TierT]):
         """
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
-        Held and pinned prompts are never evicted. The last one is only shortened if that leaves a useful
-        prefix.
+        Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
         `namespaces`: those whose prompts use this budget; None: all.
         Returns: whether `num_bytes` fit
         """

@@ -81,8 +81,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
     """
     Stores the KV of this process. The only writer of tree and tier.
 
-    Donors of running requests are held: they are not evicted to make room. An administrator may still evict
-    them.
+    Donors of running requests are held: they are not evicted to make room, only by an administrator.
     """
 
     def __init__(
@@ -145,11 +144,8 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         tokens = computed.token_ids[:num_prompt]
         known = self.tree.find(computed.namespace, tokens)
         is_known = known is not None and known.exact_length == num_prompt
-        if (
-            len(tokens) < self._min_tokens
-            or is_known
-            or self._is_in_donor(replace(computed, token_ids=tokens))
-        ):
+        is_short = len(tokens) < self._min_tokens
+        if is_short or is_known or self._is_in_donor(replace(computed, token_ids=tokens)):
             return self.store(computed)
         return None  # the prompt was not stored, and would not be now
 

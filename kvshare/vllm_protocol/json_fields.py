@@ -16,23 +16,18 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 Number = Annotated[int, Field(strict=True, ge=0)]
 Flag = Annotated[bool, Field(strict=True)]
 
+_KEYS = {"ticket_id": "request_id", "store": "keep"}  # of other fields, the key is the name
+
 
 class WireError(ValueError):
     """A received message is wrong; names the field and what was expected."""
-
-
-_JSON_KEYS = {"ticket_id": "request_id", "store": "keep"}  # of other fields, the key is the name
-
-
-def _json_key(field_name: str) -> str:
-    return _JSON_KEYS.get(field_name, field_name)
 
 
 class Message:
     """Base of the dataclasses that are sent as JSON objects."""
 
     __slots__ = ()
-    __pydantic_config__ = ConfigDict(alias_generator=_json_key)
+    __pydantic_config__ = ConfigDict(alias_generator=lambda name: _KEYS.get(name, name))
     _optional: ClassVar[frozenset[str]] = frozenset()  # fields that may be missing
     _protocol: ClassVar[int | None] = None  # version of the protocol, if the document has one
 
@@ -57,7 +52,7 @@ class Message:
         if isinstance(document, dict):
             if cls._protocol is not None and document.get("protocol") != cls._protocol:
                 raise ValueError(f"protocol: expected {cls._protocol}, got {document.get('protocol')!r}")
-            keys = {_json_key(entry.name) for entry in fields(cls)}  # type: ignore[arg-type]  # they are dataclasses
+            keys = {_KEYS.get(each.name, each.name) for each in fields(cls)}  # type: ignore[arg-type]  # they are dataclasses
             if missing := keys - cls._optional - document.keys():
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
         return document

@@ -65,9 +65,8 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Re
         return Reason.POOLING
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
         return Reason.NOT_TOKENS
-    if ticket.num_tokens != request.num_prompt_tokens or ticket.prompt_digest != digest_of(
-        request.prompt_token_ids
-    ):
+    digest = digest_of(request.prompt_token_ids)
+    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest):
         return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
         return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests

@@ -328,8 +328,8 @@ class ConnectorScheduler:
 def _first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
     """Start of the first retained approximate copy: tokens behind it were computed over approximate KV."""
     starts = (ticketed.copy(index).target_start for index in copies)
-    exact_length = ticketed.ticket.exact_length
-    return min((start for start in starts if start >= exact_length), default=ticketed.ticket.num_tokens)
+    approximate = (start for start in starts if start >= ticketed.ticket.exact_length)
+    return min(approximate, default=ticketed.ticket.num_tokens)
 
 
 def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:

@@ -1,8 +1,6 @@
 """
 The JSON of OpenAI's answers, whole and as chunks of a stream: what `/v1/chat/completions` and
 `/v1/completions` write alike, and text completions.
-
-It turns deltas into documents; it neither reads nor writes sockets.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from proxy.generate import body_parts
 from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
 
-_TEXT_ONLY = "this server reads no images, documents or other blocks"
+_NO_MEDIA = "this server reads no images, documents or other blocks"
 _USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
 _Custom = body_parts.of_types("custom", default="custom", hint="this server runs no tools itself")
 
@@ -47,7 +47,7 @@ class ToolUseBlock(body_parts.BodyPart):
 
 
 Text = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(body_parts.of_types("text", hint=_TEXT_ONLY))]],
+    list[Annotated[TextBlock, BeforeValidator(body_parts.of_types("text", hint=_NO_MEDIA))]],
     Field(fail_fast=True),
     body_parts.text_as("text"),
 ]
@@ -71,14 +71,12 @@ class ToolResultBlock(body_parts.BodyPart):
 UserBlock = Annotated[
     TextBlock | ToolResultBlock,
     Discriminator("type"),
-    BeforeValidator(body_parts.of_types("text", "tool_result", hint=_TEXT_ONLY)),
+    BeforeValidator(body_parts.of_types("text", "tool_result", hint=_NO_MEDIA)),
 ]
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | ToolUseBlock,
     Discriminator("type"),
-    BeforeValidator(
-        body_parts.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_TEXT_ONLY)
-    ),
+    BeforeValidator(body_parts.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_NO_MEDIA)),
 ]
 
 

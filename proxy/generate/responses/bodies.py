@@ -19,7 +19,7 @@ from proxy.generate.fields import Name, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
 from proxy.wrong_values import invalid, wrong
 
-_TEXT_ONLY = "this server reads no images, files or audio"
+_NO_MEDIA = "this server reads no images, files or audio"
 _SEND_ITEMS = "this server stores nothing and runs no tools, so send every item itself"
 _LOGPROBS = "message.output_text.logprobs"
 _Function = body_parts.of_types("function", hint="this server runs no tools itself")
@@ -52,7 +52,7 @@ class RefusalPart(body_parts.BodyPart):
         return self.refusal
 
 
-_Text = body_parts.of_types("input_text", "output_text", "text", "refusal", hint=_TEXT_ONLY)
+_Text = body_parts.of_types("input_text", "output_text", "text", "refusal", hint=_NO_MEDIA)
 Content = Annotated[
     list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
     Field(fail_fast=True),
