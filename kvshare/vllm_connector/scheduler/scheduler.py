@@ -33,7 +33,7 @@ _MAX_SEEN_TICKETS = 4096
 
 @dataclass(eq=False, kw_only=True)
 class ConnectorScheduler:
-    """One per scheduler, with vLLM's method names. Keys are vLLM's request ids; events carry the proxy's."""
+    """One per scheduler, with vLLM's method names. Keys are vLLM's request ids; events carry ticket ids."""
 
     segments: SegmentIndex
     events: EventLog
