@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("kvshare", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvshare")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell script's background jobs ignore Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KEYS = {
     "ann": ("north", "tenant", "infer"),
