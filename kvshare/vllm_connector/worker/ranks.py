@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
@@ -113,6 +114,15 @@ def shared_memory(num_bytes: int, name: str) -> torch.Tensor | None:
     if rank() == 0:
         path.unlink(missing_ok=True)
     return buffer if have_all else None
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """Raises MemoryError if the host has less available."""
+    wanted, available = num_bytes / 2**30, psutil.virtual_memory().available / 2**30
+    if wanted > available:
+        raise MemoryError(
+            f"--kv-bytes takes {wanted:.1f} GiB of host memory, {available:.1f} GiB are available: lower it"
+        )
 
 
 def _mapped(path: Path, num_bytes: int, *, creates: bool) -> torch.Tensor | None:

@@ -45,7 +45,15 @@ from kvshare.vllm_connector.worker.device import CudaDevice, Device, Times, batc
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
-from kvshare.vllm_connector.worker.ranks import agreed, as_one, num_ranks, on_all_ranks, rank, shared_memory
+from kvshare.vllm_connector.worker.ranks import (
+    agreed,
+    as_one,
+    check_host_memory,
+    num_ranks,
+    on_all_ranks,
+    rank,
+    shared_memory,
+)
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.self_test import SelfTest
 from kvshare.vllm_connector.worker.step_budget import num_admitted
@@ -150,7 +158,7 @@ class ConnectorWorker:
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
         if buffer is None:  # memory for this rank's heads only
             num_bytes = arena_bytes(max_bytes // num_ranks())
-            log.info("kvshare: takes %.1f GiB of host memory for retained KV", num_bytes / 2**30)
+            on_all_ranks(partial(check_host_memory, num_bytes), "another rank has too little host memory")
             # Pages are allocated now. At a save they would cost more than its copies, and running out of
             # memory then would end the process. `torch.zeros` would leave them to the first write.
             buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()

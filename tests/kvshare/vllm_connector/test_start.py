@@ -42,6 +42,14 @@ def test_a_refused_model_is_served_unshared(
     assert connector.request_finished_all_groups(request, ()) == (False, None)
 
 
+def test_more_memory_than_the_host_has_is_refused(start: Start, text: Texts) -> None:
+    """It would be taken at start, and the kernel would end vLLM."""
+    vllm = start("llama", max_bytes=1 << 48)
+    (refusal,) = vllm.side.info().refusals
+    assert "--kv-bytes takes 294912.0 GiB of host memory" in refusal
+    assert_served_unshared(vllm, text(300))
+
+
 def assert_served_unshared(vllm: Vllm, tokens: list[int]) -> None:
     """A ticket is ignored, and the prompt answered."""
     (answer,) = vllm.ask((tokens, vllm.ticket(tokens), "tenant"))
