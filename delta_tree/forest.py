@@ -1,8 +1,8 @@
 """
 All nodes and segments in memory, with indexes by prompt, parent, reference and order of eviction.
 
-tree.py computes each change as a value, writes it to disk, and then applies it here, so that memory and disk
-never differ. tree.py also holds the lock.
+tree.py computes each change as a value, writes it to disk, and then applies it here. Uses and evictions for
+room are applied first, and written with the next change. tree.py also holds the lock.
 """
 
 import hashlib
@@ -136,7 +136,7 @@ class Forest:
         return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
 
     def apply(self, change: Change) -> None:
-        """Apply a change that is on disk."""
+        """Apply a change that is on disk, or that will be written with the next one."""
         unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment

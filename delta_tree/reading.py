@@ -31,7 +31,7 @@ class TreeReader:
     """
     The read-only half of a DeltaTree.
 
-    Raises:  UnknownNodeError, UnknownSegmentError for an id that is not in the tree
+    Raises:  UnknownNodeError, UnknownSegmentError for an unknown id, unless a method says otherwise
     """
 
     def __init__(self, forest: Forest) -> None:

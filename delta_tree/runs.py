@@ -3,7 +3,7 @@ Equal stretches (runs) of two prompts at any positions, such as documents of a R
 
 They are found by hashes of all k-grams; on each hit the tokens are compared. Time stays near-linear on
 hostile input (all tokens equal, periodic prompts, crafted collisions): of the positions where a k-gram occurs
-only a few are tried, and each step of the scan ends a run.
+only a few are tried, and the scan goes on behind each run that it finds.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ class Pair:
     k: int
 
     def has_common_run(self, places: Places, known: Hashes) -> bool:
-        """Whether the target has one of the source's k-grams at `places`; `known`: its hashes, sorted."""
+        """Whether the target has one of the source's k-grams at `places`; `known`: the target's, sorted."""
         for start in range(0, len(places), _ASKED_AT_ONCE):
             some = places[start : start + _ASKED_AT_ONCE]
             asked = self.source_hashes[some]
@@ -59,7 +59,7 @@ def _by_hash(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
 
 def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match]:
     """
-    Tile the target positions `spans` with runs of the source, at each position with the longest.
+    Tile the target positions `spans` with runs of the source, at each with the longest of those tried.
 
     The spans are sorted and do not overlap. `places`: where the source has k-grams that may occur in them.
     """
@@ -131,8 +131,8 @@ def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match 
 
 
 def _worth_trying(places: Places, position: int) -> Sequence[int]:
-    """At most four positions: the nearest, its neighbours, and the first, whose run is the longest where all
-    tokens are equal."""
+    """At most four: the first at or behind `position`, its neighbours, and the first of all, whose run is the
+    longest where all tokens are equal."""
     if len(places) > 4:
         nearest = int(np.searchsorted(places, position))
         near = places[max(nearest - 1, 0) : nearest + 2]

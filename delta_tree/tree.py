@@ -2,7 +2,8 @@
 The delta tree: which prompts are stored, which descends from which, and which segments they share.
 
 One lock guards every change. A change is computed, written to disk, then applied in memory; if it cannot be
-written, nothing is changed. Tiers hold the KV bytes: each change returns the segments that they can drop.
+written, nothing is changed. Uses and evictions for room are written with the next change. Tiers hold the KV
+bytes: each change returns the segments that they can drop.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Tasks that run after an answer, such as storing its prompt. They are awaited or cancelled at stop."""
+"""Tasks beside requests, such as storing a prompt while it is answered. Stopping awaits or cancels them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Runtime(Generic[KeeperT]):
     index: ServedIndex
     sharing: Sharing
     writer: ThreadPoolExecutor
-    background: Background  # stores and indexes finished requests
+    background: Background  # stores and indexes prompts and answers
     embedding: Background  # indexes stored prompts by embedding
 
     async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:

@@ -23,8 +23,8 @@ class LarkGrammar:
     """
     A grammar that is being written. Each method returns an expression to build rules from.
 
-    A text that the tokenizer has as an added token becomes that token in the grammar: llguidance matches
-    added tokens by id only, never by text.
+    In `literal` and `text_until` a text becomes the added token of that text, if there is one: llguidance
+    matches added tokens by id only, never by text.
     """
 
     def __init__(self, added_tokens: Mapping[str, int]) -> None:
@@ -54,7 +54,7 @@ class LarkGrammar:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
 
     def text_without(self, texts: Sequence[str], *, first_not: str = "") -> str:
-        """Text that contains none of `texts`, and does not begin with the character `first_not`."""
+        """Text that contains none of `texts`, and whose first visible character is not `first_not`."""
         text = rf"/\s*([^\s{re.escape(first_not)}](?s:.*))?/" if first_not else "ANY"
         return self._named("TEXT", _without(text, texts))
 

@@ -115,7 +115,7 @@ class Finished:
 
     report: SharingReport
     num_completion_tokens: int
-    stage_seconds: Mapping[str, float]  # tokenize, search, diff, plan, load, splice, recompute, ...
+    stage_seconds: Mapping[str, float]  # wait, prefix, fingerprint, meaning, plan, load, splice, recompute
 
 
 Event = Started | Delta | Finished

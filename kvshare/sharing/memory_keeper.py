@@ -1,5 +1,5 @@
 """
-Stores finished sequences in host memory: cuts their KV into segments and makes room for them.
+Stores prompts and answers in host memory: cuts their KV into segments and makes room for them.
 
 The embedded engine stores tensors, a replay only byte counts. Answers never wait for it. All methods may be
 called from any thread; those that block say so.

@@ -3,7 +3,7 @@ The steps of sharing for one request: nominate, align, plan, fetch; later, index
 
 `find_plan` runs before prefill and never raises: if a step fails, the request is served unshared and the
 failure is counted. `find_plan` changes nothing, so `explain` calls it too. `note_use` records that a request
-uses the result. When the request has ended, the engine's keeper stores it and `remember` indexes it.
+uses the result. The engine's keeper stores prompt and answer, each when computed; `remember` indexes them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     statistics.py, tables.py, plots.py, report.py        intervals, tests, tables, figures
     papers/            the tables of published papers: `kvshare bench papers`
 
-Every rule gets the same donors, plans and rotation; only the repair differs. No server takes part.
+Rules get the same donors, plans and rotation; `full`, `set-cache` and `cache-craft` bring their own copies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run(
     report: bool = False,
 ) -> dict[str, Any]:
     """
-    Measure what is left of the stages in `out`, or of one stage made of the options; then report.
+    Measure what is left of the stages in `out/stages.yaml`; without that file, or with `suite`, of one stage
+    made of the options. `report`: write the report, too.
 
     Raises:  ConfigError for a wrong option, or an unknown stage, suite or rule; ModelError
     """

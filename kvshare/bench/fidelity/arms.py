@@ -40,7 +40,7 @@ Decode = Callable[[TokenIds], str]
 def make_trial(
     scenario: Scenario, model: LayeredModel, settings: Settings, stored: StoredPrompts | None = None
 ) -> Trial | None:
-    """The scenario with its stored prompts, by default computed here; None where nothing can be copied."""
+    """The scenario with its stored prompts, by default computed here; None if no copy is approximate."""
     stored = stored or StoredPrompts.computed(model, scenario.stored, settings.sharing)
     trial = Trial(scenario, model, settings, stored)
     return trial if trial.copied.any() else None

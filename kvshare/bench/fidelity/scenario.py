@@ -2,7 +2,7 @@
 Stored prompts and a new one, as messages (`Draft`) and as tokens (`Scenario`).
 
 A prompt's parts are its documents, messages and paragraphs; papers on retrieved text call them chunks. They
-are found in the rendered text, so that a suite only writes messages.
+are found in the rendered text, at blank lines and ChatML's borders, so that a suite only writes messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.replay.requests import Message
 
-SEED = 20261122  # of the halves and of every scenario: another one would mix measured halves with others
+SEED = 20261122  # decides the halves and every scenario: with another one, old and new rows would be mixed
 INSTRUMENT = 3  # version of suites, rules and measures: rows of different ones are not mixed
 _SHORTEST_PART = 12  # tokens; a shorter part is joined to the next one
 _BREAK = re.compile(r"\n\s*\n|<\|im_start\|>")

@@ -4,8 +4,8 @@ A scenario with its plan, ready for any repair rule: copies, the full prefill, a
     b          layer-tokens of repaired positions / (layers x prompt tokens)
     charged    layer-tokens that get fresh Q, K, V, selection passes included / (layers x prompt tokens)
 
-Every rule gets the same donors, plan and rotation. Positions without a copy and the last `tail` positions of
-the prompt are computed in every arm; they are called the base.
+Every rule gets the same donors, plan and rotation, unless it is about other copies. Positions without a copy
+and the last `tail` positions of the prompt are computed in every arm; they are called the base.
 """
 
 from __future__ import annotations

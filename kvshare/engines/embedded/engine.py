@@ -46,7 +46,7 @@ from vector_index import EmbedderError
 if TYPE_CHECKING:
     from vector_index import Embedder
 
-_MAX_PENDING = 4  # ended requests per slot that may wait to be stored
+_MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; above, new requests wait
 _SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
 
 

@@ -35,7 +35,7 @@ _ANY_NUMBER = 64  # of donors, for the arms that are not the server's
 
 
 class Arm(NamedTuple):
-    """A rule under the name that the paper gives it. `rule` None: the server's own plan."""
+    """A rule under the name that the paper gives it. `rule` None: the server's own plan, or an old answer."""
 
     name: str
     rule: str | None = None
@@ -168,7 +168,7 @@ class Sheet:
 
     data: str
     task: str | None = None  # where a table has several
-    skipped: int = 0  # prompts of which nothing could be copied
+    skipped: int = 0  # prompts without approximate copies
     _figures: dict[tuple[str, float], dict[str, list[Any]]] = field(default_factory=dict)
 
     def add(self, arm: str, budget: float, figures: Mapping[str, float | Figures]) -> None:

@@ -1,4 +1,4 @@
-"""One function for each paper's table: the data sets that are there x the arms that the paper compares."""
+"""One function for each paper: rows of its table, for the data sets that are there and its arms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_ALONE, _MOST_REUSED = 10, 5  # passages of a prompt: top-k of CacheBlend a
 _NUM_STORED = 2  # earlier prompts from which a new one may copy
 _LIMITS: Mapping[str | None, int] = {"short": 12, "statement": 4}  # tokens of an answer, by task
 _TOKENS_PER_WORD = 1.4
-_PIECES = 8  # in a prompt, at most _LONGEST_PIECE tokens each
+_PIECES = 8  # of _LONGEST_PIECE tokens fit into the longest prompt
 _LONGEST_PIECE = 512
 _ARMS = {table: tuple(Arm(**arm) for arm in arms) for table, arms in TEXTS["arms"].items()}
 
@@ -51,7 +51,7 @@ class Bench:
     absent: list[str] = field(default_factory=list)  # data sets that are not there
 
     def draw(self, name: str, number: int = 0) -> random.Random:
-        """The same for the same options."""
+        """A generator that depends on the seed, the name and the number only."""
         return random.Random(f"{self.seed}:{name}:{number}")
 
     def drawn(self, name: str, numbers: range) -> list[int]:
@@ -74,7 +74,7 @@ class Bench:
     def answers(
         self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: StoredPrompts
     ) -> dict[Arm, Answer]:
-        """The answers of a table's arms; none where nothing can be copied, which the sheet counts."""
+        """The answers of a table's arms; none where no copy is approximate, which the sheet counts."""
         scenario = self.writer.scenario(prompt, [], suite=sheet.data, number=number)
         trial = self.server.trial(scenario, stored)
         if trial is None:

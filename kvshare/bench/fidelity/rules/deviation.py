@@ -95,7 +95,7 @@ class _Filter(LayerHook):
 
 def _cacheblend(trial: Trial, budget: float) -> Selection:
     """
-    HKVD tokens with gradual filtering (CacheBlend, section 4.3): shares fall, and r is their mean.
+    Tokens of high KV deviation, fewer from layer to layer (CacheBlend, section 4.3). r: their mean share.
 
     Layers 0 and 1 compute everything (the probe). The budget pays in them for the tokens chosen there only.
     """
