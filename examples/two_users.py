@@ -25,17 +25,19 @@ for guest in ("Ann Keller", "Maria Lopez"):
     prompt = f"The name of the guest is {guest}.\n\n{text}\nWhat is the name of the guest?"
     answer, first_token_s, usage = "", 0.0, None
     asked_at = time.perf_counter()
-    for chunk in client.chat.completions.create(
+    reply = client.chat.completions.with_raw_response.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],
         temperature=0,
         max_tokens=30,
         stream=True,
         stream_options={"include_usage": True},
-    ):
+    )
+    for chunk in reply.parse():
         if chunk.choices and chunk.choices[0].delta.content:
             first_token_s = first_token_s or time.perf_counter() - asked_at
             answer += chunk.choices[0].delta.content
         usage = chunk.usage or usage
-    shared = {name: usage.kvshare[name] for name in SHOWN}
+    found = getattr(usage, "kvshare", None)  # in front of vLLM only headers tell it
+    shared = {name: found[name] for name in SHOWN} if found else reply.headers.get("x-kvshare-plan")
     print(f"{answer}\n  first token after {first_token_s:.2f} s, {shared}")  # noqa: T201

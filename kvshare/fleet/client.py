@@ -184,21 +184,21 @@ class ControlClient(_Client):
     """The client of one connector's control server."""
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout_s: float = 10.0, proxy_id: str = ""
+        self, url: str, *, token: str | None = None, timeout_s: float = 10.0, proxy: str = ""
     ) -> None:
         """
         `token`: the control server's key; by default that of the environment, if set.
-        `proxy_id`: random, of a client that stores and drops KV. The connector logs it if there are two.
+        `proxy`: a random id, of a client that stores and drops KV. The connector logs it if there are two.
         """
         super().__init__(url, token or os.environ.get(TOKEN_VARIABLE), timeout_s)
-        self._proxy_id = proxy_id
+        self._proxy = proxy
 
     async def info(self) -> ReplicaInfo:
         return await self._message(ReplicaInfo, "/info")
 
     async def journal(self, *, after: int, wait_s: float) -> Journal:
         """Events after a sequence number. Waits up to `wait_s` for the first one."""
-        path = f"/journal?after={after}&wait_s={wait_s:g}&proxy={self._proxy_id}"
+        path = f"/journal?after={after}&wait_s={wait_s:g}&proxy={self._proxy}"
         return await self._message(Journal, path, wait_s=wait_s)
 
     async def segments(self) -> HeldSegments:

@@ -169,9 +169,7 @@ async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool
 
 
 def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
-    control = ControlClient(
-        entry.control, timeout_s=settings.control_timeout_s, proxy_id=secrets.token_hex(8)
-    )
+    control = ControlClient(entry.control, timeout_s=settings.control_timeout_s, proxy=secrets.token_hex(8))
     return Replica(entry.label, VllmClient(entry.url, settings), control)
 
 
