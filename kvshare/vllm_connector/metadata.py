@@ -102,6 +102,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     saved_prompts: set[str] = field(default_factory=set)  # of requests that are still running
     failed_saves: set[str] = field(default_factory=set)
     stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # see `Finished`
+    has_new_weights: bool = False  # KV of the old ones is worthless, saved or not
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:
@@ -123,6 +124,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.saved_prompts | other.saved_prompts,
             self.failed_saves | other.failed_saves,
             {**other.stage_seconds, **self.stage_seconds},
+            self.has_new_weights or other.has_new_weights,
         )
 
 

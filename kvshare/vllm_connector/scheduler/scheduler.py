@@ -144,6 +144,8 @@ class ConnectorScheduler:
 
     def update_connector_output(self, report: WorkerReport, saved: Iterable[str]) -> None:
         """Take the workers' report of a step, and the ended requests whose KV has been saved."""
+        if report.has_new_weights:
+            self.reset_cache()
         for request_id, stage_seconds in report.stage_seconds.items():
             if (ticketed := self._requests.get(request_id)) is not None:
                 ticketed.note_times(stage_seconds)
@@ -199,7 +201,7 @@ class ConnectorScheduler:
             ticketed.was_saved_early = True
             block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
             self._save(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
-            ticketed.lost = None  # if this save fails, the prompt is saved again with the answer
+            ticketed.lost = None  # even if there was no room: the prompt is saved again with the answer
             ticketed.saved_early = ticketed.stored
 
     def _save(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...] = ()) -> None:

@@ -65,10 +65,7 @@ def _write(cache: PagedCache, copies: Sequence[tuple[torch.Tensor, RowCopy]]) ->
 
 
 def _moved(
-    plane: Plane,
-    number: int,
-    copies: Sequence[tuple[torch.Tensor, RowCopy]],
-    shifts: torch.Tensor | None,
+    plane: Plane, number: int, copies: Sequence[tuple[torch.Tensor, RowCopy]], shifts: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """Rows (T, H, D) of each layer of a plane, rotated to their new positions."""
     turns: dict[Movement, tuple[torch.Tensor, torch.Tensor]] = {}

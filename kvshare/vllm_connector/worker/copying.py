@@ -2,6 +2,7 @@
 A thread that copies, beside the worker's own: one job after the other, in the order of submission.
 
 The order protects bytes: a segment's memory is read for a load before the next segment is written there.
+Ranks that share memory have a thread each: there it is freed when all of them have come that far.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Stored:
 class SegmentStore:
     """
     Used by the worker's thread only. Copies from and to extents must run in the order of the calls here,
-    because the extent of a dropped segment may be given to the next one at once.
+    because the extent of a freed segment may be given to the next one at once.
     """
 
     def __init__(
@@ -81,11 +81,15 @@ class SegmentStore:
         """The segments of these ids that are held."""
         return {entry: self._stored[entry] for entry in segment_ids if entry in self._stored}
 
-    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Ids that are not held are ignored."""
-        for segment_id in segment_ids:
-            if (stored := self._stored.pop(segment_id, None)) is not None:
-                self.arena.free(stored.extent)
+    def take(self, segment_ids: Iterable[SegmentId]) -> list[Stored]:
+        """Forget segments; ids that are not held are ignored. Their memory stays until it is freed."""
+        found = (self._stored.pop(segment_id, None) for segment_id in segment_ids)
+        return [stored for stored in found if stored is not None]
+
+    def free(self, segments: Iterable[Stored]) -> None:
+        """Segments that were taken."""
+        for stored in segments:
+            self.arena.free(stored.extent)
 
     def clear(self) -> None:
         self._stored.clear()

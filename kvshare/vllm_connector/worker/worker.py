@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -74,6 +75,12 @@ class _Load:
     is_cancelled: bool = False
 
 
+class _Drop(NamedTuple):
+    """Segments that no load finds any more. Their memory is free when all ranks have made earlier copies."""
+
+    segments: Sequence[Stored]
+
+
 @dataclass(eq=False)
 class _Save:
     request: SaveRequest
@@ -105,8 +112,9 @@ class ConnectorWorker:
         self._times = Times(self._device)
         self._step_tokens = settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         self._store: SegmentStore | None = None  # None until the model's layout is known
+        self._shares_memory = False  # with other ranks
         self._copies = CopyThread()
-        self._copying: deque[tuple[_Load | _Save, Job]] = deque()  # in the order of the jobs
+        self._copying: deque[tuple[_Load | _Save | _Drop, Job]] = deque()  # in the order of the jobs
         self._arrived: deque[_Load] = deque()  # copied but not computed yet
         self._transfers = KVConnectorTransferResults()
         self._report = WorkerReport()
@@ -163,6 +171,7 @@ class ConnectorWorker:
             # memory then would end the process. `torch.zeros` would leave them to the first write.
             buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
         else:
+            self._shares_memory = True
             num_heads = self._config.model_config.get_total_num_kv_heads()
             copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated
             first_head = rank() // copies * keys.num_heads
@@ -200,13 +209,15 @@ class ConnectorWorker:
         return (), warnings
 
     def forget_segments(self) -> None:
-        """The weights have changed: drop all segments and fail loads that are under way."""
+        """The weights have changed: drop all segments, fail loads under way, and tell the scheduler."""
+        self._report.has_new_weights = True
         for _, job in self._copying:
             job.wait()
             job.failed = True
         for load in self._arrived:
             self._fail(load)
         self._arrived.clear()
+        self._copying = deque(entry for entry in self._copying if not isinstance(entry[0], _Drop))
         if self._store is not None:
             self._store.clear()
 
@@ -221,8 +232,7 @@ class ConnectorWorker:
             load.is_cancelled = load.is_cancelled or load.request.request_id in cancelled
         for request in step.loads:
             self._begin_load(request)
-        if self._store is not None:
-            self._store.drop(step.drops)
+        self._drop(step.drops)
         for transfer, job in self._copying:
             if isinstance(transfer, _Save) and transfer.request.request_id in step.preempted:
                 job.wait()  # another request writes its blocks in this step
@@ -263,7 +273,7 @@ class ConnectorWorker:
     ) -> Mapping[str, float]:
         """Write all copies, keys rotated to their new positions. On the thread that copies."""
         lap = LapTimer()
-        load.readable = self._readable(found)
+        load.readable = {segment_id for segment_id, stored in found.items() if stored.is_whole}
         fetch_s = lap()
         copies = []
         for copy, target in load.request.targets():
@@ -276,9 +286,6 @@ class ConnectorWorker:
             write_copies(self._cache, self._device, copies)
         return {"fetch": fetch_s, "lay": lap()}
 
-    def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
-        return {segment_id for segment_id, stored in found.items() if stored.is_whole}
-
     def _begin_save(self, request: SaveRequest) -> None:
         assert self._store is not None, "there is a handshake"
         targets: dict[SegmentId, Stored] = {}
@@ -287,11 +294,20 @@ class ConnectorWorker:
                 targets[segment_id] = self._store.add(segment_id, len(span))
         except MemoryError as exc:
             log.warning("kvshare: a prompt is not stored: %s. Raise --kv-bytes for more room", exc)
-            self._store.drop(targets)
+            self._drop(targets)
             targets = {}
         save = _Save(request, targets)
         act = partial(self._copy_out, save, self._device.mark())
         self._copying.append((save, self._copies.submit(Job("saving a prompt's KV", act))))
+
+    def _drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Free them: at once, as copies run in order; if ranks share memory, when all have copied so far."""
+        if self._store is None or not (segments := self._store.take(segment_ids)):
+            return
+        if self._shares_memory and self._copying:
+            self._copying.append((_Drop(segments), self._copies.submit(Job("dropping", dict))))
+        else:
+            self._store.free(segments)
 
     def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
         """Copy rows from vLLM's blocks into extents. On the thread that copies."""
@@ -326,6 +342,10 @@ class ConnectorWorker:
         readable = agreed([segment_id in load.readable for load, segment_id in segments])
         gone = [entry for entry, is_readable in zip(segments, readable, strict=True) if not is_readable]
         for (transfer, job), is_whole in zip(finished, are_whole, strict=True):
+            if isinstance(transfer, _Drop):
+                assert self._store is not None, "it had them"
+                self._store.free(transfer.segments)
+                continue
             self._times.note(transfer.request.request_id, job.seconds)
             if isinstance(transfer, _Save):
                 self._report_saved(transfer, is_whole=is_whole)
@@ -338,8 +358,7 @@ class ConnectorWorker:
 
     def _report_saved(self, save: _Save, *, is_whole: bool) -> None:
         if not is_whole or not save.has_room:
-            assert self._store is not None
-            self._store.drop(save.targets)
+            self._drop(save.targets)
             self._report.failed_saves.add(save.request.request_id)
         saved = self._transfers.finished_sending if save.request.has_ended else self._report.saved_prompts
         saved.add(save.request.request_id)

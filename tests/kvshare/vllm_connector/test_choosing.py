@@ -177,7 +177,7 @@ def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
     made = scene(donor, tokens, text, copies)
     gone = made.copies[0].segment_id
     assert vllm.worker._store is not None
-    vllm.worker._store.drop([gone])
+    vllm.worker._drop([gone])
     _, event = made.ask(vllm)
     kept = (copy.target for copy in made.copies if copy.segment_id != gone)
     left = places([WireSpan(target.start, target.end) for target in kept])

@@ -94,11 +94,15 @@ def test_only_the_latest_tickets_are_remembered(monkeypatch: pytest.MonkeyPatch)
 
 def test_weights_that_change_end_what_is_stored() -> None:
     """Segments are dropped, and a request that is running is not stored as computed by one model."""
+    from kvshare.vllm_connector.metadata import WorkerReport
+
     scheduler = new_scheduler()
     request: Any = new_request("ticket")
     scheduler.on_new_request(request)
     scheduler.update_state_after_alloc(request, [1, 2], 0)
-    scheduler.reset_cache()
+    report = WorkerReport().aggregate(WorkerReport(has_new_weights=True))
+    assert isinstance(report, WorkerReport)
+    scheduler.update_connector_output(report, [])
     assert SEGMENT not in scheduler.segments
     request.append_output_token_ids([7])
     request.num_computed_tokens = len(TOKENS)

@@ -8,8 +8,10 @@ are read, what is laid is what was saved, and everything that was begun is repor
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -325,3 +327,78 @@ def test_a_segment_that_leaves_is_read_before_its_bytes_are_taken() -> None:
     del machine.segments[segment_id]
     machine.save(ends=True)
     machine.teardown()
+
+
+def test_memory_that_ranks_share_is_free_when_both_have_copied() -> None:
+    """
+    A segment is dropped while a load of it waits on both ranks. One rank copies ahead: it must not save the
+    next prompt where the other rank has yet to read.
+    """
+    import torch
+
+    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
+    from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
+
+    buffer = torch.empty(arena_bytes(2 * 2 * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
+    workers = [new_worker(1), new_worker(1)]
+    for number, worker in enumerate(workers):
+        layout = worker._cache.kv_layout
+        worker._store = SegmentStore(buffer, layout, num_heads=2 * HEADS, first_head=number * HEADS)
+        worker._shares_memory = True
+        for blocks, value in (((1, 2, 3), 1.0), ((7, 8, 9), 2.0)):
+            rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value + 0.1 * number)
+            worker._cache.write(rows, -rows, worker._cache.slots(blocks, Span(0, NUM_TOKENS)))
+    barrier, given = threading.Barrier(2, timeout=10), dict[int, list[bool]]()
+
+    def agreed(mine: Sequence[bool]) -> list[bool]:
+        given[threading.get_ident()] = list(mine)
+        barrier.wait()
+        both = [all(each) for each in zip(*given.values(), strict=True)]
+        barrier.wait()
+        return both
+
+    def step(**own: Any) -> None:
+        given.clear()
+        made = StepMetadata(**{"loads": (), "saves": (), "drops": (), "cancelled": ()} | own)
+
+        def run(worker: ConnectorWorker) -> None:
+            worker.begin(made)
+            worker.advance(made)
+            worker.save(made)
+
+        with patch("kvshare.vllm_connector.worker.worker.agreed", agreed), ThreadPoolExecutor(2) as threads:
+            list(threads.map(run, workers))
+
+    def copy(worker: ConnectorWorker) -> None:
+        assert isinstance(worker._copies, LateCopies)
+        while worker._copies.jobs:
+            worker._copies.run()
+
+    first, second = SegmentId(1), SegmentId(2)
+    with one_rank():
+        step(saves=(SaveRequest("s", (1, 2, 3), ((first, Span(0, NUM_TOKENS)),), True),))
+        for worker in workers:
+            copy(worker)
+        step()
+        tokens, copies = tuple(range(NUM_TOKENS)), (WireCopy(first, 0, NUM_TOKENS, 0, 0),)
+        step(loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tokens, copies),))
+        step(drops=(first,), saves=(SaveRequest("t", (7, 8, 9), ((second, Span(0, 12)),), True),))
+        for worker in reversed(workers):
+            copy(worker)
+        step()
+    for number, worker in enumerate(workers):
+        report, transfers = worker.build_connector_worker_meta(), worker.take_transfers()
+        assert report is not None
+        assert transfers.finished_sending == {"s", "t"}
+        assert not report.failed_saves
+        assert not report.loads["l"].failed
+        assert not report.unreadable
+        loaded = worker._cache.read((4, 5, 6), Span(0, NUM_TOKENS))
+        assert (loaded.k == torch.tensor(1 + 0.1 * number)).all()
+        assert worker._store is not None
+        assert worker._store.find([second])[second].is_whole
+    arenas = [worker._store.arena for worker in workers if worker._store is not None]
+    assert arenas[0]._by_start == arenas[1]._by_start
+    assert sum(end - start for start, end in arenas[0]._by_start.items()) > arena_bytes(
+        2 * NUM_TOKENS * BYTES_PER_TOKEN
+    ), "the dropped segment's memory is free again"
