@@ -2,7 +2,7 @@
 The control server: four JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
 
 It answers from memory; only `/drop` changes anything. If KVSHARE_VLLM_TOKEN is set, every route requires it,
-because the journal holds generated token ids.
+because the journal holds generated token ids. Without it no web page may ask, only programs of this machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
+from kvshare.loopback import is_loopback
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_protocol.json_fields import Message, WireError
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: Mapping[str, Callable[[], Message | dict[str, Any]]]) -> None:
         route = routes.get(urlsplit(self.path).path)
         if not self._is_authorized():
-            self._send(401, {"error": "send the bearer token that KVSHARE_VLLM_TOKEN is set to"})
+            self._send(401, {"error": "send KVSHARE_VLLM_TOKEN as bearer, or ask at a loopback address"})
         elif route is None:
             self._send(404, {"error": f"no such route; {self.command} routes are {', '.join(routes)}"})
         else:
@@ -117,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_authorized(self) -> bool:
         if (token := self.server.token) is None:
-            return True
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname  # a browser may resolve any name
+            is_page = "Origin" in self.headers or "Sec-Fetch-Site" in self.headers
+            return is_loopback(host or "") and not is_page
         given = self.headers.get("Authorization", "")
         return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 

@@ -115,6 +115,20 @@ def test_the_token_opens_it(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
+    "header", [("Host", "rebound.example"), ("Origin", "https://evil.example"), ("Sec-Fetch-Site", "none")]
+)
+def test_without_a_token_no_web_page_reads_or_drops(serve: Serve, header: tuple[str, str]) -> None:
+    """Its browser is on this machine, and resolves any name of the page's to a loopback address."""
+    server = serve()
+    for path, data in (("/journal", None), ("/drop", b'{"segment_ids": [1]}')):
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data, dict([header]))
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+            urllib.request.urlopen(request, timeout=10)
+        refused.value.close()
+    assert call(server, "/segments")[1]["segment_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "word"),
     [
         ("/nothing", None, 404, "/info"),
