@@ -116,11 +116,7 @@ class VectorIndex(ABC):
         return self.own_hits(namespace, found)
 
     async def search_embedding(
-        self,
-        namespace: str,
-        embedding: NDArray[np.float32],
-        limit: int,
-        max_distance: float,
+        self, namespace: str, embedding: NDArray[np.float32], limit: int, max_distance: float
     ) -> list[Hit]:
         """Prompts within a cosine distance; the score is the cosine similarity, 1 - distance."""
         self.check_embedding(embedding)

@@ -23,11 +23,7 @@ _SPREAD = np.uint32(0x9E3779B1)  # odd: spreads the second table's buckets by th
 
 
 def fingerprints(
-    token_ids: NDArray[np.int32],
-    *,
-    kgram: int,
-    window: int,
-    max_fingerprints: int | None = None,
+    token_ids: NDArray[np.int32], *, kgram: int, window: int, max_fingerprints: int | None = None
 ) -> NDArray[np.uint32]:
     """
     The winnowed fingerprints of a prompt, sorted and unique; the same in every process.

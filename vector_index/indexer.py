@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _PARTS = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
 _CATCH_UP = 16  # prompts at once
 _MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
+_MAX_DELETED = 100_000  # of each namespace in a backlog
 
 
 @dataclass(slots=True)
@@ -61,7 +62,9 @@ class Backlog:
         """Note prompts that were not deleted. The index may hold earlier versions of them."""
         for prompt_id in prompt_ids:
             self.records.pop(prompt_id, None)
-        self.deleted.setdefault(namespace, set()).update(prompt_ids)
+        deleted = self.deleted.setdefault(namespace, set())
+        if len(deleted) < _MAX_DELETED:  # the index may nominate others, which the tree no longer has
+            deleted.update(prompt_ids)
 
 
 class Indexer:
@@ -149,7 +152,13 @@ class Indexer:
             # A few at a time: prompts that are forgotten meanwhile are not added.
             some = [missed.records.pop(prompt_id) for prompt_id in list(missed.records)[:_CATCH_UP]]
             wanted = [one for one in some if self._prefix_table.contains(one.namespace, one.prompt_id)]
-            num_added += 0 if await self.remember_all(wanted, _CATCH_UP) else len(wanted)
+            failures = await self.remember_all(wanted, _CATCH_UP)
+            if any(failure.component == "indexing" for failure in failures):  # later, then
+                left = (*wanted, *missed.records.values())
+                self._backlog.add(one for one in left if one.prompt_id not in self._backlog.records)
+                self._backlog.num_dropped += missed.num_dropped
+                return
+            num_added += 0 if failures else len(wanted)
         if num_added or missed.num_dropped:
             log.info(
                 "the index has caught up: %d prompts were added. %d were too many to wait and are found by "

@@ -91,10 +91,7 @@ class PrefixTable:
         salt = hashlib.blake2b(namespace.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
         return b"".join(
             hashlib.blake2b(
-                tokens[start : start + step],
-                digest_size=_DIGEST_BYTES,
-                salt=salt,
-                person=b"kvshare.prefix",
+                tokens[start : start + step], digest_size=_DIGEST_BYTES, salt=salt, person=b"kvshare.prefix"
             ).digest()
             for start in range(0, len(tokens) - step + 1, step)
         )

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _EF = 64  # HNSW's search width in each segment; 100 finds no more
 _OVERSAMPLING = 4.0  # times `limit`: the nearest quantised vectors, which are scored again in float32
 _SLICE = 16  # points per native write: about 0.6 ms at 120 fingerprints and 384 dimensions
+_DELETED = 256  # points per native deletion
 
 
 class QdrantEdgeIndex(VectorIndex):
@@ -105,10 +106,11 @@ class QdrantEdgeIndex(VectorIndex):
         )
 
     async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        if prompt_ids:
-            # By filter, not by id: an id of another namespace must not be deleted.
-            owned = edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(prompt_ids))])
-            await self._write([(edge.UpdateOperation.delete_points_by_filter(owned), len(prompt_ids))])
+        slices = [prompt_ids[at : at + _DELETED] for at in range(0, len(prompt_ids), _DELETED)]
+        # By filter, not by id: an id of another namespace must not be deleted.
+        owned = [edge.Filter(must=[_is_in(namespace), edge.HasIdCondition(set(ids))]) for ids in slices]
+        deletions = map(edge.UpdateOperation.delete_points_by_filter, owned)
+        await self._write(zip(deletions, map(len, slices), strict=True))
 
     async def _nearest(
         self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None

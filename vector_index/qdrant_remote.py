@@ -128,10 +128,7 @@ class QdrantRemoteIndex(VectorIndex):
     def _connect(self) -> AsyncQdrantClient:
         # The compatibility check would be a blocking request in the constructor.
         return AsyncQdrantClient(
-            location=self._url,
-            api_key=self._api_key,
-            timeout=self._timeout_s,
-            check_compatibility=False,
+            location=self._url, api_key=self._api_key, timeout=self._timeout_s, check_compatibility=False
         )
 
     def _opened(self) -> AsyncQdrantClient:

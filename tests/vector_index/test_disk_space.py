@@ -18,6 +18,7 @@ from vector_index import (
     PromptRecord,
     QdrantEdgeIndex,
 )
+from vector_index.errors import IndexUnavailableError
 from vector_index.indexer import Backlog
 
 FLOOR = 1000
@@ -176,9 +177,48 @@ async def test_a_paused_index_costs_no_prefix_and_catches_up(
     assert "could not" not in caplog.text
 
 
+async def test_what_cannot_be_written_when_it_catches_up_waits_on(
+    nominator: Nominator, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause is over, but writes fail: nothing of the backlog is lost."""
+    disk.free = 0
+    for prompt_id in range(10, 60):
+        await nominator.remember(prompt_id, "a", tokens(prompt_id))
+    disk.free = 10 * FLOOR
+
+    async def fail(*_: object) -> None:
+        raise IndexUnavailableError("not now")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(QdrantEdgeIndex, "upsert", fail)
+        await nominator.catch_up()
+    assert nominator.num_waiting == 50
+    await nominator.catch_up()
+    assert nominator.num_waiting == 0
+    assert await found(nominator, with_another_head(59)) == [59]
+
+
+async def test_many_are_deleted_in_slices(
+    tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, and none of another namespace."""
+    monkeypatch.setattr("vector_index.qdrant_edge._DELETED", 4)
+    index = QdrantEdgeIndex(schema, tmp_path)
+    await index.open()
+    await index.upsert([Entry(number, "a", np.array([number], dtype=np.uint32)) for number in range(1, 12)])
+    await index.upsert([Entry(12, "b", np.array([12], dtype=np.uint32))])
+    await index.delete("a", list(range(2, 13)))
+    assert await index.count() == 2
+    await index.close()
+
+
 def test_a_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest records go first and are counted; one that comes again is the newest."""
     monkeypatch.setattr("vector_index.indexer._MAX_RECORDS", 2)
     backlog = Backlog()
     backlog.add([record(1), record(2), record(1), record(3)])
     assert (list(backlog.records), backlog.num_dropped) == ([1, 3], 1)
+    monkeypatch.setattr("vector_index.indexer._MAX_DELETED", 2)
+    for prompt_id in range(10, 14):
+        backlog.delete("a", [prompt_id])
+    assert backlog.deleted == {"a": {10, 11}}
