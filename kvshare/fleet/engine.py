@@ -3,7 +3,7 @@ The fleet as an engine: starts and stops its parts, reports their status, answer
 
     router       chooses replica, ticket and salt of a request       before it is sent
     watchers     watch the health and the journal of each replica    all the time
-    reconciler   applies journal events to tree and index            after the answer
+    reconciler   applies journal events to tree and index            as they are reported
 """
 
 from __future__ import annotations

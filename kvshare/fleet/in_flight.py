@@ -120,10 +120,6 @@ class InFlight:
     def __len__(self) -> int:
         return sum(not request.is_reported for request in self._by_ticket_id.values())
 
-    @property
-    def num_unreconciled(self) -> int:
-        return len(self._by_ticket_id)
-
     def add(self, request: RoutedRequest) -> None:
         """Expect the report of a request; one without a ticket is not reported."""
         if request.ticket is not None:

@@ -64,7 +64,10 @@ class Reconciler:
         if info.fingerprint != self._fingerprint:
             self._fingerprint = info.fingerprint
             log_calibration(limits.calibration, info.fingerprint)
-        self._sharing.limits = replace(limits, can_move_keys=info.can_move_keys, can_probe=info.can_choose)
+        # Plans are made for all replicas, so they are what each of them can carry out.
+        known = [each.info for each in self._replicas.values() if each.info is not None]
+        can_move, can_probe = all(one.can_move_keys for one in known), all(one.can_choose for one in known)
+        self._sharing.limits = replace(limits, can_move_keys=can_move, can_probe=can_probe)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))

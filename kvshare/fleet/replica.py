@@ -83,6 +83,9 @@ class Fleet:
         others = [other for other in self.replicas if other is not replica and other.serves]
         if not others or self.models is None:
             self.models = replica.models
+            for other in self.replicas:  # refused until now
+                if other.models is not None and set(other.models.names) == set(replica.models.names):
+                    other.refusal = None
         elif set(replica.models.names) != set(self.models.names):
             replica.refusal = f"serves {_listed(replica.models)}, the others serve {_listed(self.models)}"
             log.error(

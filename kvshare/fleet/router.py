@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan
 log = logging.getLogger(__name__)
 
 _NUM_LAST_TOKENS = 16  # of a prompt: vLLM computes them itself
+_PREFILL_S, _PATIENCE = 10.0, 4.0  # the least, and the factor on the expected prefill, of a wait for a donor
 _RECONCILE_S = 0.25  # the longest wait of a conversation's next turn for its last answer to be stored
 
 
@@ -190,6 +191,13 @@ class Router:
         )
         if request.may_store and self._may_share(request):
             request.arrival = self._in_flight.arrivals.begin(namespace, tokens)
+            request.arrival.remaining = self._until_prefilled(len(tokens))
+
+    def _until_prefilled(self, num_tokens: int) -> Callable[[], int]:
+        """What is left of a prompt: all, until vLLM, which reports no progress, should have long finished."""
+        expected_s = num_tokens / self._sharing.cost.rates.prefill_tokens_per_s
+        until = time.monotonic() + max(_PREFILL_S, _PATIENCE * expected_s)
+        return lambda: num_tokens if time.monotonic() < until else 0
 
     def _idlest_replica(self, *, without: Sequence[Replica] = ()) -> Replica:
         """Raises NoReplicaError."""

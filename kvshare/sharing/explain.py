@@ -47,11 +47,7 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
         "charged_budget": charged_budget,
         "spans": _spans(plan, num_tokens),
         "donors": _donors(plan, lookup.candidates, _outcomes(sharing, prompt, lookup, mode)),
-        "estimate": {
-            "full_s": estimate.full_s,
-            "shared_s": shared_s,
-            "saved_s": estimate.full_s - shared_s,
-        },
+        "estimate": {"full_s": estimate.full_s, "shared_s": shared_s, "saved_s": estimate.full_s - shared_s},
         "stage_ms": {stage: 1e3 * seconds for stage, seconds in lookup.stage_seconds.items()},
     }
 

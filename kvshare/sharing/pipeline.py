@@ -252,8 +252,8 @@ class Sharing:
         """
         Align, plan and fetch.
 
-        If donors are evicted or stored again meanwhile, this plans once more without donors whose KV is
-        missing.
+        If donors are evicted or stored again meanwhile, this plans again, twice at most, without donors whose
+        KV is missing.
         """
         stages = {"plan": 0.0, "load": 0.0}
         nodes = self.own_nodes(namespace, candidates)

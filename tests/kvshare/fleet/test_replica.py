@@ -36,6 +36,21 @@ def test_equally_idle_replicas_take_turns() -> None:
     assert found == ["abc", "bca", "cab", "abc"]
 
 
+def test_a_model_that_changes_everywhere_leaves_no_replica_behind() -> None:
+    """The first one to serve the new model is refused, and admitted when the others follow."""
+    fleet = fleet_of("a", "b")
+    first, last = fleet.replicas
+    fleet.check_models(last)
+    for replica in (first, last):
+        replica.models = ServedModels(("n",))  # restarted
+        fleet.check_models(replica)
+        if replica is first:
+            assert (names(fleet), first.refusal) == ("b", "serves n, the others serve m")
+            last.models = None
+    assert sorted(names(fleet)) == ["a", "b"]
+    assert fleet.models == ServedModels(("n",))
+
+
 def test_the_idlest_replica_comes_first() -> None:
     """Rotation decides between equals only, and a replica that takes no requests is not listed."""
     fleet = fleet_of("a", "b", "c")

@@ -88,9 +88,9 @@ class Relay:
     async def ask(self, body: object, *, key: str = "none") -> aiohttp.ClientResponse:
         """A chat whose news have come when this returns."""
         in_flight = self.engine.server.in_flight
-        before = in_flight.num_unreconciled
+        before = len(in_flight._by_ticket_id)
         response = await self.send("/v1/chat/completions", body, Authorization=f"Bearer {key}")
-        await eventually(lambda: in_flight.num_unreconciled <= before)
+        await eventually(lambda: len(in_flight._by_ticket_id) <= before)
         return response
 
 

@@ -40,7 +40,7 @@ def body_of(path: str, place: str, **extra: Any) -> dict[str, Any]:
 async def ask(relay: Relay, path: str, place: str, **extra: Any) -> Any:
     """What was asked is stored, or known not to be, when this returns."""
     response = await relay.send(path, body_of(path, place, **extra))
-    await eventually(lambda: not relay.engine.server.in_flight.num_unreconciled)
+    await eventually(lambda: not relay.engine.server.in_flight._by_ticket_id)
     return response
 
 

@@ -250,6 +250,19 @@ class TestAtOnce:
         assert vllm.tickets[2].copies
         await eventually(lambda: not len(relay.engine.server.in_flight.arrivals))
 
+    async def test_a_prefill_that_takes_far_too_long_is_not_waited_for(
+        self, relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As of a vLLM that hangs: similar prompts are computed in full, as if nobody had come before."""
+        monkeypatch.setattr("kvshare.fleet.router._PREFILL_S", 0.0)
+        monkeypatch.setattr("kvshare.fleet.router._PATIENCE", 0.0)
+        vllm.prefill.clear()
+        asked = await self.begin(relay, vllm, "Rome", "Paris")
+        await eventually(lambda: len(vllm.generated) == 2, timeout_s=5.0)
+        assert not any(ticket.copies for ticket in vllm.tickets)
+        vllm.prefill.set()
+        await asyncio.gather(*asked)
+
     async def test_an_answer_that_has_begun_is_waited_for_only_briefly(
         self, relay: Relay, vllm: FakeVllm
     ) -> None:
