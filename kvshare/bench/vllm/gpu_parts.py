@@ -61,17 +61,14 @@ def lengths(longest: int) -> list[int]:
 
 
 async def _row(bench: Session[Config], length: int) -> dict[str, Any]:
-    """Medians at one length."""
     donor = unrelated_prompt(bench.rng, length)
     await bench.proxy.complete(donor)
-    await bench.settle()
 
     async def ask(arm: str) -> Answer:
+        await bench.settle()
         if arm == "full":
             return await bench.plain.complete(unrelated_prompt(bench.rng, length))
-        answer = await bench.proxy.complete(bench.edited(donor))
-        await bench.settle()
-        return answer
+        return await bench.proxy.complete(bench.edited(donor))
 
     answers = await alternate(("full", "shared"), bench.config.repeats, ask)
     ttft_s = {arm: median([answer.ttft_s for answer in own]) for arm, own in answers.items()}

@@ -94,7 +94,6 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
             hit = partial(prefix_hit, bench.rng, donor, num_new=num_computed, block_size=block_size)
             return await _scene(bench, bench.plain, [hit() for _ in arrivals])
         scene = await _scene(bench, bench.proxy, [bench.edited(donor) for _ in arrivals])
-        await bench.settle()
         finished = [each for each in await bench.watch.look() if each.decision == "approx"]
         if len(finished) != len(arrivals):
             shared = f"{len(finished)} of {len(arrivals)} planned requests were shared"
@@ -127,6 +126,7 @@ async def _scene(bench: Session[Config], client: Client, prompts: Sequence[Token
         )
     )
     answers = await asyncio.gather(*planned)
+    await bench.settle()
     return Scene(streams, sorted(answers, key=lambda answer: answer.sent_at_s + answer.ttft_s))
 
 
@@ -161,7 +161,6 @@ def _ratios(shared: Scene, baseline: Scene) -> dict[str, float]:
 
 
 def _arm(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """Over all repeats."""
     planned = [answer for scene in scenes for answer in scene.planned]
     return {
         "inter_token": percentiles([gap for scene in scenes for gap in scene.gaps_s]),

@@ -231,7 +231,6 @@ def _ttft_s(loads: Sequence[Load]) -> dict[str, list[float]]:
 
 
 def _arm(loads: Sequence[Load]) -> dict[str, Any]:
-    """Of one arm over all repeats."""
     gaps = [gap for load in loads for answer in load.answers for gap in answer.gaps_s]
     return {
         "requests": sum(len(load.answers) for load in loads),

@@ -24,7 +24,7 @@ from delta_tree import TokenIds
 from kvshare.bench.bound import Bound, bound_figures, computed_spans, copied_bytes_per_s
 from kvshare.bench.figures import by_name, intervals
 from kvshare.bench.harness import median
-from kvshare.bench.vllm.client import Answer
+from kvshare.bench.vllm.client import Answer, Client
 from kvshare.bench.vllm.prompts import prefix_hit
 from kvshare.bench.vllm.session import Session, run_benchmark
 from kvshare.bench.vllm.stack import EditedConfig, StackOptions
@@ -94,7 +94,7 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
         shared, finished, stages = await _store(bench, edited)
         computed = finished.num_computed
         prompt = prefix_hit(bench.rng, donor, num_new=computed, block_size=block_size)
-        equal_compute = await bench.plain.complete(prompt)
+        equal_compute = await _alone(bench, bench.plain, prompt)
         found.ttft_s |= {name: shared.ttft_s, f"{_EQUAL_COMPUTE}{ending}": equal_compute.ttft_s}
         found.computed[name] = computed
         found.equal_computed[name] = len(prompt) - equal_compute.num_cached
@@ -103,7 +103,7 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
         found.stage_ms = found.stage_ms or stages
 
     async def repeat() -> Repeat:
-        found = Repeat({"full": (await bench.plain.complete(bench.unrelated())).ttft_s})
+        found = Repeat({"full": (await _alone(bench, bench.plain, bench.unrelated())).ttft_s})
         if is_long:
             await share(found, "", bench.edited(donor))
             return found
@@ -112,7 +112,7 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
         for ending, is_even in _PLACEMENTS.items():
             edited = bench.edited(donor, is_even=is_even)
             if not is_even:
-                cached = await bench.plain.complete(edited)
+                cached = await _alone(bench, bench.plain, edited)
                 found.ttft_s["prefix_cache"], found.prefix_cached = cached.ttft_s, cached.num_cached
             await share(found, ending, edited)
         return found
@@ -140,11 +140,17 @@ async def _front_ms(bench: Session[Config], donor: TokenIds) -> float:
     return 1e3 * median(added[1:])  # the first found no prefix in vLLM's own cache
 
 
+async def _alone(bench: Session[Config], client: Client, prompt: TokenIds) -> Answer:
+    """A request while no other server is at work."""
+    await bench.settle()
+    return await client.complete(prompt)
+
+
 async def _store(bench: Session[Config], prompt: TokenIds) -> tuple[Answer, Finished, dict[str, float]]:
     """A request through the proxy, until it is stored: the connector's report, milliseconds by stage."""
-    before, num_nodes = await bench.proxy.counters(), (await bench.stats())["num_nodes"]
-    answer = await bench.proxy.complete(prompt)
-    await bench.wait_stored(num_nodes)
+    before = await bench.proxy.counters()
+    answer = await _alone(bench, bench.proxy, prompt)
+    await bench.settle()
     finished = (await bench.watch.look())[-1]
     inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in finished.stage_seconds.items()}
     counted = (await bench.proxy.counters()).since(before)
