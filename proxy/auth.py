@@ -31,7 +31,7 @@ _REQUESTED = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,2048}")  # field names w
 _EXPOSED = ", ".join(
     [
         *("X-Request-Id", "Request-Id", "Retry-After", "retry-after-ms"),
-        *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason"),
+        *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason", "X-KVShare-Rules"),
     ]
 )
 _MAX_AGE_S = "600"  # browsers cap it; without it each request costs two
@@ -113,8 +113,9 @@ def is_local(request: web.Request) -> bool:
     """
     Whether the request comes from a program on this machine, on its own behalf.
 
-    A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and what a reverse proxy
-    on this machine forwards come from a loopback address too; they are not local.
+    A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and what a reverse proxy on this
+    machine forwards come from a loopback address too. They are not local, but a proxy is known by headers
+    only: the operator of one that sets none configures keys.
     """
     foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")
     if any(header in request.headers for header in foreign):

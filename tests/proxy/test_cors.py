@@ -64,9 +64,8 @@ async def test_a_listed_origin_may_call_v1() -> None:
         assert response.headers[f"{ALLOW}Origin"] == PAGE
         assert response.headers["Vary"] == "Origin"
         assert response.headers[f"{ALLOW}Credentials"] == "true"
-    assert {"X-Request-Id", "X-KVShare-Request"} <= set(
-        streamed.headers["Access-Control-Expose-Headers"].split(", ")
-    )
+    exposed = set(streamed.headers["Access-Control-Expose-Headers"].split(", "))
+    assert {"X-Request-Id", "X-KVShare-Request", "X-KVShare-Rules"} <= exposed
 
 
 @pytest.mark.parametrize("origin", [OTHER, "null", "https://chat.example:444", "https://chat.example.evil"])
