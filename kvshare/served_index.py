@@ -103,7 +103,7 @@ class ServedIndex:
                     ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
                     await self._index.delete(namespace, ids)
             else:
-                # The KV of its prompts was lost with the last process, so the old index is deleted unread.
+                # Deleted unread: its KV is lost, or claimed from vLLM and indexed again, without embeddings.
                 await self._index.recreate()
             self._opened = True
         except IndexPausedError:

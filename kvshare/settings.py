@@ -252,9 +252,7 @@ class Settings(_Section):
 
 
 # Accepted for one release, without effect: sharing.max_deviation replaces them.
-_REPLACED = {
-    "sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift"),
-}
+_REPLACED = {"sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift")}
 
 
 def default_config_path() -> Path:

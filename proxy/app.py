@@ -55,13 +55,7 @@ def build_app(settings: Settings, engine: Engine) -> web.Application:
         num_inflight=lambda: lifecycle.num_running,
     )
     server = ServerContext(
-        settings,
-        engine,
-        Keyring(settings.auth.keys),
-        lifecycle,
-        metrics,
-        RequestHistory(),
-        settings.rules,
+        settings, engine, Keyring(settings.auth.keys), lifecycle, metrics, RequestHistory(), settings.rules
     )
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
@@ -226,8 +220,6 @@ class _Server(web.Server):
 
 
 class _Protocol(web.RequestHandler):
-    """One connection."""
-
     def handle_error(
         self,
         request: web.BaseRequest,

@@ -73,7 +73,6 @@ def rows(runs: Iterable[tuple[str, Document]], kind: str) -> Iterator[Document]:
 
 
 def _workload(name: str, data: Path, out: Path) -> Document:
-    """Makes the log of a workload."""
     path = (out / f"{name}.jsonl.gz").resolve()
     sources = [text for source in WORKLOADS[name] for text in ("--source", str(data / source))]
     kvshare("workload", name, "--out", path, *sources, "--requests", "1000")

@@ -106,7 +106,6 @@ def _header(text: str, draw: random.Random) -> Both:
 
 
 def _dropped(text: str, draw: random.Random) -> Both | None:
-    """A sentence is dropped."""
     sentences = _SENTENCE.split(text)
     if len(sentences) < 5:
         return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvshare.bench.fidelity.laboratory import Laboratory
 from kvshare.bench.fidelity.papers import tables as papers
-from kvshare.bench.fidelity.papers.answers import Server
+from kvshare.bench.fidelity.papers.answers import Answerer
 from kvshare.bench.fidelity.papers.prompts import EXAMPLES, TEXTS, Writer
 from kvshare.bench.fidelity.papers.tables import Bench
 from kvshare.bench.harness import chosen, environment
@@ -51,7 +51,7 @@ def run(
     laboratory = Laboratory.open(served, load_settings(), data=data, noise=False)
     longest = min(prompt_tokens, laboratory.model.model.max_model_len - answer_tokens)
     bench = Bench(
-        server=Server(laboratory.model, laboratory.encoder, laboratory.settings),
+        answerer=Answerer(laboratory.model, laboratory.encoder, laboratory.settings),
         writer=Writer(laboratory.encoder, longest),
         data=data,
         samsum=samsum,
@@ -80,7 +80,7 @@ def run(
 def _notes(bench: Bench, name: str, names: Sequence[str]) -> dict[str, Any]:
     """What a reader must know beside the figures."""
     texts = TEXTS["report"]
-    parameters = sum(each.numel() for each in bench.server.model.model.network.parameters())
+    parameters = sum(each.numel() for each in bench.answerer.model.model.network.parameters())
     note = texts["small_model"].format(model=name, parameters=parameters / 1e6)
     return {
         "parameters": parameters,

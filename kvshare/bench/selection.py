@@ -121,7 +121,6 @@ def summary(chosen: Sequence[float], unselected: Sequence[float]) -> dict[str, A
 
 
 def _seconds(model: EmbeddedModel, recipient: Recipient, *, is_chosen: bool) -> float:
-    """Of one prefill."""
     plan, kv = recipient.plan, model.new_sequence(len(recipient.tokens))
     kv.k.zero_()  # so that both arms write to pages that are there already
     kv.v.zero_()

@@ -46,7 +46,6 @@ class Benchmark:
 
 
 def _benchmarks() -> Iterator[Benchmark]:
-    """As bench.toml has them."""
     document = described("bench.toml")
     shared = document["options"]
     for name, command in document["commands"].items():

@@ -146,7 +146,7 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
     then before the text that was held back.
     """
     while True:
-        found = _first_of(cursor.text, markers)
+        found = re.search("|".join(map(re.escape, markers)), cursor.text) if markers else None
         certain = found.start() if found else _num_certain(cursor.text, markers)
         if markers:
             certain = len(cursor.text[:certain].rstrip())
@@ -159,10 +159,6 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
             return found[0]
         if not (yield from cursor.more()):
             return None
-
-
-def _first_of(text: str, markers: Sequence[str]) -> re.Match[str] | None:
-    return re.search("|".join(map(re.escape, markers)), text) if markers else None
 
 
 def _num_certain(text: str, markers: Sequence[str]) -> int:

@@ -45,8 +45,8 @@ _CORS = "access-control-"
 
 def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
     """
-    A body, given as bytes and as values, without what the client may not say: mostly the very bytes. It is
-    written again without `raw`, as where it is not what the client sent any more.
+    A body without what the client may not say. `raw`: the same as bytes, returned if nothing has to go; None
+    if `document` is no longer what the client sent, so that it must be written again.
 
     Raises RequestError for one that is nested too deeply to be written again.
     """
@@ -104,8 +104,8 @@ def check_path(raw_path: str) -> None:
 
 def is_for_operators(raw_path: str) -> bool:
     """
-    Whether a route is none of a client's business: adapters are read from files on the server; what vLLM
-    renders names the salt of its owner and takes no part in any answer.
+    Whether a route needs an admin key. Adapters are read from files on the server; a rendered prompt contains
+    the salt of its owner, and no client needs it.
     """
     path = _path(raw_path).rstrip("/")
     return path in _ADAPTERS or path.rpartition("/")[2] in ("render", "derender")

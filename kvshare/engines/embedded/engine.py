@@ -27,13 +27,7 @@ from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.scheduler import Task
 from kvshare.engines.embedded.server import EmbeddedServer, Load, load_model, open_server
-from kvshare.errors import (
-    ContextLengthError,
-    EngineError,
-    ErrorCode,
-    OverloadedError,
-    RequestError,
-)
+from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
 from kvshare.namespace import Namespace
 from kvshare.requests import Prompt
 from kvshare.runtime import ServedEngine

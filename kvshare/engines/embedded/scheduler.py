@@ -202,7 +202,6 @@ class Scheduler:
         self._worker.submit(self._advance, task)
 
     def _advance(self, task: Task) -> None:
-        """One quantum."""
         error: BaseException | None = None
         more = False
         try:

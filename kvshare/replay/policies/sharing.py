@@ -230,10 +230,7 @@ def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
     if isinstance(plan, NoPlan) or plan.order is None:
         return plan
     choice = choose_by_place(
-        plan.order,
-        plan.placeholders,
-        num_tokens=plan.num_tokens,
-        first_approximate=plan.first_approximate,
+        plan.order, plan.placeholders, num_tokens=plan.num_tokens, first_approximate=plan.first_approximate
     )
     return plan.with_repairs(choice.repairs)
 

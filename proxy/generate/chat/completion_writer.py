@@ -124,7 +124,6 @@ class ChoiceWriter(AnswerWriter):
         return []
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        """Of a choice that has ended."""
         return choice.finish_reason
 
     @abstractmethod

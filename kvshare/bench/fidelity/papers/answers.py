@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Answerer:
     """A model that answers prompts by any rule."""
 
     model: LayeredModel

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvshare.bench.fidelity import measures
 from kvshare.bench.fidelity.papers import prompts
-from kvshare.bench.fidelity.papers.answers import FULL, Answer, Arm, Server, Sheet
+from kvshare.bench.fidelity.papers.answers import FULL, Answer, Answerer, Arm, Sheet
 from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, REQUESTS, TEXTS, Asked, Pair, Writer
 from kvshare.bench.fidelity.scenario import Messages
 from kvshare.bench.fidelity.stored_prompts import StoredPrompts
@@ -41,7 +41,7 @@ Score = Callable[[str, str], float | measures.Figures]
 class Bench:
     """What all tables are made with. `samsum`: the user's own copy of SAMSum."""
 
-    server: Server
+    answerer: Answerer
     writer: Writer
     data: Path
     samsum: Path | None
@@ -69,19 +69,19 @@ class Bench:
         return pairs if self.is_there("SAMSum", pairs) else []
 
     def store(self, chats: Sequence[Messages]) -> StoredPrompts:
-        return self.server.store([self.writer.prompt(chat) for chat in chats])
+        return self.answerer.store([self.writer.prompt(chat) for chat in chats])
 
     def answers(
         self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: StoredPrompts
     ) -> dict[Arm, Answer]:
         """The answers of a table's arms; none where no copy is approximate, which the sheet counts."""
         scenario = self.writer.scenario(prompt, [], suite=sheet.data, number=number)
-        trial = self.server.trial(scenario, stored)
+        trial = self.answerer.trial(scenario, stored)
         if trial is None:
             sheet.skipped += 1
             return {}
         limit = min(self.answer_tokens, _LIMITS.get(sheet.task, self.answer_tokens))
-        found = self.server.answers(trial, _ARMS[table], limit=limit, turn=number)
+        found = self.answerer.answers(trial, _ARMS[table], limit=limit, turn=number)
         log.info("%s: prompt %d answered", sheet.data, number)
         return found
 
@@ -128,7 +128,7 @@ def _stream(bench: Bench, name: str, pairs: Sequence[Pair], request: str, measur
             full = found[FULL].text
             found[Arm("response")] = Answer(near[0].answer, 0.0, 0.0, 0.0)
         else:
-            full = bench.server.full_answer(bench.writer.prompt(prompt), bench.answer_tokens)
+            full = bench.answerer.full_answer(bench.writer.prompt(prompt), bench.answer_tokens)
         earlier.append(_Earlier(prompt, vector, full))
         for arm, answer in found.items():
             figures = {measure: score(pairs[number].result, _first_line(answer.text))}

@@ -21,7 +21,7 @@ from kvshare.bench.fidelity.laboratory import Laboratory
 from kvshare.bench.fidelity.layered import greedy_answer, greedy_answers
 from kvshare.bench.fidelity.measures import jaccard, token_f1
 from kvshare.bench.fidelity.papers import prompts
-from kvshare.bench.fidelity.papers.answers import FULL, Arm, Server, Sheet, timed
+from kvshare.bench.fidelity.papers.answers import FULL, Answerer, Arm, Sheet, timed
 from kvshare.bench.fidelity.papers.prompts import REQUESTS, Asked, Writer
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.stored_prompts import prefill
@@ -81,10 +81,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
+def answerer() -> Answerer:
     """The bundled model."""
     laboratory = Laboratory.open(FORMS_MODEL, load_settings(), data=None, noise=False)
-    return Server(laboratory.model, laboratory.encoder, laboratory.settings)
+    return Answerer(laboratory.model, laboratory.encoder, laboratory.settings)
 
 
 def test_bleu_of_summed_counts_is_that_of_the_corpus() -> None:
@@ -181,19 +181,19 @@ def test_samsum_is_read_as_published(tmp_path: Path) -> None:
         prompts.samsum(path)
 
 
-def test_prompts_are_cut_to_their_length(server: Server) -> None:
+def test_prompts_are_cut_to_their_length(answerer: Answerer) -> None:
     """Supporting passages stay; the oldest examples go first."""
     asked = Asked("Where?", tuple(passage(number) for number in range(9)), ("Tarrow",))
     length = len(
-        server.encoder.encode_chat(Chat(tuple(prompts.with_passages(asked.passages[:4], "x")))).token_ids
+        answerer.encoder.encode_chat(Chat(tuple(prompts.with_passages(asked.passages[:4], "x")))).token_ids
     )
-    writer = Writer(server.encoder, length + 60)
+    writer = Writer(answerer.encoder, length + 60)
     kept = writer.passages(asked, 9, random.Random(1))
     assert {passage(0), passage(1)} <= set(kept)
     assert len(kept) < 9
     pairs = [prompts.Pair(f"Satz {number}", passage(number)) for number in range(8)]
-    examples, chat = Writer(server.encoder, 260).few_shot(pairs, 7, REQUESTS["de-en"])
-    assert len(server.encoder.encode_chat(Chat(tuple(chat))).token_ids) <= 260
+    examples, chat = Writer(answerer.encoder, 260).few_shot(pairs, 7, REQUESTS["de-en"])
+    assert len(answerer.encoder.encode_chat(Chat(tuple(chat))).token_ids) <= 260
     assert 1 <= len(examples) < 5
     assert examples[-1][1]["content"] == passage(6)
     assert chat[-1]["content"] == "Translate from German to English: Satz 7"
@@ -209,48 +209,48 @@ def test_earlier_prompts_have_all_passages_between_them() -> None:
     assert all(0 < len(set(chunks) & set(text)) < 5 and len(text) == 7 for text in texts)
 
 
-def test_answers_written_together_are_those_written_alone(server: Server) -> None:
+def test_answers_written_together_are_those_written_alone(answerer: Answerer) -> None:
     """Several arms' KV in one buffer do not see each other, and each ends where it ends."""
-    writer = Writer(server.encoder, 400)
+    writer = Writer(answerer.encoder, 400)
     arms = []
     for question in ("When was it built?", "How long is the bridge of Tarrow?", "Who?"):
         chat = prompts.with_passages([passage(1), passage(2)], question)
-        arms.append(prefill(server.model, writer.scenario(chat, [], suite="x", number=0).prompt))
+        arms.append(prefill(answerer.model, writer.scenario(chat, [], suite="x", number=0).prompt))
     size = min(len(done.prompt) for done in arms)
     starts = [(done.kv, done.first) for done in arms]
-    together = greedy_answers(server.model, starts, num_tokens=size, limit=8)
+    together = greedy_answers(answerer.model, starts, num_tokens=size, limit=8)
     for done, found in zip(arms, together, strict=True):
-        alone = greedy_answer(server.model, done.kv, done.first, num_tokens=size, limit=8)
+        alone = greedy_answer(answerer.model, done.kv, done.first, num_tokens=size, limit=8)
         assert found.tolist() == alone.tolist()
 
 
-def test_the_servers_arm_makes_the_servers_plan(server: Server) -> None:
+def test_the_servers_arm_makes_the_servers_plan(answerer: Answerer) -> None:
     """Copied in place behind a small edit; its cost is the plan's, and a prompt unlike any is computed."""
-    writer = Writer(server.encoder, 1000)
+    writer = Writer(answerer.encoder, 1000)
     chunks = [passage(number) for number in range(8)]
     stored = prompts.with_passages([passage(20), *chunks], "When?")
     new = prompts.with_passages([passage(30), *chunks], "When?")
     scenario = writer.scenario(new, [stored], suite="x", number=0)
-    stored_prompts = server.store(scenario.stored)
-    trial = server.trial(scenario, stored_prompts)
+    stored_prompts = answerer.store(scenario.stored)
+    trial = answerer.trial(scenario, stored_prompts)
     assert trial is not None
-    plan = stored_prompts.plan(scenario.prompt.token_ids, server.settings)
-    found = server.answers(trial, (FULL, KVSHARE), limit=2, turn=1)
+    plan = stored_prompts.plan(scenario.prompt.token_ids, answerer.settings)
+    found = answerer.answers(trial, (FULL, KVSHARE), limit=2, turn=1)
     assert found[KVSHARE].is_approximate is True
     assert found[KVSHARE].computed == pytest.approx(plan.charged_budget)  # type: ignore[union-attr]  # a plan
     assert found[FULL].computed == 1.0
     assert found[Arm("full", "full")] is found[FULL]
 
 
-def test_the_clock_changes_nothing_that_an_arm_computes(server: Server) -> None:
+def test_the_clock_changes_nothing_that_an_arm_computes(answerer: Answerer) -> None:
     """A rule's own start, such as the fresh first layers of CacheBlend's probe, is not overwritten."""
-    writer = Writer(server.encoder, 1000)
+    writer = Writer(answerer.encoder, 1000)
     chunks = [passage(number) for number in range(6)]
     prompt = prompts.with_passages(chunks, "When?")
     scenario = writer.scenario(
         prompt, [prompts.with_passages((), chunk) for chunk in chunks], suite="x", number=0
     )
-    trial = server.trial(scenario, server.store(scenario.stored))
+    trial = answerer.trial(scenario, answerer.store(scenario.stored))
     assert trial is not None
     selection = RULES["cacheblend"].choose(trial, 0.15)
     assert selection.kv is not None
