@@ -1,7 +1,8 @@
 """
 Applies the replicas' journals to the tree, the index and the requests in flight.
 
-Blocking work runs in the runtime's writer thread, in the order of each journal.
+Blocking work runs in the runtime's writer thread, in the order of each journal. Background tasks update the
+index, which may be a slow server: no journal waits for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from delta_tree import Node, SegmentId
 from kvshare.background import Background
@@ -89,7 +91,8 @@ class Reconciler:
 
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
-            await self._runtime.evict(self._keeper.forget, event.segment_ids)
+            await self._runtime.write(self._keeper.forget, event.segment_ids)
+            self._update_index(self._forget_evicted())
         elif isinstance(event, Prefilled):
             await self._on_prefilled(replica, event)
         else:
@@ -98,7 +101,8 @@ class Reconciler:
     async def evict_replica(self, replica: Replica) -> None:
         """Evict all prompts of a replica that has been silent for too long."""
         self._in_flight.forget_replica(replica.name)
-        await self._runtime.evict(self._keeper.lose, replica.name)
+        await self._runtime.write(self._keeper.lose, replica.name)
+        self._update_index(self._forget_evicted())
 
     async def tidy(self, replica: Replica) -> None:
         """Expire overdue requests, and send drops to the replica."""
@@ -128,12 +132,16 @@ class Reconciler:
         try:
             held = self._in_flight.donors()
             node = await self._runtime.write(self._keeper.store_prompt, request, prefilled, held)
-            if node is None:
-                await self._sharing.forget_evicted()
-            else:
-                await self._sharing.remember(node, None)
         finally:
-            self._in_flight.end_arrival(request, stored=node is not None)
+            if node is None:
+                self._in_flight.end_arrival(request)
+        self._update_index(self._forget_evicted() if node is None else self._remember_prompt(node, request))
+
+    async def _remember_prompt(self, node: Node, request: RoutedRequest) -> None:
+        try:
+            await self._sharing.remember(node, None)
+        finally:
+            self._in_flight.end_arrival(request, stored=True)
 
     async def _on_finished(self, replica: Replica, finished: Finished) -> None:
         request = self._in_flight.take(finished.ticket_id, replica.name)
@@ -155,10 +163,7 @@ class Reconciler:
         finally:
             if node is None:
                 self._in_flight.forget(request)
-        if node is None:
-            await self._sharing.forget_evicted()
-        else:  # the journal does not wait for the index
-            self._runtime.background.spawn(self._remember(node, request))
+        self._update_index(self._forget_evicted() if node is None else self._remember(node, request))
 
     async def _remember(self, node: Node, request: RoutedRequest) -> None:
         assert request.prompt is not None, "it had a ticket"
@@ -168,7 +173,14 @@ class Reconciler:
             else:  # shortened: the embedding of the whole text does not fit its beginning
                 await self._sharing.remember(node, None)
         finally:
+            self._in_flight.end_arrival(request, stored=True)  # not yet, if `_remember_prompt` still runs
             self._in_flight.forget(request)
+
+    async def _forget_evicted(self) -> None:
+        await self._sharing.forget_evicted()
+
+    def _update_index(self, update: Coroutine[Any, Any, None]) -> None:
+        self._runtime.background.spawn(update)
 
     def _on_drop(self, name: str) -> None:
         """Called from any thread: this replica holds segments that no prompt uses any more."""

@@ -21,6 +21,7 @@ from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
 from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
+from vector_index.qdrant_remote import QdrantRemoteIndex
 
 CHAT = "/v1/chat/completions"
 
@@ -45,6 +46,25 @@ async def test_a_restarted_replica_has_lost_everything(relay: Relay, vllm: FakeV
     await relay.chat("Oslo")
     assert vllm.tickets[-1].copies == ()
     assert relay.num_nodes == 1
+
+
+async def test_the_journal_does_not_wait_for_the_index(
+    relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Qdrant server that hangs: prompts are stored and evicted as they are reported."""
+
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as hung:
+        hung.setattr(QdrantRemoteIndex, "upsert", hang)
+        hung.setattr(QdrantRemoteIndex, "delete", hang)
+        for place in ("Rome", "Oslo", "Lima"):
+            await relay.send(CHAT, chat_body(place))
+        await eventually(lambda: relay.num_nodes == 3)
+        vllm.evict(*tuple(vllm.segments))
+        await eventually(lambda: relay.num_nodes == 0)
+        await relay.engine.server.runtime.background.cancel()
 
 
 async def test_missed_events_are_made_up_for(relay: Relay, vllm: FakeVllm) -> None:
