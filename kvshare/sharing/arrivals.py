@@ -6,8 +6,8 @@ Prompts that are being computed. A similar prompt waits until one is stored and 
 
 The length of a wait is estimated in tokens, not in seconds, because a fresh or busy server has no reliable
 rate. A prompt waits if the other has at most about half of the prompt's own full prefill left to compute. The
-prefill is counted once for each prompt that computes or waits, since they share the engine. Of a vLLM nobody
-knows what is left: there a wait ends when the prefill should have been over long ago.
+prefill is counted once for each prompt that computes or waits, since they share the engine. vLLM does
+not report what is left: there a wait ends when the prefill should have been over long ago.
 """
 
 from __future__ import annotations

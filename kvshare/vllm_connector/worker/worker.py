@@ -273,7 +273,7 @@ class ConnectorWorker:
     ) -> Mapping[str, float]:
         """Write all copies, keys rotated to their new positions. On the thread that copies."""
         lap = LapTimer()
-        load.readable = {segment_id for segment_id, stored in found.items() if stored.is_whole}
+        load.readable = self._readable(found)
         fetch_s = lap()
         copies = []
         for copy, target in load.request.targets():
@@ -285,6 +285,9 @@ class ConnectorWorker:
         with self._device.beside(mark):
             write_copies(self._cache, self._device, copies)
         return {"fetch": fetch_s, "lay": lap()}
+
+    def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
+        return {segment_id for segment_id, stored in found.items() if stored.is_whole}
 
     def _begin_save(self, request: SaveRequest) -> None:
         assert self._store is not None, "there is a handshake"

@@ -107,7 +107,7 @@ class Vllm:
         self,
         model: Path,
         *,
-        max_bytes: int = 1 << 26,
+        max_bytes: int = 1 << 28,
         control_port: int = 0,
         kv_transfer_config: dict[str, Any] | None = None,
         **options: Any,

@@ -243,4 +243,4 @@ def test_planned_requests_wait_their_turn(
 
 
 def with_settings(**settings: int) -> dict[str, Any]:
-    return {"kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": 1 << 26, **settings}}}
+    return {"kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": 1 << 28, **settings}}}
