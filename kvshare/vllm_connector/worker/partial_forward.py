@@ -15,6 +15,7 @@ forward pass over all runs of all requests of a step is therefore exact, with ev
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class Run:
     listener: Listener | None = None  # records what some of the rows attend to
 
 
-def split(runs: Sequence[Run], max_tokens: int, max_runs: int) -> Iterator[list[Run]]:
+def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> Iterator[list[Run]]:
     """
     Passes of at most `max_tokens` tokens and `max_runs` runs. Runs of a request come from left to right, so
     that all that a run attends to is computed in its own pass or an earlier one.

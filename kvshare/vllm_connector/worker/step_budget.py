@@ -11,7 +11,10 @@ from collections.abc import Iterable
 
 
 def num_admitted(sizes: Iterable[int], max_tokens: int) -> int:
-    """How many of the first loads, of these sizes in tokens, fit a step. The first of any size does."""
+    """
+    How many of the first loads, of these sizes in tokens, fit a step. The first of any size does: the worker
+    computes only a part of it, if it is too large.
+    """
     num_loads = num_tokens = 0
     for size in sizes:
         if size and num_tokens and num_tokens + size > max_tokens:

@@ -45,7 +45,7 @@ from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
 from kvshare.vllm_connector.worker.device import CudaDevice, Device, Times, batches
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run, split
 from kvshare.vllm_connector.worker.ranks import (
     agreed,
     as_one,
@@ -66,13 +66,34 @@ _MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; 
 
 @dataclass(eq=False)
 class _Load:
-    """A load under way. `readable`: the wanted segments whose checksums are right."""
+    """
+    A load under way. `readable`: the wanted segments whose checksums are right. Its first pass may take
+    several steps: `left` is what is not computed yet, None before the first one.
+    """
 
     request: LoadRequest
     wanted: frozenset[SegmentId]
     readable: set[SegmentId] = field(default_factory=set)
     unreadable: frozenset[SegmentId] = frozenset()  # on any rank; known when all copies have arrived
     is_cancelled: bool = False
+    choosing: Choosing | None = None  # if the request has a repair order
+    left: list[Run] | None = None
+
+    @property
+    def num_to_compute(self) -> int:
+        """At most, with repairs that are not chosen yet."""
+        order = self.request.order
+        num_ordered = 0 if order is None else order.num_tokens
+        if self.left is not None:
+            return num_ordered + sum(len(run.span) for run in self.left)
+        num_probes = 0 if order is None else len(order.probes)
+        return num_ordered + num_probes + sum(map(len, self.request.runs(self.unreadable)))
+
+    def take_runs(self, max_tokens: int) -> list[Run]:
+        """The next runs of its first pass."""
+        parts = list(split(self.left or (), max_tokens))
+        self.left = [run for part in parts[1:] for run in part]
+        return parts[0] if parts else []
 
 
 class _Drop(NamedTuple):
@@ -368,22 +389,22 @@ class ConnectorWorker:
 
     def _due(self) -> list[_Load]:
         """The loads to compute in this step: in the order of arrival, within the budget."""
-        sizes = (0 if load.is_cancelled else self._num_to_compute(load) for load in self._arrived)
+        sizes = (0 if load.is_cancelled else load.num_to_compute for load in self._arrived)
         return [self._arrived.popleft() for _ in range(num_admitted(sizes, self._step_tokens))]
 
-    def _num_to_compute(self, load: _Load) -> int:
-        order = load.request.order
-        computed = sum(map(len, load.request.runs(load.unreadable)))
-        return computed if order is None else computed + order.num_tokens + len(order.probes)
-
     def _compute_and_report(self, loads: Sequence[_Load]) -> None:
-        """Compute the placeholders of the loads, unless they were cancelled, and report all of them."""
+        """
+        Compute the placeholders of the loads, unless they were cancelled, and report them.
+
+        Of a load that is larger than the budget, which is the only one to compute then, a part is computed
+        and the rest in later steps.
+        """
         began = self._device.mark()
         awaited = [load for load in loads if not load.is_cancelled]
         try:
-            choosing = self._choosing(awaited)
+            self._prepare([load for load in awaited if load.left is None])
             with as_one("a pass over placeholders"):
-                choices, num_run = self._compute(awaited, choosing)
+                choices, num_run = self._compute(awaited)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: computing for %d requests failed: %s", len(awaited), classes_and_places(exc))
             for load in loads:
@@ -392,6 +413,9 @@ class ConnectorWorker:
         if num_run:
             self._times.add("pass", began, self._device.mark(), num_run)
         for load in loads:
+            if load.left and not load.is_cancelled:
+                self._arrived.appendleft(load)
+                continue
             request_id = load.request.request_id
             repaired = choices[request_id].repairs if request_id in choices else ()
             self._transfers.finished_recving.add(request_id)
@@ -403,35 +427,37 @@ class ConnectorWorker:
         self._transfers.failed_recving.add(load.request.request_id)
         self._report.loads[load.request.request_id] = LoadResult(True, load.unreadable)
 
-    def _choosing(self, loads: Sequence[_Load]) -> dict[str, Choosing]:
-        """For loads with a repair order: what chooses their repairs, by request."""
-        orders = [(load, order) for load in loads if (order := load.request.order) is not None]
+    def _prepare(self, loads: Sequence[_Load]) -> None:
+        """Decide what the first pass of loads computes. Those with a repair order listen to it."""
 
-        def prepare() -> dict[str, Choosing]:
-            return {
-                load.request.request_id: Choosing(
-                    load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
-                )
-                for load, order in orders
-            }
+        def prepare() -> None:
+            for load in loads:
+                if (order := load.request.order) is not None:
+                    load.choosing = Choosing(
+                        load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
+                    )
 
-        return on_all_ranks(prepare, "another rank could not prepare a choice of repairs") if orders else {}
+        if any(load.request.order is not None for load in loads):
+            on_all_ranks(prepare, "another rank could not prepare a choice of repairs")
+        for load in loads:
+            request = load.request
+            load.left = (
+                [Run(request.block_ids, span, request.token_ids) for span in request.runs(load.unreadable)]
+                if load.choosing is None
+                else load.choosing.first_pass
+            )
 
-    def _compute(
-        self, loads: Sequence[_Load], choosing: Mapping[str, Choosing]
-    ) -> tuple[dict[str, Choice], dict[str, int]]:
+    def _compute(self, loads: Sequence[_Load]) -> tuple[dict[str, Choice], dict[str, int]]:
         """
-        Compute placeholders, choose repairs and compute them.
+        Compute placeholders; where that is done, choose repairs and compute them.
 
         Returns:  the choices by request, and how many tokens were computed of each request that has any
         """
-        runs = {
-            (request := load.request).request_id: choosing[request.request_id].first_pass
-            if request.request_id in choosing
-            else [Run(request.block_ids, span, request.token_ids) for span in request.runs(load.unreadable)]
-            for load in loads
+        runs = {load.request.request_id: load.take_runs(self._step_tokens) for load in loads}
+        self._run(runs.values(), listens=any(load.choosing and load.choosing.listens for load in loads))
+        choosing = {
+            load.request.request_id: load.choosing for load in loads if load.choosing and not load.left
         }
-        self._run(runs.values(), listens=any(each.listens for each in choosing.values()))
         choices = {name: each.choice() for name, each in choosing.items()}
         behind = {name: each.second_pass(choices[name]) for name, each in choosing.items()}
         self._run(behind.values())

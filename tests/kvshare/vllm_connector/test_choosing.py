@@ -83,9 +83,11 @@ def places(spans: Sequence[WireSpan]) -> list[int]:
     return [place for entry in spans for place in range(entry.start, entry.end)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "llama in small steps"])
 def architecture(request: pytest.FixtureRequest, start: Start) -> Vllm:
-    return start(request.param)
+    name, _, in_steps = request.param.partition(" ")
+    settings = {"control_port": 0, "max_bytes": 1 << 28, "step_tokens": 32 if in_steps else 0}
+    return start(name, kv_transfer_config={"kv_connector_extra_config": {"kvshare": settings}})
 
 
 def test_it_chooses_and_answers_as_the_embedded_engine(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvshare.sharing.selection import Choice
-    from kvshare.vllm_connector.worker.choosing import Choosing
     from kvshare.vllm_connector.worker.worker import _Load
     from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
@@ -211,21 +211,21 @@ def test_preemption(
 def test_planned_requests_wait_their_turn(
     start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six that arrive together each is computed in a step of its own, in order, and all are right."""
+    """Six arrive together, each larger than a step: computed one after the other in parts, and right."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    vllm = start("llama", kv_transfer_config=with_settings(step_tokens=1))
+    vllm = start("llama", kv_transfer_config=with_settings(step_tokens=4))
     texts = [text(200, 80 + seed) for seed in range(6)]
     donors = [vllm.store(tokens) for tokens in texts]
     truths = [vllm.plain(tokens) for tokens in texts]
     computed: list[list[str]] = []
     compute = vllm.worker._compute
 
-    def noted_compute(
-        loads: Sequence[_Load], choosing: Mapping[str, Choosing]
-    ) -> tuple[dict[str, Choice], dict[str, int]]:
+    def noted_compute(loads: Sequence[_Load]) -> tuple[dict[str, Choice], dict[str, int]]:
         computed.append([load.request.request_id for load in loads])
-        return compute(loads, choosing)
+        choices, num_run = compute(loads)
+        assert sum(num_run.values()) <= 4
+        return choices, num_run
 
     monkeypatch.setattr(vllm.worker, "_compute", noted_compute)
     requests = []
@@ -233,9 +233,9 @@ def test_planned_requests_wait_their_turn(
         ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))
         requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
     answers = vllm.ask(*requests)
-    assert [len(together) for together in computed] == [1] * 6
     numbers = [int(name.split("-")[0]) for (name,) in computed]
     assert numbers == sorted(numbers)
+    assert list(Counter(numbers).values()) == [3] * 6  # of ten tokens
     for answer, truth, (_, ticket, _) in zip(answers, truths, requests, strict=True):
         assert answer.distance(truth) <= LIMIT
         assert vllm.finished(ticket).decision == "approx"
