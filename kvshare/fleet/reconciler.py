@@ -195,13 +195,10 @@ class Reconciler:
         planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
         self._keeper.telemetry.executed(planned, Decision(finished.decision), reason)
-        if planned != finished.decision:
+        if planned != finished.decision or finished.reason is not None:
             log.info(
-                "request id=%s: planned %s, computed %s (%s)",
-                request.unique_id,
-                planned,
-                finished.decision,
-                finished.reason,
+                "request id=%s: planned %s, carried out as %s with %d tokens computed: %s",
+                *(request.unique_id, planned, finished.decision, finished.num_computed, finished.reason),
             )
         assert request.ticket is not None, "found by its ticket"
         cost, copies = self._sharing.cost, request.ticket.copies
@@ -217,4 +214,6 @@ class Reconciler:
             cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
         if "lay" in finished.stage_seconds:
             loading = finished.stage_seconds["lay"] + finished.stage_seconds.get("fetch", 0.0)
-            cost.observe_load(num_copied * cost.rates.bytes_per_token, loading)
+            targets = (copy.target for copy in used)  # vLLM has the first tokens itself
+            num_loaded = sum(max(0, span.end - max(span.start, finished.num_local)) for span in targets)
+            cost.observe_load(num_loaded * cost.rates.bytes_per_token, loading)

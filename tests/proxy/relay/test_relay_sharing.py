@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from delta_tree import Span
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.telemetry import Component, FallbackReason, TicketEvent
-from kvshare.vllm_protocol.messages import Stored, Ticket, digest_of
+from kvshare.vllm_protocol.messages import Finished, JournalEvent, Stored, Ticket, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
@@ -294,8 +295,11 @@ class TestAtOnce:
             await asyncio.gather(*asked)
 
 
-async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, vllm: FakeVllm) -> None:
-    """The ticket's digest does not fit: computed as ever, counted."""
+async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(
+    relay: Relay, vllm: FakeVllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ticket's digest does not fit: computed as ever, counted and logged."""
+    caplog.set_level("INFO", "kvshare.fleet")
     vllm.behaviour.prefills = False
     original = vllm._end
 
@@ -307,7 +311,30 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(relay: Relay, 
     vllm._end = otherwise  # type: ignore[method-assign]  # the fake's own
     await relay.chat("Rome")
     assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
+    assert "planned full, carried out as full" in caplog.text
+    assert "prompt_mismatch" in caplog.text
     assert relay.num_nodes == 0
+
+
+async def test_tokens_that_vllm_had_itself_are_no_load(
+    relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the load bandwidth would be learned too high from copies that were not made."""
+    await relay.chat("Rome")
+    loaded: list[int] = []
+    cost = relay.engine.sharing.cost
+    monkeypatch.setattr(cost, "observe_load", lambda num_bytes, _: loaded.append(num_bytes))
+    original = vllm._tell
+
+    def with_local_tokens(event: JournalEvent) -> None:
+        original(replace(event, num_local=12) if isinstance(event, Finished) else event)
+
+    vllm._tell = with_local_tokens  # type: ignore[method-assign]  # the fake's own
+    await relay.chat("Reykjavik")
+    first, *others = (copy.target for copy in vllm.tickets[-1].copies)
+    assert first.start < 12 < first.end
+    num_loaded = first.end - 12 + sum(map(len, others))
+    assert loaded[-1] == num_loaded * cost.rates.bytes_per_token
 
 
 async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, vllm: FakeVllm) -> None:
