@@ -48,9 +48,9 @@ def ask_chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> dict[str, 
 class Scenario:
     """One vLLM, and a line for each thing that is tried."""
 
-    def __init__(self, model: str, faults: Path) -> None:
+    def __init__(self, model: str, mode: str, faults: Path) -> None:
         self.faults = faults
-        self.vllm = Vllm(Path(model), max_bytes=MAX_BYTES, **OPTIONS)
+        self.vllm = Vllm(Path(model), max_bytes=MAX_BYTES, enforce_eager=mode == "eager", **OPTIONS)
         self._seeds = itertools.count(100)
 
     def run(self) -> None:
@@ -147,4 +147,4 @@ def say(what: str, found: object) -> None:
 
 
 if __name__ == "__main__":
-    Scenario(sys.argv[1], Path(os.environ["KVSHARE_FAULTS"])).run()
+    Scenario(sys.argv[1], sys.argv[2], Path(os.environ["KVSHARE_FAULTS"])).run()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 1e-4
-TIME_S = 240  # a hang takes as long as it is given
+TIME_S = {"eager": 240, "compiled": 480}  # a hang takes as long as it is given
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Outcome:
     log: str
 
 
-def run(model: Path, folder: Path, fault: str = "") -> Outcome:
+def run(model: Path, folder: Path, mode: str = "eager", fault: str = "") -> Outcome:
     """Raises TimeoutExpired where it hangs."""
     faults = folder / "faults"
     faults.write_text(fault)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kvshare.vllm_connector.tensor_parallel", str(model)],
+        [sys.executable, "-m", "tests.kvshare.vllm_connector.tensor_parallel", str(model), mode],
         cwd=ROOT,
         env={
             **os.environ,
@@ -48,7 +48,7 @@ def run(model: Path, folder: Path, fault: str = "") -> Outcome:
         },
         capture_output=True,
         text=True,
-        timeout=TIME_S,
+        timeout=TIME_S[mode],
         check=False,
     )
     said: dict[str, list[Any]] = defaultdict(list)
@@ -60,9 +60,9 @@ def run(model: Path, folder: Path, fault: str = "") -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(checkpoint: Checkpoint, mode: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """All that can be tried with one start."""
-    return run(checkpoint("llama"), tmp_path_factory.mktemp("ranks"))
+    return run(checkpoint("llama"), tmp_path_factory.mktemp("ranks"), mode)
 
 
 def test_planned_requests_are_answered_as_in_full(outcome: Outcome) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_in_a_pass_takes_vllm_with_it(outcome: Outcome) -> Non
 
 @pytest.mark.long
 def test_a_rank_that_cannot_be_prepared_is_served_unshared(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    found = run(checkpoint("llama"), tmp_path, "1:prepare")
+    found = run(checkpoint("llama"), tmp_path, fault="1:prepare")
     (refusals,) = found.said["refusals"]
     assert any("RuntimeError" in reason for reason in refusals), refusals
     assert found.said["unshared"] == [4]
@@ -148,6 +148,6 @@ def test_a_rank_that_cannot_be_prepared_is_served_unshared(checkpoint: Checkpoin
 
 @pytest.mark.long
 def test_a_rank_that_fails_in_the_self_test_ends_the_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    found = run(checkpoint("llama"), tmp_path, "1:self-test")
+    found = run(checkpoint("llama"), tmp_path, fault="1:self-test")
     assert not found.said
     assert found.log.count("kvshare: rank 1 failed in the self-test") == 1
