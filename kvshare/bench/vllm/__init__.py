@@ -8,7 +8,7 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     prompts.py          near-duplicates and unrelated prompts
     tickets.py          requests that no proxy plans
     sequences.py        many requests, in a closed or an open loop
-    failing_worker.py   what a soak's vLLM loads, so that loads fail
+    failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the other modules is a command: its `Config`, `measure(session)`, and `run(config)`, which starts the
 servers. `gpu.py` reports several parts; those that no other command has are in `gpu_parts.py`.
