@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from delta_tree import TokenIds
+from kvshare.bench.figures import intervals
 from kvshare.bench.harness import alternate, ask, edited, environment, median, random_prompt, running_engine
 from kvshare.bench.random_models import timing_model
 from kvshare.requests import SharingMode
@@ -41,7 +42,7 @@ async def run(
     prompt_tokens: int = 2000,
     changed: float = 0.1,
     edits: int = 5,
-    repeats: int = 3,
+    repeats: int = 7,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Figures over `repeats` bursts of `concurrency` edits of one prompt; see `compare`."""
@@ -73,7 +74,8 @@ async def compare(
     """
     Serve bursts by each arm. `settle` waits until what was served is stored.
 
-    `of_warm`, `of_full`: median seconds of that arm over those of `burst`. `reused`: medians by arm.
+    `of_warm`, `of_full`: median seconds of that arm over those of `burst`, with the intervals of the repeats'
+    own ratios. `reused`: medians by arm.
     """
 
     async def measure(arm: str) -> Served:
@@ -90,11 +92,15 @@ async def compare(
     found = await alternate(_ARMS, repeats, measure)
     seconds = {arm: [each.first_token_s for each in bursts] for arm, bursts in found.items()}
     medians = {arm: median(each) for arm, each in seconds.items()}
-    pairs = zip(seconds["warm"], seconds["burst"], strict=True)
+    each = {
+        f"of_{arm}": [other / burst for other, burst in zip(seconds[arm], seconds["burst"], strict=True)]
+        for arm in ("warm", "full")
+    }
     return {
         "of_warm": medians["warm"] / medians["burst"],
-        "of_warm_each": [warm / burst for warm, burst in pairs],
+        "of_warm_each": each["of_warm"],
         "of_full": medians["full"] / medians["burst"],
+        "intervals": intervals(each),
         "seconds": medians,
         "reused": {arm: median([each.reused for each in bursts]) for arm, bursts in found.items()},
     }

@@ -1,13 +1,14 @@
 """
 Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with the connector, the proxy.
 
-    servers.py    the processes: start, wait, stop
-    stack.py      all of them together, the options that benchmarks share, the head of their documents
-    session.py    a benchmark at work: clients, prompts, the connector's events
-    client.py     one streamed request and its times; metrics
-    prompts.py    near-duplicates and unrelated prompts
-    tickets.py    requests that no proxy plans
-    sequences.py  many requests, in a closed or an open loop
+    servers.py          the processes: start, wait, stop
+    stack.py            all of them together, the options that benchmarks share, the head of their documents
+    session.py          a benchmark at work: clients, prompts, the connector's events
+    client.py           one streamed request and its times; metrics
+    prompts.py          near-duplicates and unrelated prompts
+    tickets.py          requests that no proxy plans
+    sequences.py        many requests, in a closed or an open loop
+    failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the other modules is a command: its `Config`, `measure(session)`, and `run(config)`, which starts the
 servers. `gpu.py` reports several parts; those that no other command has are in `gpu_parts.py`.

@@ -22,7 +22,7 @@ from kvshare.bench.vllm.stack import EditedConfig
 class Config(EditedConfig):
     concurrency: int = 8
     max_tokens: int = 16
-    repeats: int = 3
+    repeats: int = 7
 
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     tops: list[Mapping[int, float]] = field(default_factory=list)  # the likeliest tokens
     usage: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
     aborted: bool = False
 
     @property
@@ -137,6 +138,7 @@ class Client:
             async with self._session.post("/v1/completions", json=body) as response:
                 if response.status != 200:
                     await _text(response)
+                answer.headers = response.headers
                 async for chunk in events(response):
                     if chunk is None:
                         ended = True

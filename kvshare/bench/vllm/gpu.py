@@ -6,7 +6,7 @@ For each attention backend, over servers that are started with it:
     parity       planned requests compared with stock vLLM, beside the effect of batching on the same requests
     break_even   the number of tokens from which sharing pays
     inter_token  how loads and saves delay the tokens of running streams
-    soak         mixed traffic with aborts and evictions: every exact answer must be vLLM's own
+    soak         mixed traffic with aborts, evictions and failed loads: every exact answer must be vLLM's own
     syncs        host waits per step, of servers that are started again with vLLM's check (CUDA only)
 and once for all backends the bandwidth of copies to and from the device. What cannot be measured is null, and
 `not_measured` has the reason: where a backend does not start or a part fails, the others are still measured.
@@ -157,7 +157,7 @@ def stack_options(config: Config, backend: str, *, checks_syncs: bool = False) -
         device_memory=_SHARE_OF_DEVICE if has_device else None,
         checks_syncs=checks_syncs,
     )
-    return StackOptions(config.model, vllm, proxy_settings=ALWAYS_SHARE, seed=config.seed)
+    return StackOptions(config.model, vllm, proxy_settings=ALWAYS_SHARE, seed=config.seed, can_fail=True)
 
 
 def _measured(backend: str, config: Config) -> Report:

@@ -2,7 +2,8 @@
 Parts of a benchmark's report that only `kvshare bench gpu` has.
 
     break_even   time to the first token of edited prompts of growing length, shared, and in full by stock
-                 vLLM; and what the proxy concludes from the rates that it measures meanwhile
+                 vLLM, with the connector's stages; and what the proxy concludes from the rates that it
+                 measures meanwhile
     inter_token  time between the tokens of streams that decode while other requests arrive, one by one
     syncs        how often the host waits for the device, as vLLM's own check reports it
                  (`VLLM_GPU_SYNC_CHECK=warn`), while streams decode. Each wait stops all requests of its step
@@ -20,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from kvshare.bench.figures import percentiles
+from kvshare.bench.figures import by_name, percentiles
 from kvshare.bench.harness import alternate, median
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.prompts import unrelated_prompt
@@ -71,6 +72,9 @@ async def _row(bench: Session[Config], length: int) -> dict[str, Any]:
         return await bench.proxy.complete(bench.edited(donor))
 
     answers = await alternate(("full", "shared"), bench.config.repeats, ask)
+    await bench.settle()
+    reports = (await bench.watch.look())[-bench.config.repeats :]
+    stage_s = by_name([report.stage_seconds for report in reports])
     ttft_s = {arm: median([answer.ttft_s for answer in own]) for arm, own in answers.items()}
     return {
         "tokens": length,
@@ -78,6 +82,7 @@ async def _row(bench: Session[Config], length: int) -> dict[str, Any]:
         "shared_ttft_s": ttft_s["shared"],
         "speedup": ttft_s["full"] / ttft_s["shared"],
         "reused": median([answer.num_cached / length for answer in answers["shared"]]),
+        "stage_ms": {stage: 1e3 * median(values) for stage, values in stage_s.items()},
     }
 
 

@@ -56,7 +56,7 @@ class Config(EditedConfig):
     families: int = 4  # popular prompts
     min_output: int = 16
     max_output: int = 32
-    repeats: int = 1
+    repeats: int = 7
     rate: str | None = None  # requests a second, with commas
     workload: Path | None = None  # a file whose prompts take the place of made-up ones
 

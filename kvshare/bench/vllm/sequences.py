@@ -198,7 +198,10 @@ def ratios(mixed: tuple[Load, Load], unrelated: tuple[Load, Load], prefill: Load
 
 
 def open_figures(rate: float, both: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
-    """Milliseconds to the first token at one rate, by arm, over all repeats; requests a second completed."""
+    """
+    Milliseconds to the first token at one rate, by arm, over all repeats; requests a second completed; and
+    the ratios `ttft_p50_ratio`, `near_ttft_ratio` and `unrelated_ttft_ratio` as in `ratios`, with intervals.
+    """
     arms: dict[str, Any] = {}
     for name, loads in both.items():
         quantiles = {kind: np.percentile(own, (50, 95)) for kind, own in _ttft_s(loads).items()}
@@ -208,7 +211,15 @@ def open_figures(rate: float, both: Mapping[str, Sequence[Load]]) -> dict[str, A
             },
             "completed_per_s": median([load.completed_per_s for load in loads]),
         }
-    return {"rate": rate, **arms}
+    pairs = list(zip(*both.values(), strict=True))
+    each = {
+        f"{'ttft_p50' if kind == 'all' else f'{kind}_ttft'}_ratio": [
+            _ttft_ratio(pair, is_near=_KINDS[kind]) for pair in pairs
+        ]
+        for kind in _ttft_s(both["plain"])
+    }
+    middle = {name: median(values) for name, values in each.items()}
+    return {"rate": rate, **middle, "intervals": intervals(each), **arms}
 
 
 def _throughput_ratio(pair: tuple[Load, Load]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.versions import program
 
 MODEL_NAME = "bench"
+FAULTS_VARIABLE = "KVSHARE_BENCH_FAULTS"  # a file: loads fail while it exists
+_FAILING_WORKER = "kvshare.bench.vllm.failing_worker.FailingWorker"
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _HOST = "127.0.0.1"
 _START_S = 900.0  # two compile at a time, on one core
@@ -183,19 +186,43 @@ def plain_vllm(model: Path | str, folder: Path, options: VllmOptions) -> Server:
 
 
 def shared_vllm(
-    model: Path | str, folder: Path, options: VllmOptions, *, kv_bytes: int, token: str
+    model: Path | str,
+    folder: Path,
+    options: VllmOptions,
+    *,
+    kv_bytes: int,
+    token: str,
+    can_fail: bool = False,
 ) -> Server:
-    """vLLM with KVShare's connector, as `kvshare vllm` starts it."""
+    """vLLM with KVShare's connector, as `kvshare vllm` starts it. `can_fail`: see `failing_loads`."""
     port, control_port = free_ports(2)
     own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
+    command = [*_KVSHARE, "vllm", str(model), *own, *options.arguments]
+    environment = {**options.environment, TOKEN_VARIABLE: token}
+    if can_fail:  # `kvshare vllm` takes no other worker class
+        printed = subprocess.run([*command, "--print-command"], stdout=subprocess.PIPE, check=True, text=True)
+        words = shlex.split(printed.stdout)
+        command = [_FAILING_WORKER if word == WORKER_CLASS else word for word in words]
+        environment[FAULTS_VARIABLE] = str(folder / "faults")
     return Server(
         name="vLLM with KVShare",
-        command=[*_KVSHARE, "vllm", str(model), *own, *options.arguments],
+        command=command,
         url=f"http://{_HOST}:{port}",
         log_path=folder / "shared.log",
-        environment={**options.environment, TOKEN_VARIABLE: token},
+        environment=environment,
         control_url=f"http://{_HOST}:{control_port}",
     )
+
+
+@contextmanager
+def failing_loads(shared: Server) -> Iterator[None]:
+    """The first and every fifth load fails meanwhile, in a vLLM that was started with `can_fail`."""
+    switch = Path(shared.environment[FAULTS_VARIABLE])
+    switch.touch()
+    try:
+        yield
+    finally:
+        switch.unlink()
 
 
 def proxy(

@@ -2,8 +2,9 @@
 `kvshare bench soak --engine vllm`: minutes of mixed traffic, in which every exact answer must be vLLM's own.
 
 Float32 on a small model, a KV cache so small that requests are preempted, clients that hang up, prompts that
-are evicted while others plan with them. The reference of each prompt is stock vLLM's greedy answer. Answers
-that may be approximate (mode approx, and not an unrelated prompt) are only counted, with how far they agree.
+are evicted while others plan with them, loads that fail. The reference of each prompt is stock vLLM's greedy
+answer. Answers that may be approximate (mode approx, and not an unrelated prompt) are only counted, with how
+far they agree; where the load failed, vLLM has computed everything, so that they must be its own, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from kvshare.bench.fidelity.measures import num_agreed
 from kvshare.bench.vllm.client import Answer
 from kvshare.bench.vllm.prompts import Mixture, Op
+from kvshare.bench.vllm.servers import failing_loads
 from kvshare.bench.vllm.session import Session, run_benchmark, watching
 from kvshare.bench.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 from kvshare.errors import EngineError
@@ -28,6 +30,9 @@ from kvshare.errors import EngineError
 _MAX_EXAMPLES = 10
 _BLOCK_SIZE = 32
 _EVICT_ALL = 0.1  # share of the evictions
+_FAILED = "load_failed"  # the connector's reason
+_MUST_FAIL_MINUTES = 1.0  # so long without a failed load is an error
+_MAX_POLLS, _POLL_S = 100, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +62,20 @@ class Config(BenchConfig):
             num_blocks=int(max(wanted, self.max_model_len + _BLOCK_SIZE)) // _BLOCK_SIZE + 1,
             block_size=_BLOCK_SIZE,
         )
-        return StackOptions("small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=self.seed)
+        return StackOptions(
+            "small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=self.seed, can_fail=True
+        )
 
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Counts of right, wrong, tied and approximate answers. `passed`: none wrong, none failed."""
     before, soak, servers = await bench.proxy.counters(), _Soak(bench), bench.servers
     async with watching(bench.control) as watch:
-        await soak.run()
+        with failing_loads(servers.shared):
+            await soak.run()
+    failed_loads = watch.decisions.get(f"reason:{_FAILED}", 0)
+    if not failed_loads and bench.config.minutes >= _MUST_FAIL_MINUTES:
+        soak.errors["no load has failed"] += 1
     counted = (await bench.proxy.counters()).since(before)
     lookups = counted.by("kvshare_lookup_requests_total", "result", "reason")
     preemptions = {
@@ -73,6 +84,7 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
     }
     return {
         **soak.summary(),
+        "failed_loads": failed_loads,
         "evicted_segments": watch.num_dropped,
         "preemptions": preemptions,
         "within_bytes": watch.peak_bytes <= watch.max_bytes,
@@ -90,7 +102,7 @@ class _Soak:
     mixture: Mixture = field(init=False)
     references: dict[bytes, asyncio.Task[Answer]] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
-    judged: list[tuple[Op, Verdict]] = field(default_factory=list)
+    judged: list[tuple[Op, bool, Verdict]] = field(default_factory=list)  # with whether it must be vLLM's own
     errors: Counter[str] = field(default_factory=Counter)
     num_evictions: int = 0
 
@@ -113,7 +125,8 @@ class _Soak:
         try:
             if (answer := await self._asked(op)) is not None:
                 verdict = judge(answer, await self._reference(op), tie_margin=config.tie_margin)
-                self.judged.append((op, verdict))
+                is_own = not op.may_be_approximate or await self._is_recomputed(answer)
+                self.judged.append((op, is_own, verdict))
         except EngineError as exc:
             self.errors[str(exc)[:200]] += 1
         self.mixture.remember(op.prompt)
@@ -134,6 +147,18 @@ class _Soak:
             return await asyncio.wait_for(asking, op.abort_s)
         except TimeoutError:
             return None
+
+    async def _is_recomputed(self, answer: Answer) -> bool:
+        """Whether vLLM computed all of a planned request, because its load failed."""
+        if answer.headers.get("X-KVShare-Decision") not in ("approx", "exact"):
+            return False
+        path = f"/admin/requests/{answer.headers['X-KVShare-Request']}"
+        for _ in range(_MAX_POLLS):  # what was executed may be reported after the answer
+            if executed := json.loads(await self.bench.proxy.fetch(path))["executed"]:
+                # "lay": an earlier load succeeded, before vLLM preempted the request.
+                return executed["reason"] == _FAILED and "lay" not in executed["seconds"]
+            await asyncio.sleep(_POLL_S)
+        return False
 
     async def _reference(self, op: Op) -> Answer:
         """Stock vLLM's answer; each prompt is sent to it once."""
@@ -158,9 +183,9 @@ class _Soak:
                     raise
 
     def summary(self) -> dict[str, Any]:
-        exact = [(op, verdict) for op, verdict in self.judged if not op.may_be_approximate]
+        exact = [(op, verdict) for op, is_own, verdict in self.judged if is_own]
         names = Counter(verdict.name for _, verdict in exact)
-        agreements = [verdict.agreement for op, verdict in self.judged if op.may_be_approximate]
+        agreements = [verdict.agreement for _, is_own, verdict in self.judged if not is_own]
         examples = [
             {"kind": op.kind, "mode": op.mode, "prompt_tokens": len(op.prompt), **asdict(verdict)}
             for op, verdict in exact
@@ -172,6 +197,7 @@ class _Soak:
             "wrong_outputs": names["wrong"],
             "ties": names["tied"],
             "right_outputs": names["right"],
+            "recomputed_outputs": sum(is_own and op.may_be_approximate for op, is_own, _ in self.judged),
             "approximate_outputs": len(agreements),
             "approximate_agreement": fmean(agreements) if agreements else None,
             "aborted": sum(count for op, count in self.sent.items() if op.endswith(":abort")),

@@ -45,6 +45,7 @@ class StackOptions:
     kv_bytes: int = 4 * 2**30
     proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
     seed: int = 0
+    can_fail: bool = False  # loads, while `servers.failing_loads` lasts
 
     @property
     def has_random_weights(self) -> bool:
@@ -132,7 +133,8 @@ def pair(options: StackOptions) -> Iterator[Stack]:
             length, own = vllm.max_model_len, folder / "model"
             model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
         plain = servers.plain_vllm(model, folder, vllm)
-        shared = servers.shared_vllm(model, folder, vllm, kv_bytes=options.kv_bytes, token=token)
+        kv_bytes, can_fail = options.kv_bytes, options.can_fail
+        shared = servers.shared_vllm(model, folder, vllm, kv_bytes=kv_bytes, token=token, can_fail=can_fail)
         proxy = servers.proxy(shared, folder, token=token, settings=options.proxy_settings)
         # On one GPU they start one after the other: each measures the memory that is free.
         is_divided = vllm.device_memory is not None

@@ -7,6 +7,7 @@ No timing is a limit here.
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ def both() -> Iterator[Stack]:
         parity.Config(tokens=_TOKENS, eager=True).options,
         kv_bytes=_KV_BYTES,
         proxy_settings=ALWAYS_SHARE,
+        can_fail=True,
     )
     with pair(options) as servers:
         yield servers
@@ -135,12 +137,13 @@ async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
 async def test_an_open_loop_has_both_arms_at_each_rate(servers: Stack) -> None:
     """The same requests at the same times."""
     document = await measured(
-        load, servers, rate="2,4", requests=4, families=1, min_output=2, max_output=4, seed=10
+        load, servers, rate="2,4", requests=4, families=1, min_output=2, max_output=4, repeats=1, seed=10
     )
     assert [found["rate"] for found in document["open_loop"]] == [2.0, 4.0]
     for found in document["open_loop"]:
         for arm in ("plain", "shared"):
             assert found[arm]["ttft"]["all"]["p95_ms"] >= found[arm]["ttft"]["near"]["p50_ms"] > 0
+        assert found["near_ttft_ratio"] > 0
 
 
 async def test_running_answers_are_timed_while_planned_requests_come(servers: Stack) -> None:
@@ -203,7 +206,7 @@ async def test_a_full_store_evicts_and_stays_within_its_bytes(servers: Stack) ->
 
 
 async def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
-    """Mixed traffic for some seconds: nothing wrong, nothing failed, and clients did hang up."""
+    """Mixed traffic for some seconds, in which loads fail: nothing wrong, no request failed."""
     document = await measured(
         soak,
         servers,
@@ -218,4 +221,18 @@ async def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
     assert document["passed"], document["failed"]
     assert document["wrong_outputs"] == 0, document["examples"]
     assert document["right_outputs"] > 0
+    assert document["failed_loads"] > 0
     assert document["within_bytes"]
+
+
+async def test_a_soak_without_a_failed_load_has_not_passed(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a minute were over; the document says what is missing."""
+    monkeypatch.setattr(soak, "failing_loads", nullcontext)
+    monkeypatch.setattr(soak, "_MUST_FAIL_MINUTES", 0.0)
+    document = await measured(
+        soak, servers, minutes=0.02, concurrency=2, min_prompt=60, max_prompt=150, output_tokens=16, seed=11
+    )
+    assert (document["passed"], document["failed_loads"]) == (False, 0)
+    assert document["failed"] == {"no load has failed": 1}

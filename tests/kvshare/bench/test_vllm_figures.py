@@ -165,6 +165,17 @@ def test_an_open_loop_has_quantiles_at_each_rate() -> None:
     assert found["plain"]["completed_per_s"] == 0.5
 
 
+def test_an_open_loop_compares_both_arms_in_each_repeat() -> None:
+    """The median ratio of each kind of requests, and its interval."""
+    both = {
+        "plain": [played([2.0, 2.0], seconds=6.0, cpu_s=0, flops=0)] * 2,
+        "shared": [played([each, each], seconds=6.0, cpu_s=0, flops=0) for each in (1.0, 0.5)],
+    }
+    found = open_figures(0.5, both)
+    assert (found["ttft_p50_ratio"], found["near_ttft_ratio"]) == (0.375, 0.375)
+    assert found["intervals"]["unrelated_ttft_ratio"] == pytest.approx(interval([0.5, 0.25]))
+
+
 def test_arrivals_are_a_poisson_stream() -> None:
     """So many a second, ascending, and the same ones for the same seed."""
     times = poisson_arrivals(np.random.default_rng(1), 4000, per_s=2.0)
