@@ -6,8 +6,6 @@ plans again without KV, and fits. The fit is judged on plans that it has not see
 and of whole suites that were left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

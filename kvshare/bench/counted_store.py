@@ -3,8 +3,6 @@ A store whose KV is only counted, for the benchmarks of planning and storing: th
 index and sharing core, without any model. Also prompts to fill it with: variants of some templates.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -10,8 +10,6 @@ the KV is missing. Embeddings of stored forms are those of their templates with 
 of them would take minutes. The query's text is really embedded, in the arm `with_dense`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

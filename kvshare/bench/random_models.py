@@ -4,8 +4,6 @@ wants them), of which some are large enough to time and one is small, with answe
 prompt. Their configurations are in random_models.yaml.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """How many connections and files this process may have open at once."""
 
-from __future__ import annotations
-
 import logging
 import resource
 

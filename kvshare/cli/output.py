@@ -2,8 +2,6 @@
 How a command answers and ends: stdout is data, as JSON or through its view; stderr is for people; exit codes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from enum import IntEnum

@@ -3,8 +3,6 @@ How documents look on a terminal: views.yaml has a Jinja template for each, and 
 Draws what it is given; asks and computes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from itertools import groupby

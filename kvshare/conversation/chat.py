@@ -4,8 +4,6 @@ A chat in the form that a model's template takes, and the parts of its answer as
 The bodies of all APIs are converted to a `Chat`, and their answers are made of `Part`s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Converts messages from OpenAI's clients to those that templates read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Splits an answer, while it streams, into text, reasoning and tool calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

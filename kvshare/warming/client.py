@@ -6,8 +6,6 @@ Sharing is read from the headers X-KVShare-*, which both engines set. What a pro
 administrator is given, and only after the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping

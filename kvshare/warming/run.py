@@ -8,8 +8,6 @@ Sends entries to a running server, so many at a time, and counts what became of 
 An interrupted run has a document, too, of the entries that were finished: "complete" is false in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator

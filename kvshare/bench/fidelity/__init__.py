@@ -13,8 +13,6 @@
 Rules get the same donors, plans and rotation; `full`, `set-cache` and `cache-craft` bring their own copies.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

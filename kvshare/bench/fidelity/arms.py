@@ -8,8 +8,6 @@ A chain is a prompt that was shared many times in a row before it is measured, w
     re-saved    every turn saves its whole KV and the next one copies that; for comparison with other systems
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product

@@ -10,8 +10,6 @@ Attention is exact and causal by slot, unless `visible` gives another mask; a ro
 Greedy answers behind the KV of a prompt get a token of each answer in every pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

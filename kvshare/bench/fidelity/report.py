@@ -4,8 +4,6 @@ The lab's report: a folder of measured rows -> a document of plain data -> repor
 The texts and the columns of the tables are in report.md.jinja.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

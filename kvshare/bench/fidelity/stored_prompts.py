@@ -4,10 +4,9 @@ The stored prompts of a scenario: computed in full or shared, their KV, and the 
 A prompt becomes a node as in the server, and its KV is cut into the same segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -96,9 +95,7 @@ class StoredPrompts:
         self.prefills: dict[NodeId, Prefill] = {}
 
     @classmethod
-    def computed(
-        cls, model: LayeredModel, prompts: Iterable[Prompt], sharing: SharingSettings
-    ) -> StoredPrompts:
+    def computed(cls, model: LayeredModel, prompts: Iterable[Prompt], sharing: SharingSettings) -> Self:
         """These prompts, computed in full."""
         stored = cls(sharing)
         for prompt in prompts:

@@ -8,8 +8,6 @@ Every rule gets the same donors, plan and rotation, unless it is about other cop
 and the last `tail` positions of the prompt are computed in every arm; they are called the base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ The greedy, free-running answers of arms to prompts, the cost of computing the p
 A figure of a prompt is a number or, for BLEU, the counts from which the BLEU of a corpus is computed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ All lie in one folder as NAME.jsonl.gz; a data set whose file is missing has no 
 the user's message.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """One function for each paper: rows of its table, for the data sets that are there and its arms."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

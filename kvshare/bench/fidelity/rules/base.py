@@ -1,7 +1,5 @@
 """What a repair rule is, and what most rules need: budgets as token counts, equal heads, pieces, chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

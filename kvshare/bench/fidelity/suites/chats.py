@@ -1,7 +1,5 @@
 """`thinking`, `resubmit`, `window`: conversations that lose or change something; `chain`: edits of edits."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

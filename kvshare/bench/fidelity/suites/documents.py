@@ -1,7 +1,5 @@
 """`rag`, `reorder` and `agent`: the same documents again, in another order, among others, or refetched."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence
