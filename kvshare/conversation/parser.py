@@ -44,14 +44,11 @@ class AnswerParser:
         for part in self._steps:
             if part is None:
                 break
-            if self._is_wanted(part):
+            behind_first = self._one_call and self.num_calls > 0
+            if not behind_first or (isinstance(part, CallArguments) and part.number == 0):
                 self.num_calls += isinstance(part, CallBegins)
                 parts.append(part)
         return joined(parts)
-
-    def _is_wanted(self, part: Part) -> bool:
-        behind_first = self._one_call and self.num_calls > 0
-        return not behind_first or (isinstance(part, CallArguments) and part.number == 0)
 
 
 def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> AnswerParser:

@@ -259,10 +259,3 @@ def greedy_answers(
         for number, token in zip(going, rows.argmax(dim=-1).tolist(), strict=True):
             answers[number].append(token)
     return [token_ids(answer) for answer in answers]
-
-
-def greedy_answer(
-    model: LayeredModel, kv: SequenceKV, first: torch.Tensor, *, num_tokens: int, limit: int
-) -> TokenIds:
-    """The same behind a single prompt."""
-    return greedy_answers(model, [(kv, first)], num_tokens=num_tokens, limit=limit)[0]

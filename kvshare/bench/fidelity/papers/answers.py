@@ -13,7 +13,7 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.bench.fidelity.arms import make_trial
-from kvshare.bench.fidelity.layered import LayeredModel, Start, greedy_answer, greedy_answers
+from kvshare.bench.fidelity.layered import LayeredModel, Start, greedy_answers
 from kvshare.bench.fidelity.measures import Figures, corpus_bleu, rounded
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
@@ -72,7 +72,8 @@ class Answerer:
     def full_answer(self, prompt: Prompt, limit: int) -> str:
         """The answer to a prompt without sharing."""
         done = prefill(self.model, prompt)
-        return self._text(greedy_answer(self.model, done.kv, done.first, num_tokens=len(prompt), limit=limit))
+        starts = [(done.kv, done.first)]
+        return self._text(greedy_answers(self.model, starts, num_tokens=len(prompt), limit=limit)[0])
 
     def answers(self, trial: Trial, arms: Sequence[Arm], *, limit: int, turn: int) -> dict[Arm, Answer]:
         """The answers of all arms. Another one is first in every turn, as the first pays for warming up."""
