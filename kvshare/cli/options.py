@@ -31,7 +31,6 @@ def option(command: str, *flags: str, **settings: Any) -> Any:
 
 
 def argument(command: str, name: str, **settings: Any) -> Any:
-    """A positional argument of a command."""
     return typer.Argument(help=_OPTIONS[command][name], **settings)
 
 

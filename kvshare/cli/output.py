@@ -40,7 +40,6 @@ def hush() -> None:
 
 
 def is_quiet() -> bool:
-    """Whether `hush` was called."""
     return _quiet
 
 

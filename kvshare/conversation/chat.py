@@ -48,7 +48,6 @@ class Chat:
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice.use is not ToolUse.NONE
 
 

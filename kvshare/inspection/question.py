@@ -32,8 +32,7 @@ class Answer:
 
 Question = Callable[[DeltaTree, Mapping[str, Any]], Answer]
 
-QUESTIONS: dict[str, Question] = {}
-"""What may be asked, by name."""
+QUESTIONS: dict[str, Question] = {}  # what may be asked, by name
 
 
 def question(answer: Callable[..., Answer]) -> Question:

@@ -69,7 +69,6 @@ class WarmClient:
         self._users, self._admins, self._model = users, admins, model
 
     async def may_ask_admin(self) -> bool:
-        """Whether the admin routes answer this key."""
         status, _ = await self._admin("GET", "admin/requests?limit=1")
         return status == 200
 
@@ -110,7 +109,6 @@ class WarmClient:
         return None if status == 200 else _why(document, status)
 
     async def is_there(self, node: int) -> bool:
-        """Whether a node is still stored."""
         status, _ = await self._admin("GET", f"admin/tree?root={node}&depth=1")
         return status == 200
 
