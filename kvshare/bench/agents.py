@@ -42,8 +42,6 @@ _REFUSED = "deviates_too_much"  # why the gate allowed no more than the prefix
 
 
 class Turn(NamedTuple):
-    """One answered request."""
-
     prompt_tokens: int
     exact: int  # tokens of an equal prefix
     reused: int

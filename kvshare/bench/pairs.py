@@ -59,7 +59,6 @@ class Compared:
 
     @property
     def num_equal(self) -> int:
-        """Tokens before the first that differs."""
         return num_agreed(self.full.tokens, self.shared.tokens)
 
     def agreement(self, limit: int) -> float:

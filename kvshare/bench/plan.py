@@ -160,7 +160,6 @@ async def _agent(
 
 
 async def _fill(store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int) -> _Indexed:
-    """Store and index tasks, their later runs, and short prompts."""
     long = []
     for number in range(num_stored):
         if number % _RUNS == 0:

@@ -101,7 +101,6 @@ class Recipient:
 
     @property
     def token_counts(self) -> dict[str, int]:
-        """For the document."""
         names = ("copied", "recomputed", "repaired", "selecting")
         return {name: getattr(self.plan, f"num_{name}") for name in names}
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from kvshare.errors import ConfigError
 
-_ALL_DAY = 24 * 60.0
-
 
 def run(
     *,
@@ -34,7 +32,7 @@ def run(
     out: Path = Path("fidelity"),
     stage: str | None = None,
     part: str = "0/1",
-    minutes: float = _ALL_DAY,
+    minutes: float = 24 * 60.0,
     rank: bool = False,
     free_tokens: int = 0,
     device: str = "cpu",

@@ -29,8 +29,7 @@ _ATTENTION = "kvshare_layered"
 _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 Mask = NDArray[np.bool_]
-Weights = Callable[[int, torch.Tensor], None]
-"""Called with a layer's number and its attention weights (H_q, N, S)."""
+Weights = Callable[[int, torch.Tensor], None]  # gets a layer's number and its attention weights (H_q, N, S)
 Start = tuple[SequenceKV, torch.Tensor]
 """KV (L, >= T, H, D) of a prompt of T tokens, and log-probabilities (V,) of the answer's first token."""
 

@@ -62,7 +62,6 @@ class Answerer:
     settings: Settings
 
     def store(self, prompts: Sequence[Prompt]) -> StoredPrompts:
-        """These prompts, computed in full."""
         return StoredPrompts.computed(self.model, prompts, self._unlimited.sharing)
 
     def trial(self, scenario: Scenario, stored: StoredPrompts) -> Trial | None:
@@ -70,7 +69,6 @@ class Answerer:
         return make_trial(scenario, self.model, self._unlimited, stored)
 
     def full_answer(self, prompt: Prompt, limit: int) -> str:
-        """The answer to a prompt without sharing."""
         done = prefill(self.model, prompt)
         starts = [(done.kv, done.first)]
         return self._text(greedy_answers(self.model, starts, num_tokens=len(prompt), limit=limit)[0])

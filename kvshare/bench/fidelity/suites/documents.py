@@ -20,8 +20,7 @@ _OPENED = 3  # results before the appended one
 _AROUND = 8  # words before and after a figure that is asked for
 _YEAR, _NUMBER = re.compile(r"\d{4}"), re.compile(r"[\d.,]+( \w+)?")
 
-Case = Source[MarkedQuestion]
-"""A question that is asked as a whole, and the passages of this half that came with it."""
+Case = Source[MarkedQuestion]  # asked as a whole, with the passages of this half that came with it
 
 
 def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
