@@ -19,8 +19,6 @@ Each way has a server of its own, so that none finds another's KV. The tool call
 compared with those of full prefills of the same prompts. The session's texts are in agents.yaml.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +42,6 @@ _REFUSED = "deviates_too_much"  # why the gate allowed no more than the prefix
 
 
 class Turn(NamedTuple):
-    """One answered request."""
-
     prompt_tokens: int
     exact: int  # tokens of an equal prefix
     reused: int

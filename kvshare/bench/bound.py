@@ -6,14 +6,12 @@ Computed tokens cost their floating-point operations at the rate of a full prefi
 bytes at the bandwidth of memcpy. Looking up, planning and sending cost nothing.
 """
 
-from __future__ import annotations
-
 import timeit
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -46,7 +44,7 @@ class ModelSize:
     reaches: Sequence[Reach] = ()
 
     @classmethod
-    def of_network(cls, network: PreTrainedModel, reaches: Sequence[Reach] = ()) -> ModelSize:
+    def of_network(cls, network: PreTrainedModel, reaches: Sequence[Reach] = ()) -> Self:
         config = network.config
         output = network.get_output_embeddings()  # type: ignore[no-untyped-call]  # no types
         linear = (
@@ -61,7 +59,7 @@ class ModelSize:
         )
 
     @classmethod
-    def of_config(cls, config: PreTrainedConfig) -> ModelSize:
+    def of_config(cls, config: PreTrainedConfig) -> Self:
         """Of a model that need not exist."""
         with torch.device("meta"):
             return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
@@ -123,7 +121,7 @@ class Bound:
         num_copied: int,
         bytes_per_token: int,
         bytes_per_s: float,
-    ) -> Bound:
+    ) -> Self:
         """Of a prompt of which these spans were computed and so many other tokens copied."""
         share = size.flops(computed) / size.flops([Span(0, num_tokens)])
         return cls(share, num_copied * bytes_per_token, bytes_per_s)

@@ -6,8 +6,6 @@ plans again without KV, and fits. The fit is judged on plans that it has not see
 and of whole suites that were left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from scipy.stats import gmean
 
-from delta_tree import Span
+from delta_tree import Span, common_prefix_length
 from kvshare.bench.fidelity.laboratory import Laboratory, work
 from kvshare.bench.fidelity.rows import Plan, Shards, Stage, read_plans
 from kvshare.bench.fidelity.suites import SUITES
@@ -30,7 +28,7 @@ from kvshare.served_model import find_model
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import ModelCalibration
 from kvshare.sharing.plan import within
-from kvshare.sharing.prediction import FLOOR, Calibration, Shape, Vector, fit, shape_of, typical_of_unseen
+from kvshare.sharing.prediction import FLOOR, Shape, Vector, fit, shape_of, typical_of_unseen
 from kvshare.sharing.repair import RepairRule
 
 # The lab's names for each way of repairing.
@@ -96,7 +94,7 @@ def run(
     calibration = ModelCalibration(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
-        rules={rule: arms.fitted() for rule, arms in found.items()},
+        rules={rule: fit(arms.values, arms.kl, arms.folds) for rule, arms in found.items()},
         longest=max(shape.num_tokens for _, shape in made),
         measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
     )
@@ -124,10 +122,6 @@ class Measured:
         """(N,) the fold of each arm, out of five; all arms of one source document are in the same."""
         return np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in self.sources])
 
-    def fitted(self) -> Calibration:
-        """Fitted on all arms; bias and slope by predictions for other source documents."""
-        return fit(self.values, self.kl, self.folds)
-
 
 def _arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
     """The arms of these rules whose budget limits what they repair, and not what choosing costs as well."""
@@ -153,7 +147,7 @@ def _shape(laboratory: Laboratory, plan: Plan) -> Shape | None:
         within(composition.copies, Span(exact_length, tail)),
         num_tokens=len(tokens),
         exact_length=exact_length,
-        common=stored.common_prefixes(tokens),
+        common={node.node_id: common_prefix_length(node.token_ids, tokens) for node in stored.nodes},
     )
 
 
@@ -163,7 +157,7 @@ def evaluated(arms: Measured) -> dict[str, Any]:
     suites, groups = np.unique(arms.suites, return_inverse=True)
     # With a single suite there are no others.
     by_suite = typical_of_unseen(arms.values, arms.kl, groups if len(suites) > 1 else arms.folds)
-    fitted = arms.fitted()
+    fitted = fit(arms.values, arms.kl, arms.folds)
     return {
         "arms": len(arms.kl),
         "explained": {

@@ -5,8 +5,6 @@ The server's own keeper, tree and metadata file; KV is only counted. Prompts are
 The two stores take turns, a block of prompts each, so that whatever else the machine does affects both.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from contextlib import closing

@@ -7,8 +7,6 @@ each idle one holds a stream that brings a token every ten seconds. Sharing is o
 measures planning.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

@@ -3,8 +3,6 @@ A store whose KV is only counted, for the benchmarks of planning and storing: th
 index and sharing core, without any model. Also prompts to fill it with: variants of some templates.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +15,7 @@ import numpy as np
 
 from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.bench.harness import edited, random_prompt
-from kvshare.replay.policies.sharing import WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.sharing import UNLIMITED, WeightlessSequence, WeightlessTier
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import CostModel, Rates
@@ -39,7 +37,7 @@ class CountedStore:
 
     def __init__(self, tree: DeltaTree | None = None) -> None:
         self.tree = DeltaTree.open(None, identity="bench") if tree is None else tree
-        self.tier = WeightlessTier(None)
+        self.tier = WeightlessTier(UNLIMITED)
         self.keeper = MemoryKeeper(self.tree, self.tier, min_tokens=1)
         limits = PlannerLimits.from_settings(load_settings(), can_probe=True)
         self.limits = replace(limits, calibration=of_default_model())

@@ -9,8 +9,6 @@ is wrong and is noticed. Arms, greedy decoding, exact match:
     full_reuse         the donor's KV also where the tokens differ; only the question is computed
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace

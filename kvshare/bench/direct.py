@@ -1,7 +1,5 @@
 """Helpers for benchmarks that call the model without the engine: prefill by a plan, greedy answers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

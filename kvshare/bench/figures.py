@@ -1,7 +1,5 @@
 """Percentiles, intervals, the memory of this process and the sizes of files."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

@@ -5,8 +5,6 @@ A real model in the engine answers the same prompt freely and as JSON of a schem
 as many tokens: the schema's list may not end earlier, and the free answer ignores the end.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -2,8 +2,6 @@
 What the benchmarks share: a running engine or server, a timed request, near-duplicates, arms that take turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import threading

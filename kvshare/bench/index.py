@@ -8,8 +8,6 @@ prompt) behind a head of their own: the prefix table does not find it, and its f
 common ones.
 """
 
-from __future__ import annotations
-
 import resource
 import tempfile
 from collections.abc import Sequence

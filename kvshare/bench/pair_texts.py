@@ -6,8 +6,6 @@ questions of chat users. Without a folder of data they are made of the project's
 too. The words around the texts are in pair_texts.yaml.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ the second is asked twice: without any option, and with `"mode": "off"`. Greedy 
 token, and so are the first token's 20 most likely candidates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +59,6 @@ class Compared:
 
     @property
     def num_equal(self) -> int:
-        """Tokens before the first that differs."""
         return num_agreed(self.full.tokens, self.shared.tokens)
 
     def agreement(self, limit: int) -> float:

@@ -9,8 +9,6 @@
 A data set that is missing is left out, and named in `absent`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

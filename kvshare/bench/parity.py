@@ -11,8 +11,6 @@ its eager attention and no cache. What is compared with it, unless another refer
     moved_layer_0      keys of layer 0 moved to another position, compared with keys computed there
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ the KV is missing. Embeddings of stored forms are those of their templates with 
 of them would take minutes. The query's text is really embedded, in the arm `with_dense`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict
@@ -162,7 +160,6 @@ async def _agent(
 
 
 async def _fill(store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int) -> _Indexed:
-    """Store and index tasks, their later runs, and short prompts."""
     long = []
     for number in range(num_stored):
         if number % _RUNS == 0:

@@ -5,8 +5,6 @@ Prompts of one length are sent through HTTP on loopback and computed by the mode
 Embedding is off, since it happens after the response. The difference of the medians is the added latency.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

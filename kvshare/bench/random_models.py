@@ -4,8 +4,6 @@ wants them), of which some are large enough to time and one is small, with answe
 prompt. Their configurations are in random_models.yaml.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +28,6 @@ _TIMED: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["timed"]
 
 DEMO_VOCAB_SIZE = 1536  # of the demo model's tokenizer, which every model on disk gets
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-
 
 ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     name: partial(AutoConfig.for_model, **{**TINY, **fields}) for name, fields in {**PLAIN, **OTHERS}.items()

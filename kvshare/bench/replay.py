@@ -3,8 +3,6 @@
 log and no model: prompts that look like text are drawn from a seed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing

@@ -9,13 +9,11 @@ On a random-weight Llama of about 100 M parameters. Prompts differ from the stor
 (`edited`), or have its passages in another order (`reordered`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -83,7 +81,7 @@ class Recipient:
     prompts: StoredPrompts
 
     @classmethod
-    def of(cls, prompts: StoredPrompts, tokens: TokenIds) -> Recipient:
+    def of(cls, prompts: StoredPrompts, tokens: TokenIds) -> Self:
         """Raises ConfigError where nothing is left to choose."""
         plan = prompts.plan(tokens, SETTINGS, can_probe=True)
         if isinstance(plan, NoPlan) or plan.order is None:
@@ -103,7 +101,6 @@ class Recipient:
 
     @property
     def token_counts(self) -> dict[str, int]:
-        """For the document."""
         names = ("copied", "recomputed", "repaired", "selecting")
         return {name: getattr(self.plan, f"num_{name}") for name in names}
 

@@ -1,7 +1,5 @@
 """`kvshare bench storage`: bytes of KV for near-duplicate prompts, over those of storing each in full."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

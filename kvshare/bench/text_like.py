@@ -9,8 +9,6 @@ the same steps; two runs differ by a few tokens in hundreds of places, and all t
 Documents are popular or rare, occur in several tasks, and are opened again in one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -6,8 +6,6 @@ KV of approximate prompts is stored too, and copied again. For some approximate 
 computed as well, and the answers are compared.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice

@@ -10,8 +10,6 @@ on a given model and real text:
                    which computes as many tokens as `shared` did (the key is older than the name)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ A model server without a model, for benchmarks of the relay: `python -m kvshare.
 It answers at once; a body with "slow" gets an endless stream with a token every ten seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -5,8 +5,6 @@ file into a folder in Hugging Face format, with weights in bfloat16, for transfo
 It is a program of its own because it needs a gigabyte of memory, which a server would not get back.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

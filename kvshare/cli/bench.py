@@ -6,8 +6,6 @@ A command calls `run(**options)` of `kvshare.bench.<name>`, or with vLLM `run(Co
 result with `"passed": false` ends with exit code 1. In a git checkout a result carries its `commit`.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 from collections.abc import Callable, Iterator

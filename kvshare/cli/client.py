@@ -5,8 +5,6 @@ the command line that talks HTTP.
 Neither proxies nor redirects are followed: a key goes to the named host and nowhere else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

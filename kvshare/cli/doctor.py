@@ -24,7 +24,6 @@ from kvshare.extras import missing_modules
 if TYPE_CHECKING:
     from kvshare.cli.checks import Check
 
-
 _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers")
 
 

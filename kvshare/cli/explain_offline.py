@@ -1,7 +1,5 @@
 """`kvshare explain` without a server: the plan that a prompt would get from a stopped store."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The entry point of `kvshare`: wires the commands together and turns errors into exit codes."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 what reused KV costs it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import typer

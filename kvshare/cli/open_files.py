@@ -1,7 +1,5 @@
 """How many connections and files this process may have open at once."""
 
-from __future__ import annotations
-
 import logging
 import resource
 
@@ -23,8 +21,7 @@ def raise_open_files() -> int:
             soft = hard
         except (ValueError, OSError):  # macOS gives an endless hard limit that it does not take
             log.debug("the limit of open files stays at %d", soft)
-    is_low = soft != resource.RLIM_INFINITY and soft < ENOUGH
-    if is_low:
+    if soft != resource.RLIM_INFINITY and soft < ENOUGH:
         log.warning(
             "at most %d files and connections may be open at once, expected %d: clients beyond that wait; "
             "raise it with `ulimit -Hn` or LimitNOFILE=",

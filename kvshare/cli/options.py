@@ -3,8 +3,6 @@ How commands declare options: options.toml says what each is for, and of those t
 type, limits and default. And the options that several commands share.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -33,7 +31,6 @@ def option(command: str, *flags: str, **settings: Any) -> Any:
 
 
 def argument(command: str, name: str, **settings: Any) -> Any:
-    """A positional argument of a command."""
     return typer.Argument(help=_OPTIONS[command][name], **settings)
 
 

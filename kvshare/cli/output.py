@@ -2,8 +2,6 @@
 How a command answers and ends: stdout is data, as JSON or through its view; stderr is for people; exit codes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from enum import IntEnum
@@ -42,7 +40,6 @@ def hush() -> None:
 
 
 def is_quiet() -> bool:
-    """Whether `hush` was called."""
     return _quiet
 
 

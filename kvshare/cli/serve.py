@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvshare.engines.base import Engine
     from kvshare.settings import Settings
 
-
 log = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ Commands get `ask(what, arguments)`, which shows the document of a question: a k
 `kvshare.inspection.QUESTIONS`, or "explain" with a request. An argument of None is as good as not given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

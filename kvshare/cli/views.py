@@ -3,8 +3,6 @@ How documents look on a terminal: views.yaml has a Jinja template for each, and 
 Draws what it is given; asks and computes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from itertools import groupby
@@ -242,10 +240,6 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
-
-
 def _idle(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -253,23 +247,14 @@ def _idle(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _counted(count: float, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _percent(share: float, digits: int = 2) -> str:
-    """With a blank before the sign, as in reports."""
-    return f"{share:.{digits}%}".replace("%", " %")
-
-
 _JINJA.filters |= {
     "bytes": _unit(_bytes),
-    "duration": _unit(_duration),
+    "duration": _unit(lambda seconds: f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"),
     "idle": _unit(_idle),
     "ago": _unit(lambda seconds: f"{_idle(seconds)} ago"),
     "number": _unit(lambda value, spec=",": format(value, spec)),
-    "counted": _unit(_counted),
-    "percent": _unit(_percent),
+    "counted": _unit(lambda count, noun: f"{count:,} {noun}" + ("" if count == 1 else "s")),
+    "percent": _unit(lambda share, digits=2: f"{100 * share:.{digits}f} %"),
     "cells": _cells,
     "yaml": lambda document: yaml.safe_dump(dict(document), sort_keys=False).rstrip(),
 }

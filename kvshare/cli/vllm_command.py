@@ -5,8 +5,6 @@ A launcher: this process becomes vLLM, so that signals and exit status are vLLM'
 command are taken out wherever they stand; everything else is vLLM's, passed on untouched and in order.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

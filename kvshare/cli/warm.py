@@ -1,7 +1,5 @@
 """`kvshare warm`: compute documents and prompts before the first user asks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ A chat in the form that a model's template takes, and the parts of its answer as
 The bodies of all APIs are converted to a `Chat`, and their answers are made of `Part`s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,7 +48,6 @@ class Chat:
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice.use is not ToolUse.NONE
 
 

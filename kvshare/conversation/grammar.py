@@ -4,8 +4,6 @@ The grammar that an answer must follow: the requested JSON schema, or tool calls
 `kvshare.conversation.formats` reads the calls that follow it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +72,7 @@ def _reasoning(lark: LarkGrammar, *, in_reasoning: bool) -> str:
     return f"{end} " if in_reasoning else f"({lark.literal('<think>')} {end})? "
 
 
-def _free_text_or(lark: LarkGrammar, calls: CallGrammar) -> list[str]:
+def _free_text_or(lark: LarkGrammar, calls: "CallGrammar") -> list[str]:
     """Any text, with calls at its end. Calls without a marker are the whole answer instead."""
     if not calls.marker:
         return [lark.text_without(calls.excluded, first_not="{"), calls.rest]

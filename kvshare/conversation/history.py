@@ -1,7 +1,5 @@
 """Converts messages from OpenAI's clients to those that templates read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -48,8 +46,10 @@ def _message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     read: dict[str, Any] = {"role": _ROLES[role], "content": _content(message, at)}
     if message.get("name") is not None:
         read["name"] = _string(message, "name", at)
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = _calls(message["tool_calls"], f"{at}.tool_calls")
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        if not isinstance(calls, list):
+            _refuse(f"{at}.tool_calls", calls, "a list of calls")
+        read["tool_calls"] = [_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(calls)]
     if role == "tool":
         read["tool_call_id"] = _string(message, "tool_call_id", at)
     return read
@@ -73,12 +73,6 @@ def _part(part: object, at: str) -> str:
     if kind not in ("text", "refusal"):
         return _refuse(f"{at}.type", kind, '"text": this server reads no other content')
     return _string(part, kind, at)
-
-
-def _calls(calls: object, at: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        _refuse(at, calls, "a list of calls")
-    return [_call(call, f"{at}[{number}]") for number, call in enumerate(calls)]
 
 
 def _call(call: object, at: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Writes a grammar in the Lark dialect of llguidance, rule by rule."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

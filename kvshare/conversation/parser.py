@@ -1,7 +1,5 @@
 """Splits an answer, while it streams, into text, reasoning and tool calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 
@@ -17,19 +15,12 @@ _REASONING_ENDS = "</think>"
 class AnswerParser:
     """Parses one answer. The joined parts do not depend on the pieces that the text comes in."""
 
-    def __init__(
-        self, reader: CallReader | None, *, in_reasoning: bool, may_begin_reasoning: bool, one_call: bool
-    ) -> None:
-        """
-        `reader`: None if no tool may be called. `in_reasoning`: the prompt ends inside reasoning.
-        `may_begin_reasoning`: by `<think>` at the start. `one_call`: ignore everything after the first call.
-        """
+    def __init__(self, chat: Chat, reader: CallReader | None, *, in_reasoning: bool) -> None:
         self.num_calls = 0
-        self._one_call = one_call
+        self._one_call = not chat.parallel_tool_calls  # what is after the first call is ignored
         self._cursor = Cursor()
-        self._steps = _read_answer(
-            self._cursor, reader, in_reasoning=in_reasoning, may_begin_reasoning=may_begin_reasoning
-        )
+        may_begin = not chat.continue_final_message
+        self._steps = _read_answer(self._cursor, reader, in_reasoning=in_reasoning, may_begin=may_begin)
 
     def add(self, text: str) -> list[Part]:
         """Add text. Returns the parts that no later text can change."""
@@ -46,24 +37,16 @@ class AnswerParser:
         for part in self._steps:
             if part is None:
                 break
-            if self._is_wanted(part):
+            behind_first = self._one_call and self.num_calls > 0
+            if not behind_first or (isinstance(part, CallArguments) and part.number == 0):
                 self.num_calls += isinstance(part, CallBegins)
                 parts.append(part)
         return joined(parts)
 
-    def _is_wanted(self, part: Part) -> bool:
-        behind_first = self._one_call and self.num_calls > 0
-        return not behind_first or (isinstance(part, CallArguments) and part.number == 0)
-
 
 def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> AnswerParser:
     """For one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
-    return AnswerParser(
-        READERS[fmt](chat.tools) if chat.may_call else None,
-        in_reasoning=in_reasoning,
-        may_begin_reasoning=not chat.continue_final_message,
-        one_call=not chat.parallel_tool_calls,
-    )
+    return AnswerParser(chat, READERS[fmt](chat.tools) if chat.may_call else None, in_reasoning=in_reasoning)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
@@ -85,9 +68,10 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def _read_answer(
-    cursor: Cursor, reader: CallReader | None, *, in_reasoning: bool, may_begin_reasoning: bool
+    cursor: Cursor, reader: CallReader | None, *, in_reasoning: bool, may_begin: bool
 ) -> Steps[None]:
-    if in_reasoning or may_begin_reasoning:
+    """`reader`: None if no tool may be called. `may_begin`: reasoning, by `<think>` at the start."""
+    if in_reasoning or may_begin:
         yield from _read_reasoning(cursor, begun=in_reasoning)
     calls = Calls()
     if reader is None:

@@ -1,7 +1,5 @@
 """Detects the format of tool calls in a chat template, and adapts chats to templates without tools."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

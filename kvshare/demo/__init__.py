@@ -6,5 +6,4 @@ Importing this package loads neither torch nor transformers.
 
 from pathlib import Path
 
-MODEL_PATH = Path(__file__).parent / "model"
-"""The bundled model in Hugging Face format, for `AutoModelForCausalLM`."""
+MODEL_PATH = Path(__file__).parent / "model"  # in Hugging Face format, for `AutoModelForCausalLM`

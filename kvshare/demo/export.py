@@ -9,8 +9,6 @@ dimensions the base must be base^(D'/D). Scores are divided by sqrt(D') instead 
 multiplied by sqrt(D'/D).
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -11,22 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshare.demo.sheets import (
-    AGE,
-    MAX_RECORDS,
-    REMARK,
-    Sheet,
-    Slot,
-    changed_slots,
-    edit_sheet,
-    make_sheet,
-    to_messages,
-)
+from kvshare.demo.sheets import AGE, MAX_RECORDS, REMARK, Sheet, Slot, edit_sheet, make_sheet, to_messages
 
 Kind = Literal["lookup", "compare", "derived"]
 KINDS: tuple[Kind, ...] = ("lookup", "compare", "derived")
-MIN_GAP = 10
-"""Numbers are compared only if the highest exceeds the second by at least this."""
+MIN_GAP = 10  # numbers are compared only if the highest exceeds the second by at least this
+FEWEST_EDITS, MOST_EDITS = 3, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,6 @@ def queries(sheet: Sheet, kind: Kind) -> list[Query]:
 
 
 def answer_to(sheet: Sheet, query: Query) -> str:
-    """The right answer, from the sheet."""
     first = Slot(query.records[0], query.field)
     if query.kind == "lookup":
         return sheet.value(first)
@@ -120,10 +109,6 @@ def _verdict(sheet: Sheet, slot: Slot) -> str:
     return above if value > highest else inside
 
 
-FEWEST_EDITS = 3
-MOST_EDITS = 8
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """An earlier request, a nearly equal later one, and the right answer to the later one."""
@@ -131,8 +116,7 @@ class Pair:
     donor_messages: list[dict[str, str]]
     recipient_messages: list[dict[str, str]]
     answer: str
-    stale_answer: str
-    """The answer to the recipient's question on the donor's sheet; it always differs from `answer`."""
+    stale_answer: str  # to the recipient's question on the donor's sheet; it always differs from `answer`
     kind: Kind
     num_records: int
 
@@ -168,7 +152,7 @@ def _pair(rng: random.Random, kind: Kind, num_records: int) -> Pair:
 
 
 def _distinguishing_queries(donor: Sheet, recipient: Sheet, kind: Kind) -> list[Query]:
-    changed = changed_slots(donor, recipient)
+    changed = {slot for slot in recipient.slots if donor.value(slot) != recipient.value(slot)}
     answerable_before = frozenset(queries(donor, kind))
     return [
         query

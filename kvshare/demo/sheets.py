@@ -18,23 +18,21 @@ AGE = "age"
 REMARK = "remark"
 AGES = range(18, 90)
 NUMBERS = range(10, 100)
+MAX_RECORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """One kind of form: the boilerplate around the slots, and the slots."""
 
-    label: str
-    """The noun that labels a record, as in "Report 2"."""
-    person: str
-    """The role of the person in a record, which is also the name of that slot."""
-    word_field: str
-    """The name of the slot that holds one of `words`."""
+    label: str  # the noun that labels a record, as in "Report 2"
+    person: str  # the role of the person in a record, which is also the name of that slot
+    word_field: str  # the name of the slot that holds one of `words`
     words: Sequence[str]
-    ordinary: Mapping[str, tuple[int, int]]
-    """The slots that hold a number from 10 to 99, each with its ordinary range, including both ends."""
-    verdicts: tuple[str, str, str]
-    """The words for a number below, inside and above its ordinary range."""
+    ordinary: Mapping[
+        str, tuple[int, int]
+    ]  # slots with a number of two digits: its range, both ends included
+    verdicts: tuple[str, str, str]  # the words for a number below, inside and above its ordinary range
     remarks: Sequence[str]
     opening: str
     record_opening: str
@@ -53,9 +51,6 @@ SYSTEM_MESSAGE: str = _WORDS["system_message"]
 FIRST_NAMES: list[str] = _WORDS["first_names"]
 LAST_NAMES: list[str] = _WORDS["last_names"]
 TEMPLATES = tuple(Template(**form) for form in _WORDS["forms"])
-
-
-MAX_RECORDS = 4
 
 
 class Slot(NamedTuple):
@@ -80,11 +75,9 @@ class Sheet:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Every slot, in the order of the text."""
         return tuple(Slot(r, field) for r in range(len(self.records)) for field in self.template.fields)
 
     def value(self, slot: Slot) -> str:
-        """The value in a slot."""
         return self.records[slot.record][slot.field]
 
     def line(self, slot: Slot) -> str:
@@ -138,11 +131,6 @@ def edit_sheet(rng: random.Random, sheet: Sheet, *, num_slots: int) -> Sheet:
             new = _draw(rng, sheet.template, slot.field)
         records[slot.record][slot.field] = new
     return replace(sheet, records=tuple(records))
-
-
-def changed_slots(before: Sheet, after: Sheet) -> frozenset[Slot]:
-    """The slots in which two sheets of the same template and size differ."""
-    return frozenset(slot for slot in after.slots if before.value(slot) != after.value(slot))
 
 
 def to_messages(sheet: Sheet, question_text: str) -> list[dict[str, str]]:

@@ -4,8 +4,6 @@ What a question to the store is: a function over a `DeltaTree` with checked argu
 Also finds what arguments name: nodes and namespaces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -34,8 +32,7 @@ class Answer:
 
 Question = Callable[[DeltaTree, Mapping[str, Any]], Answer]
 
-QUESTIONS: dict[str, Question] = {}
-"""What may be asked, by name."""
+QUESTIONS: dict[str, Question] = {}  # what may be asked, by name
 
 
 def question(answer: Callable[..., Answer]) -> Question:

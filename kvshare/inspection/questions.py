@@ -3,8 +3,6 @@ The questions. Some only look: what is stored, how prompts hang together, what d
 change the store: evict, pin, unpin.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from dataclasses import asdict

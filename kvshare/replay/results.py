@@ -204,8 +204,6 @@ class Unreadable(Part):
 
 
 class Data(Part):
-    """What of the log was replayed."""
-
     files: tuple[LogFile, ...] = ()
     sha256: str = "–"  # of the tokens in order
     num_requests: int = 0

@@ -6,8 +6,6 @@ Sharing is read from the headers X-KVShare-*, which both engines set. What a pro
 administrator is given, and only after the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -65,25 +63,18 @@ class WarmOptions:
 
 
 class WarmClient:
-    """Requests to one server, whose admin routes may be at another address."""
+    """Requests for the first model of one server, whose admin routes may be at another address."""
 
-    def __init__(self, users: aiohttp.ClientSession, admins: aiohttp.ClientSession, url: str) -> None:
-        self._users = users
-        self._admins = admins
-        self._url = url
-
-    async def model(self) -> str:
-        """The name of the first model that is served. Raises UnreachableError, UpstreamError."""
-        return await served_model(self._users, self._url)
+    def __init__(self, users: aiohttp.ClientSession, admins: aiohttp.ClientSession, model: str) -> None:
+        self._users, self._admins, self._model = users, admins, model
 
     async def may_ask_admin(self) -> bool:
-        """Whether the admin routes answer this key."""
         status, _ = await self._admin("GET", "admin/requests?limit=1")
         return status == 200
 
-    async def send(self, entry: Entry, model: str) -> Outcome:
+    async def send(self, entry: Entry) -> Outcome:
         """Send one request, again for as long as the server is busy. A failure is a word in the outcome."""
-        body = {"model": model, **entry.body}
+        body = {"model": self._model, **entry.body}
         deadline = asyncio.get_running_loop().time() + _MOST_BUSY_S
         while True:
             try:
@@ -118,7 +109,6 @@ class WarmClient:
         return None if status == 200 else _why(document, status)
 
     async def is_there(self, node: int) -> bool:
-        """Whether a node is still stored."""
         status, _ = await self._admin("GET", f"admin/tree?root={node}&depth=1")
         return status == 200
 
@@ -137,7 +127,7 @@ async def connected(options: WarmOptions) -> AsyncIterator[WarmClient]:
     base, admin_base = _base(options.url), _base(options.admin_url or options.url)
     admin = session(admin_base, key=options.admin_key or options.key)
     async with session(base, key=options.key) as users, admin as admins:
-        yield WarmClient(users, admins, base)
+        yield WarmClient(users, admins, await served_model(users, base))
 
 
 def _base(url: str) -> str:

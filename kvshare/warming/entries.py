@@ -8,8 +8,6 @@ What is to be computed ahead: files -> entries, each the body of one request.
 A row's "label" names it in reports. What is said of the answer is replaced: one token, greedy, not streamed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

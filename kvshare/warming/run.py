@@ -8,8 +8,6 @@ Sends entries to a running server, so many at a time, and counts what became of 
 An interrupted run has a document, too, of the entries that were finished: "complete" is false in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -55,7 +53,6 @@ class _Run:
 
     async def send_all(self, entries: Iterable[Entry]) -> None:
         async with connected(self._options) as client:
-            model = await client.model()
             self._is_admin = await client.may_ask_admin()
             if self._options.pin and not self._is_admin:
                 raise UpstreamError(
@@ -64,20 +61,20 @@ class _Run:
                 )
             numbered = enumerate(entries)  # each worker takes the next
             workers = range(self._options.concurrency)
-            await asyncio.gather(*(self._work(client, model, numbered) for _ in workers))
+            await asyncio.gather(*(self._work(client, numbered) for _ in workers))
             # One after the other: the server's writer answers this, between what it stores.
             for node in {outcome.node for outcome in self.outcomes.values() if outcome.node is not None}:
                 self._num_evicted += not await client.is_there(node)
 
-    async def _work(self, client: WarmClient, model: str, numbered: Iterator[tuple[int, Entry]]) -> None:
+    async def _work(self, client: WarmClient, numbered: Iterator[tuple[int, Entry]]) -> None:
         for number, entry in numbered:
-            self.outcomes[number] = await self._outcome(client, model, entry)
+            self.outcomes[number] = await self._outcome(client, entry)
             self._report(len(self.outcomes))
 
-    async def _outcome(self, client: WarmClient, model: str, entry: Entry) -> Outcome:
+    async def _outcome(self, client: WarmClient, entry: Entry) -> Outcome:
         if entry.reason is not None:
             return Outcome(entry.place, reason=entry.reason)
-        sent = await client.send(entry, model)
+        sent = await client.send(entry)
         if sent.reason is not None or sent.request_id is None or not self._is_admin:
             return sent
         node = await client.stored_as(sent.request_id)
@@ -106,10 +103,8 @@ class _Run:
             "failed": len(failures),
             "seconds": seconds,
             "failures": [{**asdict(outcome.place), "reason": outcome.reason} for outcome in failures],
-            "prompts": [_prompt(outcome) for outcome in answered],
+            "prompts": [
+                {**asdict(one.place), "tokens": one.num_tokens, "node": one.node, "pinned": one.pinned}
+                for one in answered
+            ],
         }
-
-
-def _prompt(outcome: Outcome) -> dict[str, Any]:
-    tokens = outcome.num_tokens
-    return {**asdict(outcome.place), "tokens": tokens, "node": outcome.node, "pinned": outcome.pinned}

@@ -17,7 +17,7 @@ from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
 from kvshare.engines.embedded.scheduler import Scheduler
 from kvshare.reasons import Reason
-from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.sharing import UNLIMITED, WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan
@@ -117,7 +117,7 @@ class TornSequence(WeightlessSequence):
 def test_a_prompt_that_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, and nothing is stored."""
     keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
-        DeltaTree.open(None, identity=None), WeightlessTier(None), min_tokens=1
+        DeltaTree.open(None, identity=None), WeightlessTier(UNLIMITED), min_tokens=1
     )
     tokens = token_ids(np.arange(50))
     assert keeper.store(Computed("ns", tokens, NoPlan(Reason.OFF), TornSequence(1))) is None

@@ -13,14 +13,10 @@
 Rules get the same donors, plans and rotation; `full`, `set-cache` and `cache-craft` bring their own copies.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from kvshare.errors import ConfigError
-
-_ALL_DAY = 24 * 60.0
 
 
 def run(
@@ -36,7 +32,7 @@ def run(
     out: Path = Path("fidelity"),
     stage: str | None = None,
     part: str = "0/1",
-    minutes: float = _ALL_DAY,
+    minutes: float = 24 * 60.0,
     rank: bool = False,
     free_tokens: int = 0,
     device: str = "cpu",

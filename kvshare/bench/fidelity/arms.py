@@ -8,8 +8,6 @@ A chain is a prompt that was shared many times in a row before it is measured, w
     re-saved    every turn saves its whole KV and the next one copies that; for comparison with other systems
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Copy, TokenIds
-from kvshare.bench.fidelity.layered import LayeredModel, greedy_answer
+from kvshare.bench.fidelity.layered import LayeredModel, greedy_answers
 from kvshare.bench.fidelity.measures import agreement, divergence, margin, rounded, text_scores
 from kvshare.bench.fidelity.rows import Stage
 from kvshare.bench.fidelity.rules import RULES
@@ -103,8 +101,8 @@ def measured_arm(
         scores = outcome.candidate_scores.tolist()
         arm |= {"margin": rounded(margin(scores)), "rank": int(np.argmax(scores) == 0)}
     if (limit := stage.free_tokens) > 0:
-        first, full = outcome.log_probabilities[0], trial.free_answer(limit)
-        answer = greedy_answer(trial.model, outcome.kv, first, num_tokens=trial.num_tokens, limit=limit)
+        start, full = (outcome.kv, outcome.log_probabilities[0]), trial.free_answer(limit)
+        (answer,) = greedy_answers(trial.model, [start], num_tokens=trial.num_tokens, limit=limit)
         text, expected = decode(answer), trial.scenario.expected
         exact = {} if expected is None else {"exact": int(expected in text)}  # what the suite expects in it
         arm["free"] = {**agreement(full, answer), **text_scores(decode(full), text), **exact}

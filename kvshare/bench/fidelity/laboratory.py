@@ -1,14 +1,12 @@
 """Runs the tasks that are left, one after another, until none is left or the time is over."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from delta_tree import Span, TokenIds
 from kvshare.bench.fidelity.arms import make_trial, measured, measured_chain
@@ -51,7 +49,7 @@ class Laboratory:
     @classmethod
     def open(
         cls, served: ServedModel, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
-    ) -> Laboratory:
+    ) -> Self:
         """Raises ModelError for a model that cannot be run layer by layer."""
 
         def load(dtype: str) -> LayeredModel:

@@ -10,8 +10,6 @@ Attention is exact and causal by slot, unless `visible` gives another mask; a ro
 Greedy answers behind the KV of a prompt get a token of each answer in every pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +29,7 @@ _ATTENTION = "kvshare_layered"
 _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 Mask = NDArray[np.bool_]
-Weights = Callable[[int, torch.Tensor], None]
-"""Called with a layer's number and its attention weights (H_q, N, S)."""
+Weights = Callable[[int, torch.Tensor], None]  # gets a layer's number and its attention weights (H_q, N, S)
 Start = tuple[SequenceKV, torch.Tensor]
 """KV (L, >= T, H, D) of a prompt of T tokens, and log-probabilities (V,) of the answer's first token."""
 
@@ -261,10 +258,3 @@ def greedy_answers(
         for number, token in zip(going, rows.argmax(dim=-1).tolist(), strict=True):
             answers[number].append(token)
     return [token_ids(answer) for answer in answers]
-
-
-def greedy_answer(
-    model: LayeredModel, kv: SequenceKV, first: torch.Tensor, *, num_tokens: int, limit: int
-) -> TokenIds:
-    """The same behind a single prompt."""
-    return greedy_answers(model, [(kv, first)], num_tokens=num_tokens, limit=limit)[0]

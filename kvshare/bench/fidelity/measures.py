@@ -6,8 +6,6 @@ Free-running: every arm writes its own. One different token early on gives two t
 token by token. The papers' tables compare answers with accepted ones; their BLEU is that of a corpus.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

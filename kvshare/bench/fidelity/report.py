@@ -4,8 +4,6 @@ The lab's report: a folder of measured rows -> a document of plain data -> repor
 The texts and the columns of the tables are in report.md.jinja.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -120,10 +118,6 @@ def _estimate(found: Row | None, show: Callable[[float | None], str] = digits) -
     return show(found["value"]) + inside
 
 
-def _p(value: float | None) -> str:
-    return UNKNOWN if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
 def _verdict(value: Any) -> str:
     return str(_VERDICTS.get(value, value))
 
@@ -137,5 +131,5 @@ _FORMATS: Final[Mapping[str, Callable[[Any], str]]] = {
     "percent": percent,
     "estimate": _estimate,
     "share": lambda found: _estimate(found, percent),
-    "p": _p,
+    "p": lambda value: UNKNOWN if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}",
 }

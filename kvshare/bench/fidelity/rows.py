@@ -10,8 +10,6 @@ A plan in several files gets the arms of all of them, and an arm the measures of
 twice, the later line counts; files are read in the order of their names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -5,8 +5,6 @@ A prompt's parts are its documents, messages and paragraphs; papers on retrieved
 are found in the rendered text, at blank lines and ChatML's borders, so that a suite only writes messages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ sources varies too little, so intervals and tests are expanded by a factor from 
 Teachers Should Know About the Bootstrap", 2015).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

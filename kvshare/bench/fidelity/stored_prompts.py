@@ -4,17 +4,16 @@ The stored prompts of a scenario: computed in full or shared, their KV, and the 
 A prompt becomes a node as in the server, and its KV is cut into the same segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import delta_tree
-from delta_tree import Composition, Copy, Node, NodeId, SegmentId, Span, TokenIds, common_prefix_length
+from delta_tree import Composition, Copy, Node, NodeId, SegmentId, Span, TokenIds
 from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel
 from kvshare.bench.fidelity.scenario import Prompt
 from kvshare.kv.sequence import SegmentKV, SequenceKV
@@ -96,9 +95,7 @@ class StoredPrompts:
         self.prefills: dict[NodeId, Prefill] = {}
 
     @classmethod
-    def computed(
-        cls, model: LayeredModel, prompts: Iterable[Prompt], sharing: SharingSettings
-    ) -> StoredPrompts:
+    def computed(cls, model: LayeredModel, prompts: Iterable[Prompt], sharing: SharingSettings) -> Self:
         """These prompts, computed in full."""
         stored = cls(sharing)
         for prompt in prompts:
@@ -148,10 +145,6 @@ class StoredPrompts:
             max_generation=_ANY_GENERATION,
             allow_approximate=True,
         )
-
-    def common_prefixes(self, token_ids: TokenIds) -> dict[NodeId, int]:
-        """The length of the prefix that each stored prompt has in common with this one."""
-        return {node.node_id: common_prefix_length(node.token_ids, token_ids) for node in self.nodes}
 
     def plan(self, token_ids: TokenIds, settings: Settings, *, can_probe: bool = False) -> Plan | NoPlan:
         """The plan of a server with these settings, after its admission checks."""

@@ -4,8 +4,6 @@ The tables of the report as rows of plain data: every rule at every budget in ev
 One rule is compared with the others at equal budget, with p corrected for the number of tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby

@@ -8,8 +8,6 @@ Every rule gets the same donors, plan and rotation, unless it is about other cop
 and the last `tail` positions of the prompt are computed in every arm; they are called the base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Copy, Span, TokenIds, token_ids
-from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel, LayerHook, Mask, causal, greedy_answer
+from kvshare.bench.fidelity.layered import ForwardPass, LayeredModel, LayerHook, Mask, causal, greedy_answers
 from kvshare.bench.fidelity.scenario import Scenario
 from kvshare.bench.fidelity.stored_prompts import Floats, Prefill, StoredPrompts, prefill
 from kvshare.kv.attention import PartialPass
@@ -100,9 +98,8 @@ class Trial:
         """The greedy answer of the full prefill, at most `limit` tokens."""
         if limit > self._answer_limit:
             self._answer_limit = limit
-            self._answer = greedy_answer(
-                self.model, self.full.kv, self.full.first, num_tokens=self.num_tokens, limit=limit
-            )
+            start = (self.full.kv, self.full.first)
+            (self._answer,) = greedy_answers(self.model, [start], num_tokens=self.num_tokens, limit=limit)
         return self._answer[:limit]
 
     @cached_property

@@ -6,8 +6,6 @@ Reads tool calls that are JSON objects.
     Mistral    [TOOL_CALLS][{"name": .., "arguments": {..}}, ..], and the newer [TOOL_CALLS]name[ARGS]{..}
 """
 
-from __future__ import annotations
-
 import re
 
 from kvshare.conversation.formats.json_value import JsonValue, string_content, take_string, take_value

@@ -1,7 +1,5 @@
 """Finds the end of a JSON value that is still growing."""
 
-from __future__ import annotations
-
 import json
 
 from kvshare.conversation.formats.reader import Cursor, Waiting

@@ -1,7 +1,5 @@
 """Reads `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The interface of readers of tool calls, and the growing text of an answer that they read."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence

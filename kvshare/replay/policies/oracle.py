@@ -9,8 +9,6 @@ save, because it always computes the last token of a prompt.
 A finite store holds the k-grams used last, at one token's KV each: no store could hold them in less.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ class OraclePolicy(CachePolicy):
         return is_equal
 
     def _store(
-        self, tokens: TokenIds, requester: Requester, table: GramTable, hashes: Hashes, stored: Positions
+        self, tokens: TokenIds, requester: Requester, table: "GramTable", hashes: Hashes, stored: Positions
     ) -> None:
         start = self._num_tokens
         self._num_tokens += len(tokens)

@@ -30,7 +30,7 @@ from kvshare.sharing.selection import choose_by_place
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
-_UNLIMITED = 2**62
+UNLIMITED = 2**62  # bytes
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
 _FAILURES = (
     (Component.SHARING, FallbackReason.ERROR),
@@ -72,10 +72,7 @@ class WeightlessSequence:
 
 
 class WeightlessTier(SegmentTable[WeightlessKV]):
-    """Counts the bytes that segments would take. `max_bytes` None: no limit."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        super().__init__(_UNLIMITED if max_bytes is None else max_bytes)
+    """Counts the bytes that segments would take."""
 
     def put(self, segment_id: SegmentId, segment: WeightlessKV, checksum: int) -> None:
         self.add(segment_id, segment)
@@ -83,14 +80,6 @@ class WeightlessTier(SegmentTable[WeightlessKV]):
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
         """No bytes, only which segments are missing."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
-
-
-def _tree() -> DeltaTree:
-    """With counted ids and times, so that ties are broken the same way in every run."""
-    ids, ticks = itertools.count(1), itertools.count(1)
-    return DeltaTree.open(
-        None, identity=None, clock=lambda: float(next(ticks)), new_id=lambda: NodeId(next(ids))
-    )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,10 +97,12 @@ class SharingPolicy(CachePolicy):
         settings, per_token = context.settings, context.bytes_per_token
         limits = options.limits(settings)
         self._kv = WeightlessSequence(per_token)
-        segment_ids = itertools.count(1)
+        # Counted, so that ties are broken the same way in every run.
+        ids, ticks, segment_ids = (itertools.count(1) for _ in range(3))
+        new_id, clock = lambda: NodeId(next(ids)), lambda: float(next(ticks))
         self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
-            _tree(),
-            WeightlessTier(None if capacity_tokens is None else capacity_tokens * per_token),
+            DeltaTree.open(None, identity=None, clock=clock, new_id=new_id),
+            WeightlessTier(UNLIMITED if capacity_tokens is None else capacity_tokens * per_token),
             min_tokens=limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
         )

@@ -34,7 +34,6 @@ __all__ = ["SAMPLES", "WORKLOADS", "WorkloadRow", "generate", "write_rows"]
 SAMPLES = Path(__file__).parent / "samples"
 _REQUESTS_PER_SECOND = 2.0
 
-
 # Each makes endless rows from source files; `sources` in words.yaml says which rows of them it can use.
 WORKLOADS: Mapping[str, Callable[[Sequence[Path], int, random.Random], Iterator[WorkloadRow]]] = {
     "template": forms.template,

@@ -30,7 +30,7 @@ def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
     long = [
         chat
         for chat in sources.chats(paths)
-        if sum(message["role"] == "user" for message in chat) >= _MIN_TURNS and _num_chars(chat) > _SMALLEST
+        if sum(message["role"] == "user" for message in chat) >= _MIN_TURNS and num_chars(chat) > _SMALLEST
     ]
     yield from take_turns(_opened(long, draw), _NUM_OPEN, draw)
 
@@ -38,7 +38,7 @@ def window(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
 def _opened(chats: Sequence[tuple[Message, ...]], draw: random.Random) -> Iterator[Iterator[WorkloadRow]]:
     for opened, chat in enumerate(sources.endless(chats, draw)):
         chat = chat if opened < len(chats) else _another(chat, draw)
-        size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(_num_chars(chat) * 0.7))))
+        size = draw.randint(_SMALLEST, min(_LARGEST, max(_SMALLEST, int(num_chars(chat) * 0.7))))
         yield _turns(f"window-c{opened}", f"u{opened}", chat, size)
 
 
@@ -47,7 +47,7 @@ def _turns(conversation: str, user: str, chat: Sequence[Message], size: int) -> 
     for number, message in enumerate(chat):
         if message["role"] == "user":
             answer = chat[number + 1]["content"] if number + 1 < len(chat) else None
-            if _num_chars(chat[: number + 2]) > size:
+            if num_chars(chat[: number + 2]) > size:
                 messages = (_SYSTEM, *kept(chat[: number + 1], size))
                 yield WorkloadRow(conversation, turn, user, messages, answer)
                 turn += 1
@@ -65,12 +65,12 @@ def _another(chat: Sequence[Message], draw: random.Random) -> tuple[Message, ...
 def kept(history: Sequence[Message], size: int) -> tuple[Message, ...]:
     """The newest messages that fit, from a user's on; at least the last question."""
     messages = [message for message in history if message["role"] != "system"]
-    while len(messages) > 1 and (_num_chars(messages) > size or messages[0]["role"] != "user"):
+    while len(messages) > 1 and (num_chars(messages) > size or messages[0]["role"] != "user"):
         messages = messages[1:]
     return tuple(messages)
 
 
-def _num_chars(messages: Sequence[Message]) -> int:
+def num_chars(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
 from pathlib import Path
+from typing import TypeVar
 
 from kvshare.replay.requests import Message
 from kvshare.replay.stream import take_turns
@@ -12,6 +13,7 @@ from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.chats import reworded
 from kvshare.replay.workloads.sources import WORDS, Passage, Question, WorkloadRow, bare_passages, questions
 
+T = TypeVar("T")
 RAG_SYSTEM = {"role": "system", "content": WORDS["rag_system"]}
 _USES = 8  # of a question's passages, on average
 _NUM_OWN, _NUM_OTHERS = 6, 3
@@ -44,7 +46,7 @@ def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterat
         place = draw.randrange(len(used))
         question = used[place]
         around = [used[(place + step) % len(used)] for step in range(1, 1 + _NEIGHBOURS)]
-        others = [passage for each in around for passage in each.passages] + _some(unrelated, 1, draw)
+        others = [passage for each in around for passage in each.passages] + some(unrelated, 1, draw)
         retrieved = _retrieved(question, others, draw)
         messages = (RAG_SYSTEM, {"role": "user", "content": rag_prompt(question.text, retrieved)})
         user = f"u{draw.randrange(max(2, num_requests // 3))}"
@@ -52,8 +54,8 @@ def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterat
 
 
 def _retrieved(question: Question, others: Sequence[Passage], draw: random.Random) -> list[Passage]:
-    own = _some(question.passages, _NUM_OWN, draw)
-    others = _some(others, _NUM_OTHERS, draw)
+    own = some(question.passages, _NUM_OWN, draw)
+    others = some(others, _NUM_OTHERS, draw)
     chosen = list(dict.fromkeys([*own, *others]))
     draw.shuffle(chosen)
     while len(chosen) > 2 and sum(len(each.text) for each in chosen) > _MOST_RETRIEVED:  # the ones that fit
@@ -67,8 +69,9 @@ def rag_prompt(question: str, passages: Sequence[Passage]) -> str:
     return "Passages:\n\n" + "\n\n".join(written) + f"\n\nQuestion: {question}"
 
 
-def _some(passages: Sequence[Passage], number: int, draw: random.Random) -> list[Passage]:
-    return draw.sample(passages, min(len(passages), number))
+def some(items: Sequence[T], number: int, draw: random.Random) -> list[T]:
+    """As many as are wanted, or all where there are fewer."""
+    return draw.sample(items, min(len(items), number))
 
 
 def agent(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:

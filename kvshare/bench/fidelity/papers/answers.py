@@ -4,8 +4,6 @@ The greedy, free-running answers of arms to prompts, the cost of computing the p
 A figure of a prompt is a number or, for BLEU, the counts from which the BLEU of a corpus is computed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.bench.fidelity.arms import make_trial
-from kvshare.bench.fidelity.layered import LayeredModel, Start, greedy_answer, greedy_answers
+from kvshare.bench.fidelity.layered import LayeredModel, Start, greedy_answers
 from kvshare.bench.fidelity.measures import Figures, corpus_bleu, rounded
 from kvshare.bench.fidelity.rules import RULES
 from kvshare.bench.fidelity.rules.base import num_wanted
@@ -64,7 +62,6 @@ class Answerer:
     settings: Settings
 
     def store(self, prompts: Sequence[Prompt]) -> StoredPrompts:
-        """These prompts, computed in full."""
         return StoredPrompts.computed(self.model, prompts, self._unlimited.sharing)
 
     def trial(self, scenario: Scenario, stored: StoredPrompts) -> Trial | None:
@@ -72,9 +69,9 @@ class Answerer:
         return make_trial(scenario, self.model, self._unlimited, stored)
 
     def full_answer(self, prompt: Prompt, limit: int) -> str:
-        """The answer to a prompt without sharing."""
         done = prefill(self.model, prompt)
-        return self._text(greedy_answer(self.model, done.kv, done.first, num_tokens=len(prompt), limit=limit))
+        starts = [(done.kv, done.first)]
+        return self._text(greedy_answers(self.model, starts, num_tokens=len(prompt), limit=limit)[0])
 
     def answers(self, trial: Trial, arms: Sequence[Arm], *, limit: int, turn: int) -> dict[Arm, Answer]:
         """The answers of all arms. Another one is first in every turn, as the first pays for warming up."""

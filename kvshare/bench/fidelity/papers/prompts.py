@@ -10,8 +10,6 @@ All lie in one folder as NAME.jsonl.gz; a data set whose file is missing has no 
 the user's message.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from kvshare.bench.fidelity.measures import plain
-from kvshare.bench.fidelity.scenario import Draft, Messages, Prompt, Scenario, tokenized, tokenized_prompt
+from kvshare.bench.fidelity.scenario import Draft, Messages, Scenario, tokenized
 from kvshare.bench.fidelity.suites.library import marked_question
 from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.tokenizer import PromptEncoder
@@ -197,9 +195,6 @@ class Writer:
         while examples and self._length((*chain(*examples), *query)) > self.longest:
             examples.pop(0)
         return examples, (*chain(*examples), *query)
-
-    def prompt(self, messages: Messages) -> Prompt:
-        return tokenized_prompt(messages, self.encoder)
 
     def scenario(self, prompt: Messages, stored: Sequence[Messages], *, suite: str, number: int) -> Scenario:
         draft = Draft(source=f"{suite}:{number}", stored=tuple(stored), prompt=prompt)

@@ -1,7 +1,5 @@
 """One function for each paper: rows of its table, for the data sets that are there and its arms."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from kvshare.bench.fidelity import measures
 from kvshare.bench.fidelity.papers import prompts
 from kvshare.bench.fidelity.papers.answers import FULL, Answer, Answerer, Arm, Sheet
 from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, REQUESTS, TEXTS, Asked, Pair, Writer
-from kvshare.bench.fidelity.scenario import Messages
+from kvshare.bench.fidelity.scenario import Messages, tokenized_prompt
 from kvshare.bench.fidelity.stored_prompts import StoredPrompts
 from vector_index import Embedder
 
@@ -33,8 +31,7 @@ _LONGEST_PIECE = 512
 _ARMS = {table: tuple(Arm(**arm) for arm in arms) for table, arms in TEXTS["arms"].items()}
 
 Rows = list[dict[str, Any]]
-Score = Callable[[str, str], float | measures.Figures]
-"""Called with a reference and an answer."""
+Score = Callable[[str, str], float | measures.Figures]  # of a reference and an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Bench:
         return pairs if self.is_there("SAMSum", pairs) else []
 
     def store(self, chats: Sequence[Messages]) -> StoredPrompts:
-        return self.answerer.store([self.writer.prompt(chat) for chat in chats])
+        return self.answerer.store([tokenized_prompt(chat, self.writer.encoder) for chat in chats])
 
     def answers(
         self, table: str, sheet: Sheet, number: int, prompt: Messages, stored: StoredPrompts
@@ -128,7 +125,8 @@ def _stream(bench: Bench, name: str, pairs: Sequence[Pair], request: str, measur
             full = found[FULL].text
             found[Arm("response")] = Answer(near[0].answer, 0.0, 0.0, 0.0)
         else:
-            full = bench.answerer.full_answer(bench.writer.prompt(prompt), bench.answer_tokens)
+            alone = tokenized_prompt(prompt, bench.writer.encoder)
+            full = bench.answerer.full_answer(alone, bench.answer_tokens)
         earlier.append(_Earlier(prompt, vector, full))
         for arm, answer in found.items():
             figures = {measure: score(pairs[number].result, _first_line(answer.text))}

@@ -5,8 +5,6 @@ The server's rule (`kvshare.sharing.selection`) is one of them: a probe pass com
 a second pass over the KV that it leaves computes the repairs, and some of the base again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache, partial
 

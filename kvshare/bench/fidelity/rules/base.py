@@ -1,7 +1,5 @@
 """What a repair rule is, and what most rules need: budgets as token counts, equal heads, pieces, chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,10 +14,8 @@ from kvshare.sharing.selection import Scores, stretches
 
 Choose = Callable[[Trial, float], Selection]
 Probe = Callable[[Trial], float]
-Ranking = Callable[[Trial], Scores]
-"""(T,) by which tokens are chosen: the higher, the earlier."""
-Choices = dict[str, tuple[Choose, Probe]]
-"""By rule: how it chooses, and what choosing costs."""
+Ranking = Callable[[Trial], Scores]  # (T,) by which tokens are chosen: the higher, the earlier
+Choices = dict[str, tuple[Choose, Probe]]  # by rule: how it chooses, and what choosing costs
 
 
 @dataclass(frozen=True, slots=True)

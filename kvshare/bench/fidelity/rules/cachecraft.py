@@ -4,8 +4,6 @@ Cache-Craft (SIGMOD'25): how much a cached chunk depends on its old prefix, and 
 Attention is that of the stored prompts' prefill, mean over layers and heads. Equations are the paper's.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ The keys and values of layer 0 depend on the token alone. Those of layer 1 need 
 is the probe. They then equal the full prefill's, so the lab takes them from there and charges the probe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rules that look at places alone: the starts and ends of copies, pieces, chunks and documents."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvshare.bench.fidelity.rules.base import Choices, chunks, cut, heads, no_probe, num_wanted, pieces

@@ -1,9 +1,7 @@
 """`thinking`, `resubmit`, `window`: conversations that lose or change something; `chain`: edits of edits."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from kvshare.bench.fidelity.scenario import Draft, chat_of
 from kvshare.bench.fidelity.suites import library as source_texts
@@ -11,7 +9,7 @@ from kvshare.bench.fidelity.suites.library import TEXTS, Conversation, Library, 
 from kvshare.bench.fidelity.suites.slots import NEUTRAL
 from kvshare.replay.requests import Message
 from kvshare.replay.workloads import sources
-from kvshare.replay.workloads.chats import kept, reworded
+from kvshare.replay.workloads.chats import kept, num_chars, reworded
 
 _SYSTEM: Message = {"role": "system", "content": sources.WORDS["window_system"]}
 _THINKING_SYSTEM: Message = {"role": "system", "content": TEXTS["thinking_system"]}
@@ -70,13 +68,13 @@ def window(library: Library, number: int, draw: random.Random) -> Draft | None:
 def _moved(chat: Conversation) -> Iterator[tuple[Conversation, Conversation]]:
     """Pairs of windows of one size, one or two turns apart, of which the later one dropped something."""
     for size in _WINDOWS:
-        if _num_chars(chat) <= size:
+        if num_chars(chat) <= size:
             return
         windows = [kept(chat[:end], size) for end in range(1, len(chat) + 1, 2)]
         for place, before in enumerate(windows):
             for after in windows[place + 1 : place + 3]:
-                is_filled = min(map(_num_chars, (before, after))) >= _LEAST_FILLED * size
-                if is_filled and _shared(before, after) >= _LEAST_SHARED * _num_chars(after):
+                is_filled = min(map(num_chars, (before, after))) >= _LEAST_FILLED * size
+                if is_filled and _shared(before, after) >= _LEAST_SHARED * num_chars(after):
                     yield before, after
 
 
@@ -84,7 +82,7 @@ def _shared(before: Conversation, after: Conversation) -> int:
     """Characters of the messages that both windows have; 0 if nothing was dropped."""
     if before[0] is after[0]:
         return 0
-    return _num_chars([message for message in after if any(message is other for other in before)])
+    return num_chars([message for message in after if any(message is other for other in before)])
 
 
 def _chosen(
@@ -97,16 +95,12 @@ def _chosen(
 
 def _ends(chat: Conversation) -> list[int]:
     """The ends of prompts that are neither too short nor too long, each after a question but the first."""
-    return [end for end in range(3, len(chat) + 1, 2) if _SHORTEST <= _num_chars(chat[:end]) <= _LONGEST]
+    return [end for end in range(3, len(chat) + 1, 2) if _SHORTEST <= num_chars(chat[:end]) <= _LONGEST]
 
 
 def _reasoned(chat: Conversation) -> list[int]:
     """The ends whose last answer is long enough."""
     return [end for end in _ends(chat) if len(chat[end - 2]["content"]) >= _SHORTEST_ANSWER]
-
-
-def _num_chars(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)
 
 
 def _reasoning(question: str, answer: str, length: str, draw: random.Random) -> str:

@@ -1,15 +1,14 @@
 """`rag`, `reorder` and `agent`: the same documents again, in another order, among others, or refetched."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence
 
 from kvshare.bench.fidelity.scenario import Draft, Messages
 from kvshare.bench.fidelity.suites import library as source_texts
-from kvshare.bench.fidelity.suites.library import Asked, Library, MarkedQuestion, Source, T, in_turn, shuffled
+from kvshare.bench.fidelity.suites.library import Asked, Library, MarkedQuestion, Source, in_turn, shuffled
 from kvshare.replay.workloads import documents as workload
+from kvshare.replay.workloads.documents import some
 from kvshare.replay.workloads.sources import Passage
 
 _MOST_SUPPORTING = 1700  # characters of the passages that an answer needs; questions with more are left out
@@ -21,8 +20,7 @@ _OPENED = 3  # results before the appended one
 _AROUND = 8  # words before and after a figure that is asked for
 _YEAR, _NUMBER = re.compile(r"\d{4}"), re.compile(r"[\d.,]+( \w+)?")
 
-Case = Source[MarkedQuestion]
-"""A question that is asked as a whole, and the passages of this half that came with it."""
+Case = Source[MarkedQuestion]  # asked as a whole, with the passages of this half that came with it
 
 
 def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
@@ -36,8 +34,8 @@ def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
     neighbours = [] if case is None else _neighbours(library, case.item.whole, draw)
     if case is None or len(neighbours) < 2:
         return None
-    needed, others = case.item.whole.supporting, _some(case.item.others, _OWN, draw)
-    others += [each for other in neighbours for each in _some(_all(other, library), _NEIGHBOURS, draw)]
+    needed, others = case.item.whole.supporting, some(case.item.others, _OWN, draw)
+    others += [each for other in neighbours for each in some(_all(other, library), _NEIGHBOURS, draw)]
     passages = _retrieved(needed, others, draw)
     if len(passages) < _FEWEST:
         return None
@@ -47,7 +45,7 @@ def rag(library: Library, number: int, draw: random.Random) -> Draft | None:
     stored = []
     for start, other in enumerate(asked_before):
         own = [*dealt[start :: len(asked_before)], *other.whole.supporting]
-        around = _some(other.others, _NEIGHBOURS, draw)
+        around = some(other.others, _NEIGHBOURS, draw)
         stored.append(_prompt(other.whole, _retrieved(own, around, draw)))
     return _draft(case, passages, stored, library, draw)
 
@@ -188,7 +186,7 @@ def _neighbours(library: Library, asked: Asked, draw: random.Random) -> list[Mar
         for other in (source.item for source in library.marked)
         if asked not in other.all_asked and _may_ask(library, other.whole)
     ]
-    return _some(found, 3, draw)
+    return some(found, 3, draw)
 
 
 def _all(question: MarkedQuestion, library: Library) -> tuple[Passage, ...]:
@@ -206,10 +204,6 @@ def _retrieved(needed: Sequence[Passage], others: Sequence[Passage], draw: rando
             chosen.append(passage)
     draw.shuffle(chosen)
     return chosen
-
-
-def _some(items: Sequence[T], number: int, draw: random.Random) -> list[T]:
-    return draw.sample(items, min(number, len(items)))
 
 
 def _answers(asked: Asked, library: Library, draw: random.Random) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Suites made from forms (slots.py): `template`, `derived`, `negation`, and `needle`, also from passages."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ passage is in the half of the questions that it supports; if they are in both ha
 used in turn, so that a number always gets the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

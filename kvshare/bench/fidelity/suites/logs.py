@@ -1,7 +1,5 @@
 """`log`: a log's own requests, each with the earlier ones that share most of its words."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence

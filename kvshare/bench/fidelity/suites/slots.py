@@ -3,8 +3,6 @@ Texts with slots, and values for these that cannot be confused with each other: 
 (forms.yaml) and tools (systems.yaml), whose keys are the fields of the classes here; published prompts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Suites with instructions, tools or answers to compare: `header`, `toolcall` and `judge`."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from delta_tree import Span, token_ids
-from kvshare.bench.fidelity.layered import greedy_answer
+from kvshare.bench.fidelity.layered import greedy_answers
 from kvshare.bench.fidelity.measures import (
     agreement,
     divergence,
@@ -96,7 +96,8 @@ def test_a_free_answer_is_the_engines_greedy_one() -> None:
     last = model.model.compute(PartialPass(kv, (Span(0, size),)), tokens)
     kv.k[:, size:] = 0.0
     before = kv.k.clone()
-    found = greedy_answer(model, kv, torch.log_softmax(last, dim=-1), num_tokens=size, limit=12)
+    start = (kv, torch.log_softmax(last, dim=-1))
+    (found,) = greedy_answers(model, [start], num_tokens=size, limit=12)
     assert torch.equal(kv.k, before)
     expected = []
     for place in range(size, size + 12):
@@ -108,11 +109,11 @@ def test_a_free_answer_is_the_engines_greedy_one() -> None:
 def test_an_arm_answers_from_its_own_kv() -> None:
     """Behind repairs at 100 % as full prefill does, behind none it parts from it."""
     made = trial("front")
-    full = greedy_answer(made.model, made.full.kv, made.full.first, num_tokens=made.num_tokens, limit=24)
+    start = (made.full.kv, made.full.first)
+    (full,) = greedy_answers(made.model, [start], num_tokens=made.num_tokens, limit=24)
     assert np.array_equal(full[: len(made.answer)], made.answer)
     for name, budget, is_equal in (("epic", 1.0, 1), ("placeholders", 0.0, 0)):
         done = made.run(RULES[name].choose(made, budget))
-        found = greedy_answer(
-            made.model, done.kv, done.log_probabilities[0], num_tokens=made.num_tokens, limit=24
-        )
+        start = (done.kv, done.log_probabilities[0])
+        (found,) = greedy_answers(made.model, [start], num_tokens=made.num_tokens, limit=24)
         assert agreement(full, found)["equal"] == is_equal

@@ -18,7 +18,7 @@ from sacrebleu.metrics.bleu import BLEU
 from kvshare.bench import papers
 from kvshare.bench.fidelity import measures
 from kvshare.bench.fidelity.laboratory import Laboratory
-from kvshare.bench.fidelity.layered import greedy_answer, greedy_answers
+from kvshare.bench.fidelity.layered import greedy_answers
 from kvshare.bench.fidelity.measures import jaccard, token_f1
 from kvshare.bench.fidelity.papers import prompts
 from kvshare.bench.fidelity.papers.answers import FULL, Answerer, Arm, Sheet, timed
@@ -219,8 +219,8 @@ def test_answers_written_together_are_those_written_alone(answerer: Answerer) ->
     size = min(len(done.prompt) for done in arms)
     starts = [(done.kv, done.first) for done in arms]
     together = greedy_answers(answerer.model, starts, num_tokens=size, limit=8)
-    for done, found in zip(arms, together, strict=True):
-        alone = greedy_answer(answerer.model, done.kv, done.first, num_tokens=size, limit=8)
+    for start, found in zip(starts, together, strict=True):
+        (alone,) = greedy_answers(answerer.model, [start], num_tokens=size, limit=8)
         assert found.tolist() == alone.tolist()
 
 
