@@ -155,8 +155,8 @@ class ServedIndex:
         except (VectorIndexError, OSError) as exc:
             if self._is_maintained:
                 log.warning(
-                    "the index could not be optimised: %s. This is tried again; if it lasts, look at the disk, or "
-                    "restart the server",
+                    "the index could not be optimised: %s. This is tried again; if it lasts, look at the "
+                    "disk, or restart the server",
                     exc,
                 )
             self._is_maintained = False
