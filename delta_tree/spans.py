@@ -33,7 +33,7 @@ class Span:
         return self.end - self.start
 
     def intersection(self, other: "Span") -> "Span":
-        """The positions in both; an empty span at the later start when there are none."""
+        """The positions in both. If there are none: an empty span at the larger start."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.end, other.end)))
 
@@ -69,7 +69,7 @@ def true_spans(flags: npt.NDArray[np.bool_], first_position: int) -> list[Span]:
 
 
 def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """The same spans in parts of `length` tokens; the last part of each also has the remainder."""
+    """The same spans in parts of `length` tokens. The last part is up to 2 x `length` - 1 tokens long."""
     parts: list[Span] = []
     for span in spans:
         starts = range(span.start, max(span.start, span.end - length) + 1, length)
@@ -85,7 +85,7 @@ def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     Shapes:  (T,) integers -> (T,) int32, C-contiguous, read-only; copied unless already so
     Raises:  InvalidTokensError if the values are not flat integers in [0, 2**31)
     """
-    if isinstance(values, np.ndarray) and _is_private(values):
+    if isinstance(values, np.ndarray) and _is_read_only(values):
         return values
     try:
         array = np.asarray(values)
@@ -112,7 +112,7 @@ def tokens_from_bytes(blob: bytes) -> TokenIds:
     return token_ids(np.frombuffer(blob, dtype="<i4"))
 
 
-def _is_private(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:
+def _is_read_only(values: npt.NDArray[np.integer]) -> TypeGuard[TokenIds]:
     """Whether `values` already is a `TokenIds` over memory that cannot be written to."""
     flags = values.flags
     return (

@@ -64,6 +64,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         self._new_id = new_id
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
         self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
+        self._loses_uses = False
 
     @classmethod
     def open(
@@ -293,7 +294,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._unwritten.append(change)
         else:
             if self._storage is not None:
-                self._storage.write([*self._unwritten, change], self._due_uses())
+                self._write(self._storage, [*self._unwritten, change])
             self._unwritten.clear()
             self._used.clear()
         self._forest.apply(change)
@@ -302,11 +303,24 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """Write use counters and lazy evictions. An error is logged only: it must not fail a request."""
         if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
             try:
-                self._storage.write(self._unwritten, self._due_uses())
+                self._write(self._storage, self._unwritten)
                 self._unwritten.clear()
             except StoreError as exc:
-                log.warning("use counters of %d nodes were not stored: %s", len(self._used), exc)
+                if not self._loses_uses:
+                    log.warning(
+                        "use counters are not stored: %s. Free some space; until then a restart loses the "
+                        "order of eviction",
+                        exc,
+                    )
+                self._loses_uses = True
         self._used.clear()
+
+    def _write(self, storage: Storage, changes: Sequence[Change]) -> None:
+        """Write changes with the due use counters. Raises StoreError."""
+        storage.write(changes, self._due_uses())
+        if self._loses_uses:
+            log.warning("use counters are stored again")
+            self._loses_uses = False
 
     def _due_uses(self) -> list[Node]:
         return [self._forest.nodes[i] for i in self._used if i in self._forest.nodes]

@@ -34,7 +34,7 @@ class Background:
 
     async def settle(self) -> None:
         """Wait until no task runs."""
-        await self.below(1)
+        await self.wait_below(1)
 
     async def cancel(self) -> None:
         """Cancel all tasks and wait until they have ended."""
@@ -42,7 +42,7 @@ class Background:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def below(self, limit: int) -> None:
+    async def wait_below(self, limit: int) -> None:
         """Wait until fewer than `limit` tasks run, which bounds the memory that they hold."""
         while len(self._tasks) >= limit:
             await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)

@@ -74,10 +74,11 @@ class KVShareError(Exception):
 
 
 class ConfigError(KVShareError):
-    """A setting is unknown, missing or of the wrong type."""
+    """Settings are unknown, missing or of the wrong type. `key_path`: of the first one."""
 
-    def __init__(self, key_path: str, problem: str) -> None:
-        super().__init__(f"{key_path}: {problem}")
+    def __init__(self, key_path: str, problem: str, *others: tuple[str, str]) -> None:
+        """`others`: key paths and problems of further settings; each gets a line."""
+        super().__init__("\n".join(": ".join(each) for each in ((key_path, problem), *others)))
         self.key_path = key_path
 
 

@@ -56,6 +56,7 @@ class ServedIndex:
         self._store_bytes: int | None = None
         self._opened = False
         self._problem: str | None = None  # why the index could not be opened, as logged
+        self._is_maintained = True
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
@@ -81,7 +82,9 @@ class ServedIndex:
         try:
             await self._index.close()
         except VectorIndexError as exc:
-            log.warning("the index was not closed cleanly: %s", exc)
+            log.warning(
+                "the index was not closed cleanly: %s. Nothing to do: the next start opens it anyway", exc
+            )
 
     def status(self) -> IndexStatus:
         """For `/ready` and the metrics. Reads the free space of the disk."""
@@ -148,9 +151,19 @@ class ServedIndex:
         try:
             await self._index.maintain()
         except IndexPausedError:
-            pass  # the index logged the pause
+            return  # the index logged the pause
         except (VectorIndexError, OSError) as exc:
-            log.warning("the index could not be optimised, this is tried again: %s", exc)
+            if self._is_maintained:
+                log.warning(
+                    "the index could not be optimised: %s. This is tried again; if it lasts, look at the "
+                    "disk, or restart the server",
+                    exc,
+                )
+            self._is_maintained = False
+            return
+        if not self._is_maintained:
+            log.warning("the index can be optimised again")
+            self._is_maintained = True
 
     def _backend(self, schema: IndexSchema) -> VectorIndex:
         if self._settings.backend == "edge":
@@ -213,7 +226,7 @@ def _load_embedder(settings: IndexSettings) -> Embedder | None:
     try:
         embedder.load()
     except EmbedderError as exc:
-        log.warning("search by embedding is off: %s", exc)
+        log.warning("search by embedding is off: %s. Correct index.embedder, or set index.dense: false", exc)
         return None
     return embedder
 

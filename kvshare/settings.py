@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from kvshare.errors import ConfigError
 from kvshare.rules.pattern import checked_pattern
@@ -275,21 +276,24 @@ def load_settings(path: Path | None = None, overrides: Mapping[str, object] | No
             branch = {key: branch}
         changes.append(branch)
     _drop_replaced(changes)
-    for change in changes:
-        _overlay(tree, change, at="")
+    mistakes = [mistake for change in changes for mistake in _overlay(tree, change, at="")]
     if url := os.environ.get("KVSHARE_QDRANT_URL"):
         tree["index"]["url"] = url
     try:
-        return Settings.model_validate(tree)
+        settings = Settings.model_validate(tree)
+        if not mistakes:
+            return settings
     except ValidationError as exc:
-        first = exc.errors()[0]
-        key_path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(key_path, f"{first['msg']}, got {first['input']!r}") from exc
+        mistakes += [_told(error) for error in exc.errors()]
+    first, *others = mistakes
+    raise ConfigError(*first, *others)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(str(path), "no such file") from exc
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(str(path), f"cannot be read as YAML: {exc}") from exc
     if tree is None:
@@ -316,16 +320,24 @@ def _drop_replaced(changes: list[dict[str, Any]]) -> None:
         )
 
 
-def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> None:
-    """Write `changes` into `tree`, which has every known key."""
+def _told(error: ErrorDetails) -> tuple[str, str]:
+    """Key path and problem of one of pydantic's errors."""
+    key_path, text = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return key_path, "expected a value, got none"
+    return key_path, f"{text.replace('Input should be', 'expected')}, got {error['input']!r}"
+
+
+def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> Iterator[tuple[str, str]]:
+    """Write `changes` into `tree`, which has every known key. Yields the key path and problem of mistakes."""
     for key, value in changes.items():
         key_path = f"{at}{key}"
         if key not in tree:
             known = ", ".join(sorted(tree))
-            raise ConfigError(key_path, f"unknown key; expected one of: {known}")
-        if not isinstance(tree[key], dict):
+            yield key_path, f"unknown key; expected one of: {known}"
+        elif not isinstance(tree[key], dict):
             tree[key] = value
         elif isinstance(value, Mapping):
-            _overlay(tree[key], value, at=f"{key_path}.")
+            yield from _overlay(tree[key], value, at=f"{key_path}.")
         else:
-            raise ConfigError(key_path, f"expected a section with keys, got {value!r}")
+            yield key_path, f"expected a section with keys, got {value!r}"

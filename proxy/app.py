@@ -230,8 +230,12 @@ class _Protocol(web.RequestHandler):
         """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
         super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
         text = "The server failed to answer; see its log."
+        client = request.remote or "-"
         _request_log.info(
-            "request - key=- client=%s %d: bytes that are no HTTP request", request.remote or "-", status
+            "request - key=- client=%s %d: bytes that are no HTTP request",
+            client,
+            status,
+            extra={"fields": {"key": "-", "status": status, "client": client}},
         )
         if status < 500:
             text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."

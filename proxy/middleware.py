@@ -6,6 +6,7 @@ import difflib
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 from aiohttp import web
@@ -96,6 +97,8 @@ def _admit(request: web.Request, server: ServerContext) -> None:
     route, record, keyring = _endpoint(request), request[RECORD], server.keyring
     is_metrics = route == "/metrics"
     if route in _OPEN or (is_metrics and keyring.is_open):
+        with suppress(HttpError):  # none is asked for; a known one is named in the log
+            record.caller = keyring.caller_of(request)
         return
     record.caller = keyring.caller_of(request)
     if is_for_operators(route):

@@ -111,7 +111,7 @@ class Circuit:
         if self._in_a_row == self._failures_to_open:
             log.warning(
                 "%s of the index failed %d times in a row, the last time: %s. Prompts are served without it; "
-                "it is tried again every %g s",
+                "it is tried again every %g s. If that lasts, look at the Qdrant server, or restart this one",
                 self.component,
                 self._in_a_row,
                 detail,

@@ -7,8 +7,8 @@ What can go wrong in the index, as one tree:
     |-- IndexSchemaError        the stored index was built with other settings; rebuild it
     `-- EmbedderError           the text embedder cannot be loaded or cannot embed
 
-Exceptions of other libraries become one of these in the file that imports the library. None of them reaches a
-request: the nominator turns them into `Failure` values.
+Exceptions of other libraries become one of these in the file that imports the library. The nominator turns
+them into `Failure` values, so that they end no generating request; /v1/embeddings reports them.
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vector_index.base import Entry, VectorIndex
-from vector_index.circuit import Circuit, Failure, FailureReason
+from vector_index.circuit import Circuit, Failure
 from vector_index.errors import IndexPausedError
 from vector_index.fingerprints import FingerprintFrequencies, bind, fingerprints
 from vector_index.nomination import NominatorSettings, PromptRecord
@@ -112,22 +112,22 @@ class Indexer:
         token_ids: NDArray[np.int32],
         prompt_text: PromptText | None = None,
     ) -> tuple[Failure, ...]:
-        """Index one prompt, after its response; failures are returned and logged, not raised."""
+        """Index one prompt, after its response; failures are returned, not raised."""
         return await self.remember_all([PromptRecord(prompt_id, namespace, token_ids, prompt_text)])
 
     async def remember_all(
         self, records: Iterable[PromptRecord], batch_size: int = 16
     ) -> tuple[Failure, ...]:
-        """Index many prompts, `batch_size` at a time; failures are returned and logged."""
+        """Index many prompts, `batch_size` at a time; failures are returned. Their circuits log them."""
         failures: list[Failure] = []
         for batch in _batches(records, batch_size):
             failures += await self._remember_batch(batch)
             await asyncio.sleep(0)  # lets other tasks run
-        return _logged("remember", failures)
+        return tuple(failures)
 
     async def forget(self, namespace: str, prompt_ids: Sequence[int]) -> tuple[Failure, ...]:
         """
-        Remove prompts of a namespace from all parts of the index; failures are returned and logged.
+        Remove prompts of a namespace from all parts of the index; failures are returned.
 
         If the backend fails, its stale points may still be nominated. The caller looks each candidate up
         in the tree and ignores those that it does not find.
@@ -137,7 +137,7 @@ class Indexer:
         for prompt_id in prompt_ids:
             self._prefix_table.remove(namespace, prompt_id)
             self._frequencies.remove(namespace, prompt_id)
-        return _logged("forget", await self._delete(namespace, prompt_ids))
+        return tuple(await self._delete(namespace, prompt_ids))
 
     async def catch_up(self) -> None:
         """Write what a paused index missed. Call it every few seconds. Raises VectorIndexError."""
@@ -146,7 +146,7 @@ class Indexer:
             return
         missed, self._backlog = self._backlog, Backlog()
         for namespace, prompt_ids in missed.deleted.items():
-            _logged("forget", await self._delete(namespace, list(prompt_ids)))
+            await self._delete(namespace, list(prompt_ids))
         num_added = 0
         while missed.records:
             # A few at a time: prompts that are forgotten meanwhile are not added.
@@ -249,11 +249,3 @@ def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[Prompt
     remaining = iter(records)
     while batch := list(itertools.islice(remaining, size)):
         yield batch
-
-
-def _logged(verb: str, failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    for failure in failures:
-        if failure.reason is FailureReason.CIRCUIT_OPEN:
-            continue  # the circuit has logged that, once for all prompts
-        log.warning("could not %s in full: %s: %s", verb, failure.component, failure.detail or failure.reason)
-    return tuple(failures)

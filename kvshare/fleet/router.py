@@ -92,7 +92,8 @@ class Router:
                     self._set_plan(request, replica, lookup)
                     return replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
-                log.warning("planning failed, the request is served unshared: %s", classes_and_places(exc))
+                what = classes_and_places(exc)
+                log.warning("planning failed, the request is served unshared; please report this: %s", what)
                 self._sharing.telemetry.fallback(Component.PLANNING, FallbackReason.ERROR)
                 reason = Reason.LOOKUP_FAILED
         request.plan, request.ticket = NoPlan(reason), None

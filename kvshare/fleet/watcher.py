@@ -131,13 +131,22 @@ class Watcher:
         self._silent_since = self._silent_since or now
         if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
             return
-        log.warning("replica %s is lost and its prompts are evicted: %s", replica.name, self._logged)
+        log.warning(
+            "replica %s is lost and its prompts are evicted: %s. Restart that vLLM, or remove it from "
+            "vllm.replicas",
+            replica.name,
+            self._logged,
+        )
         try:
             await self._reconciler.evict_replica(replica)
             replica.info = None
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
-            log.error("replica %s: evicting its prompts failed, trying again: %s", replica.name, what)
+            log.error(
+                "replica %s: evicting its prompts failed, trying again; please report this: %s",
+                replica.name,
+                what,
+            )
 
     def _log_failure(self, failure: str) -> None:
         """Log each kind of failure once, from whichever route, until the connector is connected again."""

@@ -135,7 +135,8 @@ class Sharing:
                 mode,
             )
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.warning("planning failed, the request is served unshared: %s", classes_and_places(exc))
+            what = classes_and_places(exc)
+            log.warning("planning failed, the request is served unshared; please report this: %s", what)
             self.telemetry.fallback(Component.SHARING, FallbackReason.ERROR)
             return Lookup(NoPlan(Reason.LOOKUP_FAILED))
         return replace(

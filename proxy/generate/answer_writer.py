@@ -68,7 +68,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """The whole answer. Raises EngineError if a choice has no end: clients take that for success."""
+        """The whole answer. Raises EngineError if a choice has no finish reason."""
 
     @abstractmethod
     def opening(self, usage: Usage) -> bytes:
@@ -110,7 +110,7 @@ class Block:
     call_id: str = ""
     name: str = ""  # of the tool
     number: int = 0  # of the call among the calls
-    is_cut_off: bool = False  # the answer ended in it for want of tokens, or by an error
+    is_cut_off: bool = False  # the answer ended in it at the token limit, or by an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Blocks:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Raises EngineError for an answer without an end: clients take that for success."""
+        """Raises EngineError if the answer has no finish reason, which clients would take for success."""
         if self._finish_reason is None:
             raise EngineError("The engine ended the answer without saying why.")
         return self._finish_reason

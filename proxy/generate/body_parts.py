@@ -1,6 +1,6 @@
 """
-What the bodies of the Messages and the Responses API are made of, and how they become the messages of a
-`Chat`: these APIs write them otherwise than templates read them.
+What the bodies of the Messages and the Responses API are made of, whose format differs from that of
+templates, and how they become the messages of a `Chat`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BodyPart(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-def of_types(*types: str, default: str | None = None, hint: str) -> Callable[[object], object]:
-    """A check of a part's `type`, which is `default` where it is not given; `hint` says the way out."""
+def check_type(*types: str, default: str | None = None, hint: str) -> Callable[[object], object]:
+    """A check of a part's `type`, which is `default` where it is not given. `hint`: what to do instead."""
     names = " or ".join(f"'{name}'" for name in types)
 
     def check(part: object) -> object:
@@ -55,7 +55,7 @@ def of_types(*types: str, default: str | None = None, hint: str) -> Callable[[ob
 
 
 def text_as(part_type: str) -> BeforeValidator:
-    """A string is short for a list of one part, of this type, with its text."""
+    """A plain string means a list with one part of this type."""
     return BeforeValidator(
         lambda content: [{"type": part_type, "text": content}] if isinstance(content, str) else content
     )
@@ -83,7 +83,7 @@ def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> 
     """
     The tools of a body by their names, against its `tool_choice`.
 
-    Raises:  RequestError if two have one name, or the chosen, or any that is required, is not there
+    Raises:  RequestError for duplicate names, an unknown chosen tool, or a required call without tools
     """
     if len(set(names)) != len(names):
         raise invalid("tools", "expected names that differ, got one twice")
@@ -105,7 +105,7 @@ class Turns:
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}  # of the tools that were called, by call id
 
-    def say(self, role: str, text: str) -> None:
+    def add_text(self, role: str, text: str) -> None:
         """`role`: system, user or assistant."""
         message = self._turn_of(role)
         message["content"] = joined((message["content"], text))
@@ -125,7 +125,7 @@ class Turns:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
 
     def check_complete(self, *, param: str) -> None:
-        """Raises RequestError for `param` if there is nothing to answer, or a call without its result."""
+        """Raises RequestError for `param` if there are no messages, or the last one calls tools."""
         if not self.messages:
             raise invalid(param, "expected a message with text")
         if "tool_calls" in self.messages[-1]:

@@ -30,7 +30,7 @@ async def test_what_waits_is_bounded_for_those_who_ask() -> None:
     background, releases = Background(), [asyncio.Event() for _ in range(3)]
     for release in releases:
         background.spawn(release.wait())  # type: ignore[arg-type]  # returns True, which nobody reads
-    waiting = asyncio.create_task(background.below(2))
+    waiting = asyncio.create_task(background.wait_below(2))
     await asyncio.sleep(0)
     releases[0].set()
     await asyncio.sleep(0.01)

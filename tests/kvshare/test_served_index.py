@@ -74,6 +74,32 @@ async def test_a_folder_that_cannot_be_written_means_a_temporary_index(
     assert (status.paused, status.free_bytes is None) == (None, False)
 
 
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect in the local Qdrant")
+async def test_an_index_that_cannot_be_optimised_is_logged_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once when it begins, with what to do, and once when it is over; not at each try."""
+    monkeypatch.setattr(served_index, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(served_index, "_MAINTAIN_EVERY", 1)
+    outcomes = [OSError("disk"), OSError("disk"), OSError("disk")]
+
+    async def maintain(_: QdrantRemoteIndex) -> None:
+        if outcomes:
+            raise outcomes.pop()
+
+    monkeypatch.setattr(QdrantRemoteIndex, "maintain", maintain)
+    index = index_of(backend="memory")
+    await index.open([])
+    try:
+        await eventually(lambda: "can be optimised again" in caplog.text)
+    finally:
+        await index.close()
+    failed, works = caplog.messages
+    assert "could not be optimised: disk" in failed
+    assert "restart the server" in failed
+    assert works == "the index can be optimised again"
+
+
 async def test_an_embedder_that_cannot_be_loaded_means_no_semantic_search(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

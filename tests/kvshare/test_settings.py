@@ -81,8 +81,26 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """A typo in the path never means defaults."""
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         load_settings(tmp_path / "nowhere.yaml")
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    """Each on a line of its own: the key path, what was expected, what was found."""
+    file = tmp_path / "config.yaml"
+    text = "server: {port: many}\nsharing: {min_rum: 3}\nindex: 3\nauth: {keys: [{name: a, sha256: ab}]}"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file, {"rules": "none"})
+    lines = dict(line.split(": ", 1) for line in str(caught.value).splitlines())
+    assert lines.pop("sharing.min_rum").startswith("unknown key; expected one of: calibration,")
+    assert lines == {
+        "index": "expected a section with keys, got 3",
+        "server.port": "expected a valid integer, got 'many'",
+        "auth.keys.0.sha256": "String should match pattern '^[0-9a-f]{64}$', got 'ab'",
+        "auth.keys.0.tenant": "expected a value, got none",
+        "rules": "expected a valid tuple, got 'none'",
+    }
 
 
 def test_a_file_needs_only_the_keys_it_changes(tmp_path: Path) -> None:

@@ -117,6 +117,17 @@ async def test_the_name_of_a_key_that_may_not(guarded: Server, caplog: pytest.Lo
     assert "sk-" not in caplog.text
 
 
+async def test_a_key_that_is_not_asked_for_is_named(
+    guarded: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unknown routes and wrong methods: who has a known key can be told where to go instead."""
+    for key in ("", f"Bearer {key_of('alice')}", "Bearer sk-guessed"):
+        await guarded.get("/v1/nowhere", Authorization=key)
+        await guarded.get(CHAT, Authorization=key)
+    found = [(line["key"], line["status"]) for line in logged(caplog)]
+    assert found == [("-", 404), ("-", 405), ("alice", 404), ("alice", 405), ("-", 404), ("-", 405)]
+
+
 async def test_other_refusals_say_why(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """A wrong content type, a body that is no JSON, a route and a method that are not there."""
     await server.post(CHAT, b"x=1", **{"Content-Type": "text/plain"})
@@ -154,5 +165,6 @@ async def test_bytes_that_are_no_request(server: Server, caplog: pytest.LogCaptu
     writer.write(b"SECRET\r\n\r\n")
     assert b"400" in await reader.readline()
     writer.close()
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "proxy.middleware"]
-    assert message == "request - key=- client=127.0.0.1 400: bytes that are no HTTP request"
+    (line,) = logged(caplog)
+    assert line["message"] == "request - key=- client=127.0.0.1 400: bytes that are no HTTP request"
+    assert (line["key"], line["status"], line["client"]) == ("-", 400, "127.0.0.1")

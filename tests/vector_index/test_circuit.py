@@ -108,7 +108,7 @@ async def test_the_log_has_one_line_when_a_part_fails_and_one_when_it_is_back(
     assert part.state is closed
     assert [record.getMessage() for record in caplog.records] == [
         "part of the index failed 2 times in a row, the last time: OSError. Prompts are served without it; "
-        "it is tried again every 10 s",
+        "it is tried again every 10 s. If that lasts, look at the Qdrant server, or restart this one",
         "part of the index works again: prompts are served with it",
     ]
 

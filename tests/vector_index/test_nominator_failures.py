@@ -239,17 +239,27 @@ async def test_the_circuit_spares_a_dead_index(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
-async def test_remembering_without_index_keeps_the_prefix(
-    setup: Setup, mood: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The failure is returned and logged, and the prompt is found by its prefix."""
+async def test_remembering_without_index_keeps_the_prefix(setup: Setup, mood: str) -> None:
+    """The failure is returned, and the prompt is found by its prefix."""
     setup.index.mood = mood
     failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
     assert [failure.component for failure in failures] == ["indexing"]
-    assert "could not remember in full: indexing" in caplog.text
     setup.index.mood = "works"
     nomination = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
     assert [c.prompt_id for c in nomination.candidates] == [2]
+
+
+async def test_a_failing_index_is_logged_twice(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    """However many prompts it does not take: once when the circuit opens, once when the index works again."""
+    for mood, last in (("fails", 9), ("works", 10)):
+        setup.index.mood = mood
+        for minute in range(last - 8, last + 1):
+            await setup.nominator.remember(2, "a", tokens(2))
+            await setup.nominator.forget("a", [3])
+            setup.clock.now = 60.0 * minute
+    failed, works = caplog.messages
+    assert failed.startswith("indexing of the index failed")
+    assert works.startswith("indexing of the index works again")
 
 
 async def test_what_the_index_did_not_take_is_not_common(setup: Setup) -> None:

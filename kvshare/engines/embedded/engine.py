@@ -111,7 +111,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             if (grammar := request.sampling.grammar) is not None:
                 decoding = replace(decoding, constraint=await server.grammars.compiled(grammar))
             # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
-            await server.runtime.background.below(_MAX_PENDING * self._settings.engine.max_running)
+            await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
             lookup = await self._look_up(request)
             report = lookup.report(request.prompt.num_tokens)
             loop = asyncio.get_running_loop()

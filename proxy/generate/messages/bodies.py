@@ -3,7 +3,7 @@ The bodies of /v1/messages and /v1/messages/count_tokens, checked: pydantic mode
 become a chat's turns.
 
 Parameters that this server does not implement are refused where ignoring them would change the answer.
-`cache_control` is not declared, and passes: it asks for what this server does anyway.
+`cache_control` is accepted and ignored: prompts are cached anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
 
 _NO_MEDIA = "this server reads no images, documents or other blocks"
-_USES = {"auto": ToolUse.AUTO, "any": ToolUse.REQUIRED, "tool": ToolUse.REQUIRED, "none": ToolUse.NONE}
-_Custom = body_parts.of_types("custom", default="custom", hint="this server runs no tools itself")
+_TOOL_USE_OF_CHOICE = {
+    "auto": ToolUse.AUTO,
+    "any": ToolUse.REQUIRED,
+    "tool": ToolUse.REQUIRED,
+    "none": ToolUse.NONE,
+}
+_Custom = body_parts.check_type("custom", default="custom", hint="this server runs no tools itself")
 
 
 class TextBlock(body_parts.BodyPart):
@@ -47,7 +52,7 @@ class ToolUseBlock(body_parts.BodyPart):
 
 
 Text = Annotated[
-    list[Annotated[TextBlock, BeforeValidator(body_parts.of_types("text", hint=_NO_MEDIA))]],
+    list[Annotated[TextBlock, BeforeValidator(body_parts.check_type("text", hint=_NO_MEDIA))]],
     Field(fail_fast=True),
     body_parts.text_as("text"),
 ]
@@ -71,12 +76,14 @@ class ToolResultBlock(body_parts.BodyPart):
 UserBlock = Annotated[
     TextBlock | ToolResultBlock,
     Discriminator("type"),
-    BeforeValidator(body_parts.of_types("text", "tool_result", hint=_NO_MEDIA)),
+    BeforeValidator(body_parts.check_type("text", "tool_result", hint=_NO_MEDIA)),
 ]
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | ToolUseBlock,
     Discriminator("type"),
-    BeforeValidator(body_parts.of_types("text", "tool_use", "thinking", "redacted_thinking", hint=_NO_MEDIA)),
+    BeforeValidator(
+        body_parts.check_type("text", "tool_use", "thinking", "redacted_thinking", hint=_NO_MEDIA)
+    ),
 ]
 
 
@@ -131,7 +138,7 @@ class ToolChoiceObject(body_parts.BodyPart):
 
 
 class Thinking(body_parts.BodyPart):
-    """Passed on to templates that know `enable_thinking`; the budget and the display are not."""
+    """Passed on to templates that know `enable_thinking`; the token budget and `display` are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -177,14 +184,14 @@ class CountTokensBody(body_parts.BodyPart):
         """Raises RequestError for a tool's result without its call."""
         turns = body_parts.Turns()
         if system := body_parts.joined(block.text for block in self.system):
-            turns.say("system", system)
+            turns.add_text("system", system)
         for number, message in enumerate(self.messages):
             if isinstance(message, SystemMessage):
-                turns.say("system", body_parts.joined(block.text for block in message.content))
+                turns.add_text("system", body_parts.joined(block.text for block in message.content))
                 continue
             for index, block in enumerate(message.content):
                 if isinstance(block, TextBlock):
-                    turns.say(message.role, block.text)
+                    turns.add_text(message.role, block.text)
                 elif isinstance(block, ToolUseBlock):
                     turns.call(block.id, block.name, block.input)
                 elif isinstance(block, ToolResultBlock):
@@ -203,7 +210,7 @@ class CountTokensBody(body_parts.BodyPart):
                 body_parts.template_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
                 for tool in self.tools
             ),
-            tool_choice=ToolChoice(_USES[self.tool_choice.type], self.tool_choice.name),
+            tool_choice=ToolChoice(_TOOL_USE_OF_CHOICE[self.tool_choice.type], self.tool_choice.name),
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             answer_schema=None if answer_format is None else answer_format.schema_,
             continue_final_message=turns.messages[-1]["role"] == "assistant",

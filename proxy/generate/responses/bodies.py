@@ -22,7 +22,7 @@ from proxy.wrong_values import invalid, wrong
 _NO_MEDIA = "this server reads no images, files or audio"
 _SEND_ITEMS = "this server stores nothing and runs no tools, so send every item itself"
 _LOGPROBS = "message.output_text.logprobs"
-_Function = body_parts.of_types("function", hint="this server runs no tools itself")
+_Function = body_parts.check_type("function", hint="this server runs no tools itself")
 
 
 def _is_object(arguments: str) -> str:
@@ -52,7 +52,7 @@ class RefusalPart(body_parts.BodyPart):
         return self.refusal
 
 
-_Text = body_parts.of_types("input_text", "output_text", "text", "refusal", hint=_NO_MEDIA)
+_Text = body_parts.check_type("input_text", "output_text", "text", "refusal", hint=_NO_MEDIA)
 Content = Annotated[
     list[Annotated[TextPart | RefusalPart, Discriminator("type"), BeforeValidator(_Text)]],
     Field(fail_fast=True),
@@ -91,7 +91,7 @@ class ReasoningItem(body_parts.BodyPart):
     type: Literal["reasoning"]
 
 
-_Known = body_parts.of_types(
+_Known = body_parts.check_type(
     "message", "function_call", "function_call_output", "reasoning", default="message", hint=_SEND_ITEMS
 )
 Item = Annotated[
@@ -254,11 +254,11 @@ class ResponsesBody(body_parts.BodyPart):
     def _messages(self) -> list[dict[str, Any]]:
         turns = body_parts.Turns()
         if self.instructions:
-            turns.say("system", self.instructions)
+            turns.add_text("system", self.instructions)
         for number, item in enumerate(self.input):
             if isinstance(item, MessageItem):
                 role = "system" if item.role == "developer" else item.role
-                turns.say(role, body_parts.joined(each.text for each in item.content))
+                turns.add_text(role, body_parts.joined(each.text for each in item.content))
             elif isinstance(item, CallItem):
                 turns.call(item.call_id, item.name, json.loads(item.arguments or "{}"))
             elif isinstance(item, CallOutputItem):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from kvshare.cli import views
 from kvshare.cli.checks import found
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
@@ -116,6 +120,62 @@ VERIFIED = {
     "layers": [{**LAYER, "layer": number} for number in (0, 1, 2, 3, 7, 9)],
 }
 CHECKS = [asdict(found("geometry.fixed", reason="keys cannot be moved")), asdict(found("vllm.none"))]
+MEASURED = Path(__file__).parents[3] / "docs" / "measured"
+FIGURE = {"name": "token_hit_rate", "a": 0.98765, "b": 0.12345, "difference": -0.8642, "low": -0.87654}
+POLICY = "kvshare:exact,min_run=16,max_donors=4@16GiB"
+DIFFERENCE = {
+    "arms": [{"label": POLICY, "figures": [{**FIGURE, "high": -0.85432, "differs": True}]}],
+    "only_in_a": [POLICY],
+    "only_in_b": ["prefix", "chunks"],
+}
+LIVE = {
+    "complete": False,
+    "num_requests": 1_234_567,
+    "num_failed": 12_345,
+    "requests_per_s": 1234.5,
+    "ttft_ms": {"p50": 123_456.0, "p99": 234_567.0},
+    "reported": {"token_hit_rate": 0.98765},
+    "token_counts": {"num_unlike": 12_345, "num_requests": 1_234_567, "server": 234_567_890, "here": 1},
+    "data": {
+        "unreadable": {
+            "num_rows": 12_345,
+            "lines": [{"source": "log.jsonl", "line": 7, "reason": "no prompt"}],
+        }
+    },
+    "predicted": [
+        {"arm": POLICY, "token_hit_rate": 0.98765, "mean_difference": 0.12345, "within_5_percent": 0.98765}
+    ],
+    "ttft_ms_by_cached_share": [{"from": 0.9, "num_requests": 1_234_567, "p50": 123_456.0, "p99": 234_567.0}],
+}
+ARMS = {
+    name: {"mean_ms": 123.4, "p99_ms": 234.5, "max_ms": 1234.5}
+    for name in ("quiet", "full", "saves", "loads")
+}
+BACKEND = {
+    "backend": "FLASHINFER",
+    "self_test": {"passed": True, "attention_backend": "FLASHINFER"},
+    "parity": {"max_abs_logprob_error": 0.0123, "noise": 0.0045},
+    "break_even": {
+        "measured_tokens": 1234,
+        "learned_tokens": 2345,
+        "lengths": [{"speedup": 12.34, "tokens": 131_072, "reused": 0.9}],
+    },
+    "inter_token": {"arms": ARMS},
+    "soak": {"wrong_outputs": 12, "failed": {"shared": 1, "plain": 2}, "requests": 123_456},
+    "syncs": None,
+    "not_measured": {"syncs": "this vLLM reports no synchronisations, as its build has no such check"},
+}
+GPU = {
+    "benchmark": "gpu",
+    "servers": {"model": "Qwen3-8B-Instruct", "vllm": {"dtype": "bfloat16", "enforce_eager": False}},
+    "environment": {"device": {"name": "an accelerator of 2026", "num_bytes": 2**37}, "vllm": "vLLM 0.32.0"},
+    "copy_bytes_per_s": dict.fromkeys(
+        ("to_device_pinned", "to_device_pageable", "to_host_pinned", "to_host_pageable", "host_to_host"),
+        12.3e9,
+    ),
+    "backends": [BACKEND, {**BACKEND, "backend": "TRITON_ATTN", "parity": None}],
+    "passed": False,
+}
 LIBRARIES = {"torch": "2.13.0+cpu", "sentence-transformers": "5.6.0", "vllm": None}
 
 DOCUMENTS: Mapping[str, Any] = {
@@ -153,6 +213,12 @@ DOCUMENTS: Mapping[str, Any] = {
     "doctor": {"checks": CHECKS},
     "version": {"kvshare": "0.2.0", "python": "3.11.7", "libraries": LIBRARIES},
     "key": {"key": "kvs-" + "a" * 43, "sha256": "0" * 64},
+    "bench": json.loads((MEASURED / "index.json").read_text("utf-8")),
+    "bench gpu": GPU,
+    "replay": json.loads((MEASURED / "replay" / "template.json").read_text("utf-8")),
+    "replay-diff": DIFFERENCE,
+    "replay-live": LIVE,
+    "replay-paper": json.loads((MEASURED / "replay" / "paper-template.json").read_text("utf-8")),
     "ready": {"url": "http://127.0.0.1:8000", "model": "smollm2-135m-instruct", "ready_s": 12.3},
 }
 
@@ -160,12 +226,18 @@ DOCUMENTS: Mapping[str, Any] = {
 @pytest.mark.parametrize("view", DOCUMENTS)
 def test_it_fits_80_columns(view: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No line is longer, nothing is cut, and no id is broken over two lines."""
-    draw(view, DOCUMENTS[view], width=WIDTH)
+    draw(view.removesuffix(" gpu"), DOCUMENTS[view], width=WIDTH)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
     text = "\n".join(lines)
     assert "…" not in text
     assert text.count(str(NODE)) == "".join(text.split()).count(str(NODE))
+
+
+def test_every_view_is_here() -> None:
+    """But parts of others, and the settings, which are YAML as they were given."""
+    described = yaml.safe_load(Path(views.__file__).with_suffix(".yaml").read_text("utf-8"))
+    assert set(described["views"]) - {"settings", "arms", "unreadable"} == set(DOCUMENTS) - {"bench gpu"}
 
 
 def test_numbers_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ def test_neighbours_of_one_role_are_one_message() -> None:
     """Texts are joined by a line end, empty ones leave no trace; calls join the assistant's text."""
     turns = Turns()
     for role, text in [("user", "a"), ("user", ""), ("user", "b"), ("assistant", "c")]:
-        turns.say(role, text)
+        turns.add_text(role, text)
     turns.call("1", "time", {"zone": "UTC"})
     turns.result("1", "noon", param="x")
-    turns.say("assistant", "d")
+    turns.add_text("assistant", "d")
     user, assistant, tool, last = turns.messages
     assert user == {"role": "user", "content": "a\nb"}
     assert assistant["content"] == "c"
@@ -36,7 +36,7 @@ def test_incomplete_turns() -> None:
     turns = Turns()
     with pytest.raises(RequestError):
         turns.check_complete(param="input")
-    turns.say("user", "a")
+    turns.add_text("user", "a")
     turns.check_complete(param="input")
     turns.call("1", "time", {})
     with pytest.raises(RequestError):

@@ -219,4 +219,5 @@ async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeV
     name = vllm.url.removeprefix("http://")
     assert f'kvshare_replica_up{{replica="{name}"}} 1.0' in text
     assert f'kvshare_replica_segments{{replica="{name}"}} 2.0' in text
+    assert "kvshare_generated_tokens" not in text  # vLLM counts them
     assert 'kvshare_plans_executed_total{executed="full",planned="full",reason=""} 1.0' in text
