@@ -282,9 +282,9 @@ class ConnectorWorker:
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
                 source, rows = Span(start, start + len(target)), found[copy.segment_id].rows
                 copies.append(RowCopy(rows, source, copy.shift, slots))
-        with self._device.beside(mark):
-            write_copies(self._cache, self._device, copies)
-        return {"fetch": fetch_s, "lay": lap()}
+        prepare_s = lap()
+        lay_s = self._device.beside(mark, lambda: write_copies(self._cache, self._device, copies))
+        return {"fetch": fetch_s, "lay": prepare_s + lay_s}
 
     def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
         return {segment_id for segment_id, stored in found.items() if stored.is_whole}
@@ -314,17 +314,19 @@ class ConnectorWorker:
 
     def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
         """Copy rows from vLLM's blocks into extents. On the thread that copies."""
-        lap = LapTimer()
         spans, rows = dict(save.request.spans), [stored.rows for stored in save.targets.values()]
-        for batch in batches(rows):
-            with self._device.beside(mark):
-                staged = self._device.room_for(rows[batch])
-                own = [spans[segment_id] for segment_id in list(save.targets)[batch]]
-                self._cache.gather(save.request.block_ids, own, staged)
-                self._device.to_host(staged, rows[batch])
+
+        def copy(batch: slice) -> None:
+            staged = self._device.room_for(rows[batch])
+            own = [spans[segment_id] for segment_id in list(save.targets)[batch]]
+            self._cache.gather(save.request.block_ids, own, staged)
+            self._device.to_host(staged, rows[batch])
+
+        copy_s = sum(self._device.beside(mark, partial(copy, batch)) for batch in batches(rows))
+        lap = LapTimer()
         for stored in save.targets.values():
             stored.checksum = stored.computed_checksum()
-        return {"save": lap()} if rows else {}
+        return {"save": copy_s + lap()} if rows else {}
 
     def _wait_for_loads(self) -> None:
         """In a step without a forward pass there is nothing else to do."""
