@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.kv_offload.cpu.host_register import host_register
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -67,13 +68,12 @@ class CudaDevice(Device):
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
 
     def register(self, buffer: torch.Tensor) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))  # type: ignore[no-untyped-call]
-        if code:
+        # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
+        if not host_register(buffer.data_ptr(), buffer.nbytes):
             log.warning(
-                "kvshare: CUDA cannot register %d bytes of host memory (error %d): copies will be several "
-                "times slower. A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
+                "kvshare: CUDA cannot register %d bytes of host memory: copies will be several times slower. "
+                "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
                 buffer.nbytes,
-                code,
             )
 
     def mark(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -94,10 +94,10 @@ def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: CudaDev
 
 def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> None:
     """They wait 70 ms for it. A bandwidth that is learned from that would be too low."""
+    stream: Any = device._stream
 
     def copy() -> None:
-        assert isinstance(device._stream, Stream)
-        device._stream.at_ms += 4
+        stream.at_ms += 4
 
     assert device.beside(device.mark(), copy) == pytest.approx(0.004)
     assert device.beside(device.mark(), copy) == pytest.approx(0.004)
@@ -113,14 +113,15 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     from tests.kvshare.vllm_connector.worker.test_copy_protocol import NUM_TOKENS, new_worker, one_rank
 
     monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    stream: Any = device._stream
     copy_to_device, copy_to_host = device.to_device, device.to_host
 
     def to_device(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        device._stream.at_ms += 3
+        stream.at_ms += 3
         return copy_to_device(rows)
 
     def to_host(staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        device._stream.at_ms += 5
+        stream.at_ms += 5
         copy_to_host(staged, rows)
 
     monkeypatch.setattr(device, "to_device", to_device)
@@ -235,11 +236,21 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
 def test_memory_that_cuda_cannot_register_makes_copies_slow(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    """They are made all the same, and the operator reads what to do."""
+    """They are made all the same, the operator reads what to do, and no later launch raises the error."""
     import torch
+    from vllm.v1.kv_offload.cpu import host_register
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: code))
+    errors = [0]
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: errors.append(code) or code,  # type: ignore[func-returns-value]
+        cudaGetLastError=errors.pop,
+    )
+    monkeypatch.setattr(host_register, "CudaRTLibrary", lambda: runtime)
+    monkeypatch.setattr(
+        host_register, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    )
     with caplog.at_level("WARNING", logger="vllm.kvshare"):
         device.register(torch.empty(8))
     assert ("cannot register 32 bytes" in caplog.text) is bool(code)
     assert ("ulimit -l" in caplog.text) is bool(code)
+    assert errors[-1] == 0
