@@ -107,8 +107,9 @@ class ConnectorWorker:
         self._settings = settings
         self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None until a model is attached
-        device = torch.device(current_platform.device_type)
-        self._device = CudaDevice(device) if device.type == "cuda" else Device()
+        # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
+        is_cuda = current_platform.device_type == "cuda"
+        self._device = CudaDevice(torch.device("cuda", torch.cuda.current_device())) if is_cuda else Device()
         self._times = Times(self._device)
         self._step_tokens = settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         self._store: SegmentStore | None = None  # None until the model's layout is known
@@ -163,10 +164,10 @@ class ConnectorWorker:
         transfer, max_bytes = self._config.kv_transfer_config, self._settings.max_bytes
         assert transfer is not None, "or there would be no connector"
         num_heads, first_head = keys.num_heads, 0
+        check_host_memory(arena_bytes(max_bytes))
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
         if buffer is None:  # memory for this rank's heads only
             num_bytes = arena_bytes(max_bytes // num_ranks())
-            on_all_ranks(partial(check_host_memory, num_bytes), "another rank has too little host memory")
             # Pages are allocated now. At a save they would cost more than its copies, and running out of
             # memory then would end the process. `torch.zeros` would leave them to the first write.
             buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
