@@ -2,7 +2,7 @@
 What copies need of a device, for CUDA and for a CPU, and the times of its work.
 
     mark      a point in the order of work on vLLM's own stream. The host's clock would only time the launches
-    beside    a context: work inside starts after a mark, beside vLLM's stream, and is done when it ends
+    beside    runs work after a mark, beside vLLM's stream, and times it without the wait for that mark
     staging   a buffer of fixed size on the device, between host memory and vLLM's cache
 
     CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA. Marks are events
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.kv_offload.cpu.host_register import host_register
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -41,9 +41,11 @@ class Device:
         """Between two marks; None while the device has not reached the second."""
         return float(end - begin)
 
-    def beside(self, mark: Any) -> AbstractContextManager[None]:
-        """A context: work inside starts after the mark, and is done when the context ends."""
-        return nullcontext()
+    def beside(self, mark: Any, act: Callable[[], None]) -> float:
+        """Do work that starts after the mark. Returns when it is done: the seconds from its start on."""
+        began = self.mark()
+        act()
+        return float(self.mark() - began)
 
     def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One batch of host rows on the device; the next batch reuses their memory."""
@@ -66,13 +68,12 @@ class CudaDevice(Device):
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
 
     def register(self, buffer: torch.Tensor) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))  # type: ignore[no-untyped-call]
-        if code:
+        # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
+        if not host_register(buffer.data_ptr(), buffer.nbytes):
             log.warning(
-                "kvshare: CUDA cannot register %d bytes of host memory (error %d): copies will be several "
-                "times slower. A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
+                "kvshare: CUDA cannot register %d bytes of host memory: copies will be several times slower. "
+                "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
                 buffer.nbytes,
-                code,
             )
 
     def mark(self) -> Any:
@@ -83,14 +84,16 @@ class CudaDevice(Device):
     def seconds(self, begin: Any, end: Any) -> float | None:
         return begin.elapsed_time(end) / 1000 if end.query() else None
 
-    @contextmanager
-    def beside(self, mark: Any) -> Iterator[None]:
+    def beside(self, mark: Any, act: Callable[[], None]) -> float:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
+            began = self.mark()  # in this stream: reached when the rest of vLLM's step is over
             try:
-                yield
+                act()
+                ended = self.mark()
             finally:
                 self._stream.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         staged = self.room_for(rows)

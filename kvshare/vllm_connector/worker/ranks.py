@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,12 +119,23 @@ def shared_memory(num_bytes: int, name: str) -> torch.Tensor | None:
 
 
 def check_host_memory(num_bytes: int) -> None:
-    """Raises MemoryError if the host has less available."""
-    wanted, available = num_bytes / 2**30, psutil.virtual_memory().available / 2**30
-    if wanted > available:
-        raise MemoryError(
-            f"--kv-bytes takes {wanted:.1f} GiB of host memory, {available:.1f} GiB are available: lower it"
-        )
+    """
+    Raises MemoryError, the same on all ranks, if a host has less available than its ranks take together.
+
+    `num_bytes` is what all ranks take. All ranks call it together, before they take it.
+    """
+    group = get_tp_group()
+    found = [(platform.node(), psutil.virtual_memory().available)] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, found[0], group=group.cpu_group)
+    for host, count in Counter(host for host, _ in found).items():
+        wanted = num_bytes * count / len(found) / 2**30
+        available = min(own for other, own in found if other == host) / 2**30
+        if wanted > available:
+            raise MemoryError(
+                f"--kv-bytes takes {wanted:.1f} GiB of host memory, {available:.1f} GiB are available: "
+                "lower it"
+            )
 
 
 def _mapped(path: Path, num_bytes: int, *, creates: bool) -> torch.Tensor | None:

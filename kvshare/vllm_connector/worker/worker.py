@@ -128,8 +128,9 @@ class ConnectorWorker:
         self._settings = settings
         self._can_listen = False
         self.handshake: WorkerHandshake | None = None  # None until a model is attached
-        device = torch.device(current_platform.device_type)
-        self._device = CudaDevice(device) if device.type == "cuda" else Device()
+        # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
+        is_cuda = current_platform.device_type == "cuda"
+        self._device = CudaDevice(torch.device("cuda", torch.cuda.current_device())) if is_cuda else Device()
         self._times = Times(self._device)
         self._step_tokens = settings.step_tokens or vllm_config.scheduler_config.max_num_batched_tokens
         self._store: SegmentStore | None = None  # None until the model's layout is known
@@ -184,10 +185,10 @@ class ConnectorWorker:
         transfer, max_bytes = self._config.kv_transfer_config, self._settings.max_bytes
         assert transfer is not None, "or there would be no connector"
         num_heads, first_head = keys.num_heads, 0
+        check_host_memory(arena_bytes(max_bytes))
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
         if buffer is None:  # memory for this rank's heads only
             num_bytes = arena_bytes(max_bytes // num_ranks())
-            on_all_ranks(partial(check_host_memory, num_bytes), "another rank has too little host memory")
             # Pages are allocated now. At a save they would cost more than its copies, and running out of
             # memory then would end the process. `torch.zeros` would leave them to the first write.
             buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
@@ -303,9 +304,9 @@ class ConnectorWorker:
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
                 source, rows = Span(start, start + len(target)), found[copy.segment_id].rows
                 copies.append(RowCopy(rows, source, copy.shift, slots))
-        with self._device.beside(mark):
-            write_copies(self._cache, self._device, copies)
-        return {"fetch": fetch_s, "lay": lap()}
+        prepare_s = lap()
+        lay_s = self._device.beside(mark, lambda: write_copies(self._cache, self._device, copies))
+        return {"fetch": fetch_s, "lay": prepare_s + lay_s}
 
     def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
         return {segment_id for segment_id, stored in found.items() if stored.is_whole}
@@ -335,17 +336,19 @@ class ConnectorWorker:
 
     def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
         """Copy rows from vLLM's blocks into extents. On the thread that copies."""
-        lap = LapTimer()
         spans, rows = dict(save.request.spans), [stored.rows for stored in save.targets.values()]
-        for batch in batches(rows):
-            with self._device.beside(mark):
-                staged = self._device.room_for(rows[batch])
-                own = [spans[segment_id] for segment_id in list(save.targets)[batch]]
-                self._cache.gather(save.request.block_ids, own, staged)
-                self._device.to_host(staged, rows[batch])
+
+        def copy(batch: slice) -> None:
+            staged = self._device.room_for(rows[batch])
+            own = [spans[segment_id] for segment_id in list(save.targets)[batch]]
+            self._cache.gather(save.request.block_ids, own, staged)
+            self._device.to_host(staged, rows[batch])
+
+        copy_s = sum(self._device.beside(mark, partial(copy, batch)) for batch in batches(rows))
+        lap = LapTimer()
         for stored in save.targets.values():
             stored.checksum = stored.computed_checksum()
-        return {"save": lap()} if rows else {}
+        return {"save": copy_s + lap()} if rows else {}
 
     def _wait_for_loads(self) -> None:
         """In a step without a forward pass there is nothing else to do."""

@@ -5,14 +5,14 @@ staging, in how many copies, and that nobody goes on before they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delta_tree import Span
+from delta_tree import SegmentId, Span
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,15 @@ SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
 
 
 class Stream:
-    """`done`: what happened in it, in order."""
+    """`done`: what happened in it, in order. `at_ms`: when it will be past all that it was given."""
 
     def __init__(self, _: object = None) -> None:
         self.done: list[str] = []
+        self.at_ms = 0.0
 
     def wait_event(self, event: Event) -> None:
         self.done.append(f"after {event.name}")
+        self.at_ms = max(self.at_ms, event.at_ms)
 
     def synchronize(self) -> None:
         self.done.append("synchronised")
@@ -42,8 +44,11 @@ class Event:
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self, stream: str) -> None:
-        self.name = f"a mark in {stream}"
+    def record(self, stream: Stream) -> None:
+        self.name, self.at_ms = f"a mark of {stream.at_ms:.0f} ms", stream.at_ms
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
 
 
 @pytest.fixture
@@ -53,13 +58,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
 
     from kvshare.vllm_connector.worker import device
 
+    vllm_stream = Stream()
+    vllm_stream.at_ms = 70  # it is given its whole step in advance
+    in_use = [vllm_stream]
+
     @contextmanager
     def using(stream: Stream) -> Iterator[None]:
         stream.done.append("used")
+        in_use.append(stream)
         yield
+        in_use.pop()
 
     stood_in = {"Stream": Stream, "Event": Event, "stream": using, "device": lambda _: nullcontext()}
-    for name, value in {**stood_in, "current_stream": lambda _: "vLLM's stream"}.items():
+    for name, value in {**stood_in, "current_stream": lambda _: in_use[-1]}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(device, "STAGING_BYTES", 2 * SEGMENT_BYTES + 100)
     return device.CudaDevice(torch.device("cpu"))
@@ -72,11 +83,66 @@ def segments(count: int, num_tokens: int = 16) -> list[torch.Tensor]:
 
 
 def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
-    mark = device.mark()
-    with pytest.raises(ValueError, match="stop"), device.beside(mark):
+    def stop() -> None:
         raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        device.beside(device.mark(), stop)
     assert isinstance(device._stream, Stream)
-    assert device._stream.done == ["used", "after a mark in vLLM's stream", "synchronised"]
+    assert device._stream.done == ["used", "after a mark of 70 ms", "synchronised"]
+
+
+def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> None:
+    """They wait 70 ms for it. A bandwidth that is learned from that would be too low."""
+    stream: Any = device._stream
+
+    def copy() -> None:
+        stream.at_ms += 4
+
+    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
+    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
+
+
+def test_loads_and_saves_report_the_time_of_their_copies_only(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the thread that copies waits for: its own clock stands still here."""
+    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
+    from kvshare.vllm_connector.worker import copying
+    from kvshare.vllm_protocol.messages import WireCopy
+    from tests.kvshare.vllm_connector.worker.test_copy_protocol import NUM_TOKENS, new_worker, one_rank
+
+    monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    stream: Any = device._stream
+    copy_to_device, copy_to_host = device.to_device, device.to_host
+
+    def to_device(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        stream.at_ms += 3
+        return copy_to_device(rows)
+
+    def to_host(staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
+        stream.at_ms += 5
+        copy_to_host(staged, rows)
+
+    monkeypatch.setattr(device, "to_device", to_device)
+    monkeypatch.setattr(device, "to_host", to_host)
+    worker, span = new_worker(2), Span(0, NUM_TOKENS)
+    worker._device = device
+    with one_rank():
+        worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), ((SegmentId(1), span),)),)))
+        worker._copies.run()  # type: ignore[attr-defined]  # has no thread
+        copies = (WireCopy(SegmentId(1), 0, NUM_TOKENS, 0, 0),)
+        worker.begin(
+            StepMetadata(
+                loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), copies),)
+            )
+        )
+        worker._copies.run()  # type: ignore[attr-defined]
+        worker.advance(StepMetadata())
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert report.stage_seconds["s"] == {"save": pytest.approx(0.005)}
+    assert report.stage_seconds["l"] == {"fetch": 0.0, "lay": pytest.approx(0.003)}
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (2, [2]), (5, [2, 2, 1])])
@@ -170,11 +236,21 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
 def test_memory_that_cuda_cannot_register_makes_copies_slow(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    """They are made all the same, and the operator reads what to do."""
+    """They are made all the same, the operator reads what to do, and no later launch raises the error."""
     import torch
+    from vllm.v1.kv_offload.cpu import host_register
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: code))
+    errors = [0]
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: errors.append(code) or code,  # type: ignore[func-returns-value]
+        cudaGetLastError=errors.pop,
+    )
+    monkeypatch.setattr(host_register, "CudaRTLibrary", lambda: runtime)
+    monkeypatch.setattr(
+        host_register, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
+    )
     with caplog.at_level("WARNING", logger="vllm.kvshare"):
         device.register(torch.empty(8))
     assert ("cannot register 32 bytes" in caplog.text) is bool(code)
     assert ("ulimit -l" in caplog.text) is bool(code)
+    assert errors[-1] == 0
