@@ -84,7 +84,7 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def new_worker(max_segments: int) -> ConnectorWorker:
+def new_worker(max_segments: int, *, num_layers: int = LAYERS, device: str = "cpu") -> ConnectorWorker:
     import torch
 
     from kvshare.kv.movement import STAYS
@@ -98,17 +98,17 @@ def new_worker(max_segments: int) -> ConnectorWorker:
 
     layers = {
         str(number): SimpleNamespace(
-            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
+            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM, device=device),
             impl=SimpleNamespace(do_kv_cache_update=update),
         )
-        for number in range(LAYERS)
+        for number in range(num_layers)
     }
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
     spec = SimpleNamespace(block_size=BLOCK_SIZE)
     worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
     worker._cache = PagedCache(layers, block_size=BLOCK_SIZE)
     assert worker._cache.find_layout(0) is None
-    worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
+    worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * num_layers)
     worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]  # computes no model
     buffer = torch.empty(arena_bytes(max_segments * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
     worker._store = SegmentStore(buffer, worker._cache.kv_layout, num_heads=HEADS)
