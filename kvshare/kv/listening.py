@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import PLAIN, Form
+from kvshare.kv.to_device import to_device
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -45,7 +46,7 @@ class Listener:
                 indices += range(first_row + common.start - run.start, first_row + common.end - run.start)
         if not indices:
             return None
-        rows, own = torch.tensor([indices, positions]).to(self._total.device)
+        rows, own = to_device(self._total.device, np.array(indices), np.array(positions))
         return ListeningRows(rows, own, min(positions), max(positions) + 1, self._total)
 
     @property

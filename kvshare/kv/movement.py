@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+
+from kvshare.kv.to_device import to_device
 
 Pairing = Literal["half", "interleaved"]
 _AT_ONCE = 1 << 19  # elements that are rotated together
@@ -25,6 +27,12 @@ _SAME = 1e-2  # candidates that differ by less, for rows of unit variance, are t
 _FAINT = 1e-3  # times the scale of the largest dimension is the least scale of any
 _ROUNDING = 1 / 6  # times the tolerance is the least distance that counts: below it there is only rounding
 _CLEARLY = 4.0  # wrong movements must be so many times further off than the right one
+
+
+@lru_cache(maxsize=64)
+def _on_device(frequencies: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    (table,) = to_device(device, np.array(frequencies))
+    return table
 
 
 @dataclass(frozen=True)  # no slots: cached properties are stored in __dict__
@@ -53,10 +61,6 @@ class Movement:
         return self.first + 2 * len(self.frequencies)
 
     @cached_property
-    def _table(self) -> torch.Tensor:
-        return torch.tensor(self.frequencies, dtype=torch.float64)
-
-    @cached_property
     def digest(self) -> str:
         """16 hex digits; KV is not shared between movements of different digests."""
         table = np.array(self.frequencies, dtype=np.float32).tobytes()
@@ -82,7 +86,7 @@ class Movement:
 
         Shapes:  shifts (...) in tokens -> (..., F) float32 each
         """
-        angles = shifts.double()[..., None] * self._table.to(shifts.device)
+        angles = shifts.double()[..., None] * _on_device(self.frequencies, shifts.device)
         return angles.cos().float(), angles.sin().float()
 
     def turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

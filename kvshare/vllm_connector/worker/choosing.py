@@ -13,10 +13,10 @@ no probes, and repairs are chosen by position.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
+from kvshare.kv.to_device import to_device
 from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
 from kvshare.sharing.selection import Choice, choose, choose_by_place
 from kvshare.vllm_connector.metadata import LoadRequest
@@ -76,8 +76,9 @@ class Choosing:
             _, fresh = self._cache.rows(self._load.block_ids, self._order.probes)
             squares = (fresh.float() - self._probed_rows[1].float()).flatten(2).square().sum(dim=2)
             changed = summed(squares).sqrt().cpu().numpy()
-            slots = [self._cache.slots(self._load.block_ids, Span(p, p + 1)) for p in self._order.probes]
-            self._cache.write(*self._probed_rows, torch.cat(slots))
+            whole = self._cache.slot_numbers(self._load.block_ids, Span(0, self._load.end))
+            (slots,) = to_device(self._cache.kv_layout.device, whole[list(self._order.probes)])
+            self._cache.write(*self._probed_rows, slots)
         received = summed(self.listener.attended_there) / num_ranks()
         return choose(
             self._order,

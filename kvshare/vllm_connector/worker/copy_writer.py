@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import Movement
-from kvshare.vllm_connector.worker.device import Device, batches, to_device
+from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.device import Device, batches
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 

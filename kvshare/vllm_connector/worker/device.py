@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.v1.kv_offload.cpu.host_register import host_register
 
 log = logging.getLogger("vllm.kvshare")
@@ -172,16 +170,3 @@ def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:
         num_bytes += size
     if start < len(rows):
         yield slice(start, len(rows))
-
-
-def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays as tensors on a device, in one non-blocking copy."""
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, room in zip(arrays, torch.split(host, sizes), strict=True):
-        room.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = torch.split(host.to(device, non_blocking=True), sizes)
-    return [
-        room[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, room in zip(arrays, there, strict=True)
-    ]

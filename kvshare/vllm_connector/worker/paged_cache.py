@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
-from kvshare.vllm_connector.worker.device import to_device
+from kvshare.kv.to_device import to_device
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 
@@ -91,7 +90,8 @@ class PagedCache:
 
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
         """Slots of the positions in `span`, (len(span),) int64 on the device."""
-        return torch.from_numpy(self.slot_numbers(block_ids, span)).to(self.kv_layout.device)
+        (slots,) = to_device(self.kv_layout.device, self.slot_numbers(block_ids, span))
+        return slots
 
     def slot_numbers(self, block_ids: Sequence[int], span: Span) -> NDArray[np.int64]:
         """The same as `slots`, as an array on the host."""
@@ -154,7 +154,9 @@ class PagedCache:
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel blocks of positions [0, num_tokens), on the device."""
-        return self._on_device(self.kernel_blocks(block_ids, Span(0, num_tokens)))
+        blocks = np.array(self.kernel_blocks(block_ids, Span(0, num_tokens)), np.int64)
+        (table,) = to_device(self.kv_layout.device, blocks)
+        return table
 
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
@@ -166,8 +168,9 @@ class PagedCache:
         """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
         assert self._layout is not None
         size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
-        blocks = self._on_device([table[position // size] for position in positions])[:, None, None]
-        inside = self._on_device([position % size for position in positions])
+        number, inside = np.divmod(np.array(positions, np.int64), size)
+        own = np.array(table, np.int64)[number, None, None]
+        blocks, inside_there = to_device(self.kv_layout.device, own, inside)
         # Element by element: copying the whole blocks of a few rows would move megabytes.
         k: list[torch.Tensor] = []
         v: list[torch.Tensor] = []
@@ -175,7 +178,7 @@ class PagedCache:
             cache = layer.kv_cache
             ahead = blocks * cache.stride(0)
             for found, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
-                found.append(_elements(cache, ahead + offsets[inside]))
+                found.append(_elements(cache, ahead + offsets[inside_there]))
         return torch.stack(k), torch.stack(v)
 
     def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,15 +186,13 @@ class PagedCache:
         if (known := self._known_offsets.get(strides)) is not None:
             return known
         assert self._layout is not None
-        shape = self._in_order[0].kv_cache.shape[1:]
-        numbered = torch.arange(prod(shape), device=self.kv_layout.device).view(1, *shape)
-        places = (torch.unravel_index(read(numbered)[0], shape) for read in self._layout.planes)
-        k, v = ((torch.stack(place, dim=-1) * self._on_device(strides)).sum(dim=-1) for place in places)
+        cache = self._in_order[0].kv_cache
+        sizes = zip(cache.shape[1:], strides, strict=True)
+        h, n, d = (torch.arange(size, device=cache.device) * step for size, step in sizes)
+        places = (h[:, None, None] + n[:, None] + d).unsqueeze(0)
+        k, v = (read(places)[0] for read in self._layout.planes)
         self._known_offsets[strides] = k, v
         return k, v
-
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.kv_layout.device)
 
 
 ReadRows = Callable[[torch.Tensor], torch.Tensor]

@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from delta_tree import Span
 from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, Reach
 from kvshare.kv.listening import Listener, placed
-from kvshare.vllm_connector.worker.device import to_device
+from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced

@@ -43,6 +43,7 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
+        self.failed: list[str] = []  # what raised an error in the middle, as `fail` wanted
 
     def submit(self, job: Job) -> Job:
         self.jobs.append(job)
@@ -58,6 +59,20 @@ class LateCopies:
 
     def run(self) -> None:
         self.jobs.popleft().run()
+
+    def fail(self) -> None:
+        """The next one copies all, then raises an error."""
+        job = self.jobs[0]
+        act, transfer = job.act, getattr(job.act, "args", (None,))[0]
+
+        def acting() -> dict[str, float]:
+            act()
+            raise RuntimeError("out of memory")
+
+        job.act = acting
+        if transfer is not None:
+            self.failed.append(transfer.request.request_id)
+        self.run()
 
 
 class FakeForward:
@@ -84,7 +99,7 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def new_worker(max_segments: int) -> ConnectorWorker:
+def new_worker(max_segments: int, *, num_layers: int = LAYERS, device: str = "cpu") -> ConnectorWorker:
     import torch
 
     from kvshare.kv.movement import STAYS
@@ -98,17 +113,17 @@ def new_worker(max_segments: int) -> ConnectorWorker:
 
     layers = {
         str(number): SimpleNamespace(
-            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM),
+            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM, device=device),
             impl=SimpleNamespace(do_kv_cache_update=update),
         )
-        for number in range(LAYERS)
+        for number in range(num_layers)
     }
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
     spec = SimpleNamespace(block_size=BLOCK_SIZE)
     worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
     worker._cache = PagedCache(layers, block_size=BLOCK_SIZE)
     assert worker._cache.find_layout(0) is None
-    worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
+    worker._cache.kv_layout = worker._cache.kv_layout.moving([(STAYS, STAYS)] * num_layers)
     worker._forward = FakeForward(worker._cache)  # type: ignore[assignment]  # computes no model
     buffer = torch.empty(arena_bytes(max_segments * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
     worker._store = SegmentStore(buffer, worker._cache.kv_layout, num_heads=HEADS)
@@ -243,6 +258,12 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(min(count, len(self.copies.jobs))):
             self.copies.run()
 
+    @precondition(lambda self: self.copies.jobs)
+    @rule()
+    def fail(self) -> None:
+        """A load or a save ends with an error, and has written something."""
+        self.copies.fail()
+
     @rule()
     def run_step(self) -> None:
         from kvshare.vllm_connector.metadata import StepMetadata
@@ -262,8 +283,12 @@ class Protocol(RuleBasedStateMachine):
         for name in transfers.finished_sending | (set() if report is None else report.saved_prompts):
             segment_id, value, ends = self.saving.pop(name)
             assert ends == (name in transfers.finished_sending)
+            assert name in failed or name not in self.copies.failed  # without room, too, it failed
             if name not in failed:
                 self.segments[segment_id] = value
+            else:
+                assert self.worker._store is not None
+                assert segment_id not in self.worker._store
             if name in self.blocks:
                 self.take_blocks(name)
         for name in transfers.finished_recving:
@@ -271,8 +296,8 @@ class Protocol(RuleBasedStateMachine):
 
     def check_loaded(self, name: str, *, failed: bool) -> None:
         _, is_cancelled = self.loading.pop(name)
-        assert not failed
-        if not is_cancelled:
+        assert failed == (name in self.copies.failed)
+        if not failed and not is_cancelled:
             rows = self.rows(self.blocks[name])
             positions = [float(p) + 0.5 for p in range(NUM_TOKENS)]
             for position, own in enumerate(rows.transpose(0, 1)):
@@ -312,6 +337,48 @@ def test_what_is_preempted_was_copied_before_its_blocks_are_given_away() -> None
     assert machine.segments == {SegmentId(1): 1.0}
     machine.every_segment_is_what_was_saved()
     machine.teardown()
+
+
+def test_fifty_planned_arrivals_are_computed_over_steps_in_their_order() -> None:
+    """
+    Whatever is copied by when, no step computes more than two loads' 10 tokens, and nobody starves.
+
+    Blocks are shared: each load computes the same rows in them.
+    """
+    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
+
+    with one_rank():
+        worker, computed = new_worker(1), list[int]()
+        worker._step_tokens = 10
+        compute = worker._forward.compute
+
+        def counted(runs: Sequence[Run], **options: Any) -> None:
+            computed.append(sum(len(run.span) for run in runs))
+            compute(runs, **options)
+
+        worker._forward.compute = counted  # type: ignore[method-assign]
+        copies: Any = worker._copies
+        spans = ((SegmentId(1), Span(0, NUM_TOKENS)),)
+        worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), spans),)))
+        copies.run()
+        piece = (WireCopy(SegmentId(1), 5, NUM_TOKENS - 5, 5, 5),)
+        names = [f"l{number}" for number in range(50)]
+        tokens = tuple(range(NUM_TOKENS))
+        step = StepMetadata(
+            loads=tuple(LoadRequest(name, (4, 5, 6), 0, NUM_TOKENS, tokens, piece) for name in names)
+        )
+        reported = list[list[str]]()
+        worker.begin(step)
+        while sum(map(len, reported)) < 50:
+            for _ in range(min(3, len(copies.jobs))):  # more arrive than a step computes
+                copies.run()
+            worker.advance(StepMetadata())
+            transfers = worker.take_transfers()
+            assert not transfers.failed_recving
+            reported.append(sorted(transfers.finished_recving, key=names.index))
+            assert reported[-1], "each step computes something"
+    assert [name for each in reported for name in each] == names
+    assert computed == [10] * 25
 
 
 def test_a_segment_that_leaves_is_read_before_its_bytes_are_taken() -> None:

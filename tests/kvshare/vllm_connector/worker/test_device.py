@@ -222,7 +222,7 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
     import numpy as np
     import torch
 
-    from kvshare.vllm_connector.worker.device import to_device
+    from kvshare.kv.to_device import to_device
 
     arrays = (np.arange(5, dtype=np.int32), np.arange(7), np.arange(12, dtype=np.int32).reshape(3, 4))
     there = to_device(torch.device("cpu"), *arrays)

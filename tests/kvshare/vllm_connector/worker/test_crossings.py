@@ -1,0 +1,306 @@
+"""
+How often loads, saves and passes go between the host and a GPU, and how: the same number of times however
+many runs and layers there are, from and to memory that CUDA knows, and without waiting.
+
+Torch is given a GPU that it does not have: tensors that say they are on it are computed on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from delta_tree import SegmentId, Span
+from tests.kvshare.vllm_connector.worker.test_copy_protocol import (
+    BLOCKS,
+    BYTES_PER_TOKEN,
+    DIM,
+    HEADS,
+    LAYERS,
+    new_worker,
+    one_rank,
+)
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.metadata import LoadRequest
+    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
+
+CUDA = torch.device("cuda:0")
+NUM_TOKENS = 122  # 40 runs of one token, two copied tokens around each
+SHAPES = [(1, 2), (10, 2), (40, 2), (10, 6)]  # runs and layers
+# What waits for a GPU because the host must know a value.
+_WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+
+
+class There(torch.Tensor):
+    """Says that it is on the GPU. `here`: its elements."""
+
+    here: torch.Tensor
+
+    @staticmethod
+    def holding(here: torch.Tensor) -> There:
+        there: There = torch.Tensor._make_wrapper_subclass(
+            There,
+            here.size(),
+            strides=here.stride(),
+            storage_offset=here.storage_offset(),
+            dtype=here.dtype,
+            device=torch.device("meta"),  # torch asks the driver about CUDA's own tensors
+        )
+        there.here = here
+        return there
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's is an attribute
+        return CUDA
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]  # as torch calls it
+        raise AssertionError(f"{func} outside of the mode")
+
+
+@dataclass
+class Crossings:
+    """What went up to the GPU and down, in bytes each, and all that should not be."""
+
+    up: list[int] = field(default_factory=list)
+    down: list[int] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)
+
+
+class Gpu(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Crossings()
+        self._pinned: list[torch.Tensor] = []
+
+    def register(self, buffer: torch.Tensor) -> None:
+        self._pinned.append(buffer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        flat, _ = tree_flatten((args, kwargs))
+        given = [each for each in flat if isinstance(each, torch.Tensor)]
+        wrapped = {id(each.here): each for each in given if isinstance(each, There)}
+        target = next((each for each in flat if isinstance(each, torch.device)), None)
+        is_there = bool(wrapped) if target is None else target == CUDA
+        pins = kwargs.pop("pin_memory", None)
+        if name in ("copy_", "to", "_to_copy"):
+            self._note_copy(name, args, kwargs, is_there=is_there)
+        elif wrapped and any(each.dim() and not isinstance(each, There) for each in given):
+            self.seen.pageable.append(name)  # torch copies it silently
+        if wrapped and name in _WAITING:
+            self.seen.waits.append(name)
+        args, kwargs = tree_map(_here, (args, kwargs))
+        result = func(*args, **kwargs)
+        if pins:
+            self._pinned.append(result)
+        if name in ("empty", "zeros") and is_there:
+            self.seen.allocated.append(result.nbytes)
+
+        def returned(each: Any) -> Any:
+            if not isinstance(each, torch.Tensor) or not is_there:
+                return each
+            return wrapped.get(id(each)) if id(each) in wrapped else There.holding(each)
+
+        return tree_map(returned, result)
+
+    def _note_copy(self, name: str, args: Any, kwargs: Mapping[str, Any], *, is_there: bool) -> None:
+        target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
+        goes_up = isinstance(target, There) if target is not None else is_there
+        if isinstance(source, There) == goes_up:
+            return
+        (self.seen.up if goes_up else self.seen.down).append(source.nbytes)
+        host = source if goes_up else target
+        own = next((each for each in self._pinned if host is not None and _is_inside(host, each)), None)
+        if own is None:
+            self.seen.pageable.append(name)
+        if not (kwargs.get("non_blocking") or True in args[2:]):
+            self.seen.waits.append(name)
+
+
+def _here(each: Any) -> Any:
+    if isinstance(each, torch.device):
+        return torch.device("cpu")
+    return each.here if isinstance(each, There) else each
+
+
+def _is_inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    from kvshare.kv import movement
+
+    movement._on_device.cache_clear()
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    with one_rank(), torch.inference_mode(), Gpu() as found:
+        yield found
+    movement._on_device.cache_clear()
+
+
+class Kernels:
+    """An attention implementation that attends to nothing."""
+
+    scale = 1.0
+
+    def __init__(self, update: Callable[..., None]) -> None:
+        self.do_kv_cache_update = update
+
+    def forward(self, _: object, query: torch.Tensor, *, output: torch.Tensor) -> None:
+        output[:] = query
+
+
+def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> ConnectorWorker:
+    """The worker with a staging buffer for two segments, and a model whose layers only write and attend."""
+    from kvshare.kv.movement import STAYS, Movement
+    from kvshare.vllm_connector.worker import device
+    from kvshare.vllm_connector.worker.partial_forward import PartialForward
+
+    class OneStream(device.CudaDevice):
+        """All in one order, as on the CPU."""
+
+        mark, seconds, beside = device.Device.mark, device.Device.seconds, device.Device.beside
+
+        def __init__(self) -> None:
+            self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
+
+    class Layers(PartialForward):
+        def __init__(self) -> None:
+            self._cache, self._max_tokens, self._max_runs = worker._cache, 10**6, 10**6
+
+        def _forward(self, runs: Sequence[Run]) -> None:
+            token_ids, positions, slots, _ = self._inputs(runs)
+            rows = (token_ids + positions).float()[:, None, None].expand(-1, HEADS, DIM)
+            for index, layer in enumerate(self._cache.layers.values()):
+                self._cache.write_layer(index, rows, -rows, slots)
+                layer.impl.forward(layer, rows, output=torch.empty_like(rows))
+
+    segment = -(-NUM_TOKENS * BYTES_PER_TOKEN * num_layers // LAYERS // 512) * 512
+    monkeypatch.setattr(device, "STAGING_BYTES", 2 * segment)
+    worker = new_worker(24, num_layers=num_layers, device="cuda:0")
+    for layer in worker._cache.layers.values():
+        layer.impl = Kernels(layer.impl.do_kv_cache_update)
+    turns = Movement((1.0, 0.1))
+    worker._cache.kv_layout = worker._cache.kv_layout.moving([(turns, STAYS)] * num_layers)
+    worker._device, worker._forward, worker._can_listen = OneStream(), Layers(), True
+    assert worker._store is not None
+    gpu.register(worker._store.arena.buffer)
+    return worker
+
+
+@contextmanager
+def counted(gpu: Gpu) -> Iterator[Crossings]:
+    gpu.seen = Crossings()
+    yield gpu.seen
+
+
+def step(worker: ConnectorWorker, **own: Any) -> None:
+    from kvshare.vllm_connector.metadata import StepMetadata
+
+    made = StepMetadata(**own)
+    with torch.inference_mode():
+        worker.begin(made)
+        worker.advance(made)
+        worker.save(made)
+
+
+def copy(worker: ConnectorWorker) -> None:
+    while worker._copies.jobs:  # type: ignore[attr-defined]  # has no thread
+        worker._copies.run()  # type: ignore[attr-defined]
+
+
+def save(worker: ConnectorWorker, count: int) -> None:
+    from kvshare.vllm_connector.metadata import SaveRequest
+
+    blocks, span = tuple(range(1, BLOCKS)), Span(0, NUM_TOKENS)
+    spans = tuple((SegmentId(number), span) for number in range(1, count + 1))
+    step(worker, saves=(SaveRequest("s", blocks, spans),))
+    copy(worker)
+    step(worker)
+
+
+def load(num_runs: int, *, chooses: bool = False) -> LoadRequest:
+    """Runs of one token, and copies that move by one position between them."""
+    from kvshare.sharing.plan import RepairOrder
+    from kvshare.vllm_connector.metadata import LoadRequest
+    from kvshare.vllm_protocol.messages import WireCopy
+
+    ends = [3 * number for number in range(1, num_runs)] + [NUM_TOKENS - 2]
+    starts = [1, *(end + 1 for end in ends[:-1])]
+    copies = tuple(
+        WireCopy(SegmentId(1), start - 1, end - start, start, start - 1)
+        for start, end in zip(starts, ends, strict=True)
+    )
+    pieces = tuple(copy.target for copy in copies)
+    order = RepairOrder(pieces, tuple(piece.start for piece in pieces), 2) if chooses else None
+    tokens = tuple(range(NUM_TOKENS))
+    return LoadRequest("l", tuple(range(1, BLOCKS)), 0, NUM_TOKENS, tokens, copies, order)
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 5])
+def test_a_save_goes_down_once_a_segment(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_segments: int
+) -> None:
+    """And up once for each two segments, which fill the staging, with the numbers of their blocks."""
+    worker = worker_on(gpu, monkeypatch, 2)
+    with counted(gpu) as seen:
+        save(worker, num_segments)
+    assert not worker.take_transfers().failed_recving
+    assert len(seen.down) == num_segments
+    assert len(seen.up) == -(-num_segments // 2)
+    assert (seen.waits, seen.pageable, seen.allocated) == ([], [], [])
+
+
+@pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
+def test_a_load_goes_up_once_a_segment_and_once_for_its_slots(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
+) -> None:
+    """Its runs go up once as well. The model's frequencies went up with an earlier load."""
+    worker = worker_on(gpu, monkeypatch, num_layers)
+    save(worker, 1)
+    for is_first in (True, False):
+        with counted(gpu) as seen:
+            step(worker, loads=(load(num_runs),))
+            copy(worker)
+        assert len(seen.up) == (3 if is_first else 2)
+        assert (seen.down, seen.waits, seen.pageable, seen.allocated) == ([], [], [], [])
+        with counted(gpu) as seen:
+            step(worker)
+        assert len(seen.up) == 1
+        assert (seen.down, seen.waits, seen.pageable, seen.allocated) == ([], [], [], [])
+        assert loaded(worker).failed is False
+
+
+@pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
+def test_a_choice_comes_down_twice_however_much_it_weighs(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
+) -> None:
+    """The host chooses: it waits for what the probes changed, and for what the tail attends to."""
+    worker = worker_on(gpu, monkeypatch, num_layers)
+    save(worker, 1)
+    step(worker, loads=(load(num_runs, chooses=True),))
+    copy(worker)
+    with counted(gpu) as seen:
+        step(worker)
+    assert loaded(worker).repaired
+    # Two passes; listeners, and their blocks; probed rows before and after, and their slots.
+    assert len(seen.up) == 7
+    assert len(seen.down) == len(seen.waits) == len(seen.pageable) == 2
+
+
+def loaded(worker: ConnectorWorker) -> Any:
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    return report.loads["l"]
