@@ -28,7 +28,7 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.versions import program
 
 MODEL_NAME = "bench"
-FAULTS_VARIABLE = "KVSHARE_BENCH_FAULTS"  # a file: loads fail while it exists
+FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
 _FAILING_WORKER = "kvshare.bench.vllm.failing_worker.FailingWorker"
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _HOST = "127.0.0.1"
