@@ -266,7 +266,7 @@ def load_settings(path: Path | None = None, overrides: Mapping[str, object] | No
     """
     The defaults, overridden by the file at `path`, then by `overrides` ("server.port" -> 8001).
 
-    Raises:  ConfigError naming the key path, for unknown keys, wrong types and unreadable files
+    Raises:  ConfigError naming the key path of each unknown key and wrong value; for unreadable files
     """
     tree = _read(default_config_path())
     changes = [] if path is None else [_read(path)]
