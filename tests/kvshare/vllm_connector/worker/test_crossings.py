@@ -195,6 +195,7 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     turns = Movement((1.0, 0.1))
     worker._cache.kv_layout = worker._cache.kv_layout.moving([(turns, STAYS)] * num_layers)
     worker._device, worker._forward, worker._can_listen = OneStream(), Layers(), True
+    worker._step_tokens = 10**6  # all in one step
     assert worker._store is not None
     gpu.register(worker._store.arena.buffer)
     return worker
