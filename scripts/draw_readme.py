@@ -35,7 +35,11 @@ def draw_speedups(axes: Axes, name: str) -> None:
     figures = document(name)
     for key, (label, colour) in SPEEDUPS.items():
         if key in figures:
-            axes.bar_label(axes.barh(label, figures[key], color=colour), fmt="%.1fx", padding=4)
+            bar = axes.barh(label, figures[key], color=colour)
+            # Before the bound's line, which may cross it.
+            axes.bar_label(
+                bar, fmt="%.1fx", padding=5, bbox={"facecolor": "white", "lw": 0, "pad": 1}, zorder=3
+            )
     bound = figures["bound"]["speedup"]
     axes.axvline(bound, color="#20262d", linestyle="--")
     axes.annotate(f"bound {bound:.1f}x ", (bound, -0.5), ha="right", va="top")
