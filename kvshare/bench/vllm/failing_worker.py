@@ -21,7 +21,7 @@ _numbers, _write_copies = itertools.count(), ConnectorWorker._write_copies
 
 
 class FailingWorker(KVShareWorker):
-    """KVShare's own, over `_write_or_fail`."""
+    """KVShare's worker class. To import this module is what makes its loads fail."""
 
 
 def _write_or_fail(self: ConnectorWorker, *arguments: Any) -> Any:
