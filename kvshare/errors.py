@@ -11,6 +11,7 @@ The error tree of KVShare: every error that `kvshare` or `proxy` raises on purpo
   x RequestError                the request is wrong; carries an OpenAI `param` and `code`
     - ContextLengthError
     - UnsupportedParameterError
+    - UnsupportedFormatError    no answer can be held to this schema or grammar
     - ModelNotFoundError
   x OverloadedError             the queue is full; try again
   x ShuttingDownError           the engine drains
@@ -142,6 +143,18 @@ class UnsupportedParameterError(RequestError):
     def __init__(self, param: str, detail: str) -> None:
         super().__init__(
             f"Unsupported parameter: '{param}': {detail}", param=param, code=ErrorCode.UNSUPPORTED_PARAMETER
+        )
+
+
+class UnsupportedFormatError(RequestError):
+    """A schema or grammar that no answer can be held to, found before the answer or in its middle."""
+
+    def __init__(self, reason: str, param: str | None) -> None:
+        super().__init__(
+            f"the answer cannot be constrained to this format: {reason}; use a simpler schema, or none",
+            param=param,
+            code=ErrorCode.UNSUPPORTED_FORMAT,
+            quoted=[reason],
         )
 
 

@@ -28,14 +28,14 @@ def grammar_of(
     There is one if the chat has a schema for its answer, if a tool must be called, or if a strict tool may
     be. `added_tokens`: the tokenizer's, id by text. `in_reasoning`: the prompt ends inside `<think>`.
 
-    Raises:  RequestError if the chat does not have the tool that must be called
+    Raises:  RequestError if the chat does not have the tool that must be called; UnsupportedFormatError
     """
     tools = _callable_tools(chat)
     must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
     if not must_call and chat.answer_schema is None and not any(map(_is_strict, tools)):
         return None
     schema = None if must_call else chat.answer_schema
-    lark = LarkGrammar(added_tokens)
+    lark = LarkGrammar(added_tokens, param="tools" if schema is None else "response_format")
     reasoning = _reasoning(lark, in_reasoning=in_reasoning)
     answers = []
     if schema is not None:

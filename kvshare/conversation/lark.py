@@ -6,15 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvshare.conversation.schema_ends import can_end
+from kvshare.conversation.schema_numbers import UnsupportedNumberError, with_exact_numbers
+from kvshare.errors import UnsupportedFormatError
+from kvshare.grammar_pool.limits import MAX_CHARS
+
 # JSON on one line: if any white space were allowed, a model could write it endlessly.
 _ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must follow, in the Lark dialect of llguidance."""
+    """What an answer must follow, in the Lark dialect of llguidance, as a `param` of the request asks."""
 
     lark: str
+    param: str = "response_format"
 
 
 class LarkGrammar:
@@ -25,13 +31,15 @@ class LarkGrammar:
     matches added tokens by id only, never by text.
     """
 
-    def __init__(self, added_tokens: Mapping[str, int]) -> None:
+    def __init__(self, added_tokens: Mapping[str, int], *, param: str) -> None:
+        """`param`: as in `Grammar`."""
         self._added_tokens = added_tokens
+        self._param = param
         self._lines = ["ANY: /(?s:.*)/"]
 
     def start(self, expression: str) -> Grammar:
         """The complete grammar, of answers that are `expression`."""
-        return Grammar("\n".join([f"start: {expression}", *self._lines, ""]))
+        return Grammar("\n".join([f"start: {expression}", *self._lines, ""]), self._param)
 
     def is_token(self, text: str) -> bool:
         return text in self._added_tokens
@@ -47,9 +55,21 @@ class LarkGrammar:
         JSON of this schema.
 
         `lenient`: ignore keywords of schemas that llguidance does not support. Else they do not compile.
+
+        Raises:  UnsupportedFormatError if it is too large, a number cannot be kept, or no answer can end
         """
+        size = len(json.dumps(schema, ensure_ascii=False))
+        if size > MAX_CHARS:
+            reason = f"it has {size} characters, expected at most {MAX_CHARS}"
+            raise UnsupportedFormatError(reason, self._param)
+        try:
+            exact = with_exact_numbers(schema)
+        except UnsupportedNumberError as exc:
+            raise UnsupportedFormatError(str(exc), self._param) from exc
+        if not can_end(exact):
+            raise UnsupportedFormatError("each answer would contain another one, without end", self._param)
         options = {**_ONE_LINE, "lenient": lenient}
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
+        return self.rule(f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}")
 
     def text_without(self, texts: Sequence[str], *, first_not: str = "") -> str:
         """Text that contains none of `texts`, and whose first visible character is not `first_not`."""

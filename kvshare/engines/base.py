@@ -72,6 +72,7 @@ class GenerationRequest:
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
     store: bool = True  # False: nothing of this request is stored
+    client: str = ""  # whose request it is: grammars of one client are compiled one after the other
     stored: StoredPrompt = field(default_factory=StoredPrompt)  # the engine fills it in after the answer
 
 
@@ -255,7 +256,7 @@ class GeneratingEngine(Engine):
         The engine does not wait for slow readers: the caller queues what it cannot send yet. Cancelling frees
         the request's slot at once; a few deltas may still be emitted afterwards.
         Raises, before Started: ContextLengthError, OverloadedError, ShuttingDownError, RequestError;
-        after it: EngineError.
+        after it: EngineError, or RequestError if a grammar of the client's can be followed no further.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -17,6 +18,7 @@ from kvshare.conversation.parser import AnswerParser, parser_for
 from kvshare.engines.base import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
+from proxy.auth import LOCAL
 from proxy.generate.fields import Body
 from proxy.request_body import KVShareField, read_object, request_options, validated
 from proxy.request_log import RECORD, stored_documents
@@ -59,9 +61,13 @@ async def chat_request(
     fmt = engine.tool_format
     (generation,) = await engine_requests(request, [engine.encode_chat(chat)], sampling, kvshare)
     in_reasoning = generation.prompt.text.body.rstrip().endswith("<think>")
+    # In a thread: reading the largest schemas takes a second.
+    grammar = await asyncio.to_thread(
+        grammar_of, chat, fmt, added_tokens=engine.added_tokens, in_reasoning=in_reasoning
+    )
     sampling = replace(
         sampling,
-        grammar=grammar_of(chat, fmt, added_tokens=engine.added_tokens, in_reasoning=in_reasoning),
+        grammar=grammar,
         # Some models' calls begin with a special token.
         skip_special_tokens=sampling.skip_special_tokens and not chat.may_call,
     )
@@ -94,8 +100,15 @@ async def engine_requests(
             sampling=sampling,
             mode=mode,
             store=store,
+            client=_client(request),
         )
         for number, prompt in enumerate(prompts)
     ]
     record.executed = partial(stored_documents, [entry.stored for entry in requests])
     return requests
+
+
+def _client(request: web.Request) -> str:
+    """Whose request it is, by key; by address where there are no keys."""
+    caller = request[RECORD].caller
+    return f"{caller.name} {request.remote}" if caller is LOCAL else caller.name

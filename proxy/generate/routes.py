@@ -10,6 +10,7 @@ The routes of an engine that generates here. What all four APIs do with a reques
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -111,7 +112,8 @@ def _chat_reader(
 
 async def _completion(request: web.Request) -> AnswerWriter:
     engine, body = request.app[ENGINE], await read_body(request, CompletionBody)
-    grammar = grammar_of(Chat((), answer_schema=body.answer_schema), engine.tool_format)
+    chat = Chat((), answer_schema=body.answer_schema)
+    grammar = await asyncio.to_thread(grammar_of, chat, engine.tool_format)
     encoding = (
         engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)
         for entry in body.prompt

@@ -11,7 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvshare.engines.base import FinishReason, GenerationRequest
 from kvshare.engines.embedded.decoder import RunningSequence
-from kvshare.engines.embedded.grammar import Constraint
+from kvshare.engines.embedded.grammar import Constraint, State
 from kvshare.engines.embedded.sampling import Draw, Sampler
 
 # GPT-2's byte-level alphabet: printable bytes are characters of their own, others are U+0100 and following.
@@ -110,34 +110,56 @@ class Choice:
         ends = stops | decoding.eos_token_ids
         self._ends = stops if sampling.ignore_eos else ends  # they are not part of the text
         self._max_tokens = decoding.max_tokens
-        self._constraint = None if decoding.constraint is None else decoding.constraint.fork()
+        self._constraint = None if decoding.constraint is None else decoding.constraint.choice(index)
+        self.is_pending = False  # it is not known yet whether the last token completes the answer
         self._sampler = Sampler(
             sampling, decoding.draw, choice=index, prompt=request.prompt.token_ids, ends=ends
         )
         self._detokenizer = Detokenizer(decoding.tokenizer, skip_special_tokens=sampling.skip_special_tokens)
 
-    def take(self, logits: torch.Tensor) -> tuple[int, str]:
+    def take(self, logits: torch.Tensor) -> tuple[int, str] | None:
         """
         Sample the next token. Returns it and the text that can be emitted now.
 
+        None if it is not known yet which tokens the grammar allows: call again with the same logits.
+
         Shapes:  logits (V,) float32
+        Raises:  RequestError if the grammar cannot be followed any further
         """
-        token_id = self._sampler.sample(
-            logits, None if self._constraint is None else self._constraint.forbidden()
-        )
+        forbidden = None
+        if self._constraint is not None and (forbidden := self._constraint.forbidden()) is None:
+            return None
+        token_id = self._sampler.sample(logits, forbidden)
         self.generated.append(token_id)
         text, stopped = "", True
         if token_id not in self._ends:
             text, stopped = self._emittable(self._detokenizer.add(token_id))
             if self._constraint is not None and not stopped:
-                stopped = self._constraint.take(token_id)
+                self._constraint.take(token_id)
+                self.is_pending = True
+                return token_id, text + (self.settle() or "")
+        return token_id, text + self._after_token(stopped)
+
+    def settle(self) -> str | None:
+        """
+        Find whether the last token completes the answer. Returns the text that can be emitted then.
+
+        None if it is not known yet.
+
+        Raises:  RequestError if the grammar cannot be followed any further
+        """
+        if self._constraint is None or (state := self._constraint.state()) is State.PENDING:
+            return None
+        self.is_pending = False
+        return self._after_token(state is State.ENDED)
+
+    def _after_token(self, stopped: bool) -> str:
+        """Decide whether the choice has finished. Returns the text that was held back, if so."""
         if stopped:
             self.finish_reason = FinishReason.STOP
         elif len(self.generated) >= self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason is not None:
-            text += self.stops.flush()
-        return token_id, text
+        return "" if self.finish_reason is None else self.stops.flush()
 
     def _emittable(self, text: str) -> tuple[str, bool]:
         """The part of new text that can be emitted, and whether a stop string ends it."""

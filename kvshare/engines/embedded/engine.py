@@ -23,6 +23,7 @@ from kvshare.engines.base import (
     Started,
 )
 from kvshare.engines.embedded.choice import Decoding
+from kvshare.engines.embedded.grammar import Constraint
 from kvshare.engines.embedded.retention import Retention
 from kvshare.engines.embedded.sampling import resolve
 from kvshare.engines.embedded.scheduler import Task
@@ -106,10 +107,9 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         decoding = self._decoding(request)
-        async with self._admission.slot():
-            server = self.server
-            if (grammar := request.sampling.grammar) is not None:
-                decoding = replace(decoding, constraint=await server.grammars.compiled(grammar))
+        # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
+        async with self._constraint(request) as constraint, self._admission.slot():
+            server, decoding = self.server, replace(decoding, constraint=constraint)
             # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
             await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
             lookup = await self._look_up(request)
@@ -134,6 +134,18 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             del lookup  # the task releases the donors' KV when it has been copied
             await self._compute(task, emit, Started(report), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+
+    @asynccontextmanager
+    async def _constraint(self, request: GenerationRequest) -> AsyncIterator[Constraint | None]:
+        """What the answer must follow, with a process of its own while inside. Raises RequestError."""
+        if (grammar := request.sampling.grammar) is None:
+            yield None
+            return
+        constraint = await self.server.grammars.compiled(grammar, key=request.client)
+        try:
+            yield constraint
+        finally:
+            constraint.close()
 
     def _decoding(self, request: GenerationRequest) -> Decoding:
         """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
@@ -186,6 +198,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             raise
         try:
             await task.released.wait()
+            if isinstance(task.error, RequestError):
+                raise task.error
             if task.error is not None:
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:

@@ -1,156 +1,144 @@
 """
-Answers that follow a grammar: the tokens that may come next. Only this file imports llguidance.
+Answers that follow a grammar, as the engine decodes them: the tokens that may not come next.
 
-Clients write grammars, so they are compiled within limits, in threads of their own, before the answer begins.
-While the model computes the next logits, another thread computes the mask for them.
+Clients write grammars, so other processes compile and follow them (`kvshare.grammar_pool`). While the model
+computes the next logits, such a process finds the mask for them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Collection
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from enum import Enum, auto
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from kvshare.conversation.lark import Grammar
-from kvshare.errors import ErrorCode, RequestError
+from kvshare.errors import UnsupportedFormatError
+from kvshare.grammar_pool.frames import Kind
+from kvshare.grammar_pool.limits import MAX_CHARS
+from kvshare.grammar_pool.matcher import RemoteMatcher
+from kvshare.grammar_pool.pool import GrammarPool
 
-MAX_CHARS = 131_072  # of a grammar; 2,000 optional properties of one object take 25,000 and half a second
-_COMPILE_S = 10.0  # after which compiling fails
-_REASON_CHARS = 200
-_LIMITS = LLParserLimits(verbose_errors=False)  # the default limits; errors do not quote the grammar
+_WAIT_S = 0.005  # for a reply, before other requests have their turn
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of one model, which is read for the first grammar (0.3 s)."""
+    """Compiles grammars for the tokenizer of one model, which is read for the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`vocab_size`: the length of the model's logits."""
-        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
-        self._read: LLTokenizer | None = None
-        self._reading = threading.Lock()
-        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-grammar")
-        self._masks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-mask")
+        self._pool = GrammarPool(
+            lambda: {
+                "kind": "llguidance",
+                "tokenizer": tokenizer.to_str(),
+                "vocab_size": max(vocab_size, tokenizer.get_vocab_size()),
+                "eos_token_ids": sorted(eos_token_ids),
+            }
+        )
 
     def close(self) -> None:
-        """End the threads; answers in progress fail."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._masks.shutdown(wait=False, cancel_futures=True)
+        """End the processes; answers in progress fail."""
+        self._pool.close()
 
-    async def compiled(self, grammar: Grammar) -> Constraint:
-        """Raises RequestError if it cannot be followed, is too large, or takes too long to compile."""
+    async def compiled(self, grammar: Grammar, *, key: str = "") -> Constraint:
+        """
+        The caller closes it.
+
+        Raises:  RequestError if it cannot be followed, is too large, or takes too long to compile;
+                 OverloadedError if too many grammars of this key wait
+        """
         if len(grammar.lark) > MAX_CHARS:
-            raise _unsupported(f"it has {len(grammar.lark)} characters, expected at most {MAX_CHARS}")
-        loop = asyncio.get_running_loop()
-        try:
-            return await asyncio.wait_for(
-                loop.run_in_executor(self._compilers, self.compile, grammar), _COMPILE_S
+            raise UnsupportedFormatError(
+                f"it has {len(grammar.lark)} characters, expected at most {MAX_CHARS}", grammar.param
             )
-        except TimeoutError:
-            raise _unsupported(f"it took more than {_COMPILE_S:.0f} s to compile") from None
+        matcher, mask = await self._pool.compiled({"lark": grammar.lark}, key=key, param=grammar.param)
+        forbidden = _forbidden(mask, self._vocab_size)
+        if bool(forbidden.all()):
+            matcher.close()
+            raise UnsupportedFormatError("no answer follows it", grammar.param)
+        return Constraint(matcher, forbidden)
 
-    def compile(self, grammar: Grammar) -> Constraint:
-        """The same in the calling thread, without limits on size and time."""
-        matcher = LLMatcher(
-            self._tokens(), LLMatcher.grammar_from_lark(grammar.lark), log_level=0, limits=_LIMITS
-        )
-        if matcher.is_error():
-            raise _unsupported(_short_message(matcher.get_error()))
-        forbidden = _forbidden(matcher, self._vocab_size)
-        if matcher.is_error() or bool(forbidden.all()):
-            raise _unsupported("no answer follows it")
-        first: Future[torch.Tensor] = Future()
-        first.set_result(forbidden)
-        return Constraint(matcher, first, vocab_size=self._vocab_size, masks=self._masks)
 
-    def _tokens(self) -> LLTokenizer:
-        """Raises RequestError for a tokenizer that llguidance cannot read."""
-        with self._reading:
-            if self._read is None:
-                try:
-                    self._read = LLTokenizer(
-                        self._tokenizer.to_str(),
-                        n_vocab=max(self._vocab_size, self._tokenizer.get_vocab_size()),
-                        eos_token=self._eos_token_ids or None,
-                    )
-                except ValueError as exc:
-                    raise _unsupported("no grammar can be followed with this model's tokenizer") from exc
-            return self._read
+class State(Enum):
+    """How far a choice is in its grammar."""
+
+    PENDING = auto()  # the last token is not taken yet
+    GOING_ON = auto()
+    ENDED = auto()  # the answer is complete: only an end-of-sequence token could come next
 
 
 class Constraint:
-    """
-    The state of one choice in a grammar. One thread uses it, while another computes the next mask.
+    """A compiled grammar, in its first state."""
 
-    An answer is complete where only an end-of-sequence token may come next.
-    """
-
-    def __init__(
-        self, matcher: LLMatcher, forbidden: Future[torch.Tensor], *, vocab_size: int, masks: Executor
-    ) -> None:
+    def __init__(self, matcher: RemoteMatcher, forbidden: torch.Tensor) -> None:
         self._matcher = matcher
         self._forbidden = forbidden
-        self._vocab_size = vocab_size
-        self._masks = masks
 
-    def fork(self) -> Constraint:
-        """The same state, for another choice."""
-        forbidden = self._forbidden
-        return Constraint(
-            self._matcher.deep_copy(), forbidden, vocab_size=self._vocab_size, masks=self._masks
-        )
+    @property
+    def pid(self) -> int | None:
+        """Of the process that follows it."""
+        return self._matcher.pid
 
-    def forbidden(self) -> torch.Tensor:
+    def choice(self, number: int) -> ConstrainedChoice:
+        """A choice of the answer, each with its own number, which begins in the first state."""
+        return ConstrainedChoice(self._matcher, self._forbidden, number)
+
+    def close(self) -> None:
+        """No choice is continued after that."""
+        self._matcher.close()
+
+
+class ConstrainedChoice:
+    """
+    The state of one choice in its grammar.
+
+    Each method waits some milliseconds at most, and raises UnsupportedFormatError if the grammar can be
+    followed no further.
+    """
+
+    def __init__(self, matcher: RemoteMatcher, forbidden: torch.Tensor, number: int) -> None:
+        self._matcher = matcher
+        self._number = number
+        self._forbidden: torch.Tensor | None = forbidden
+        self._vocab_size = len(forbidden)
+        self._is_pending = False
+
+    def forbidden(self) -> torch.Tensor | None:
         """
-        The tokens that may not come next. End-of-sequence is one of them unless the answer may end here.
+        The tokens that may not come next; None while that is not known.
+
+        End-of-sequence is one of them unless the answer may end here.
 
         Shapes:  (V,) bool
-        Raises:  RuntimeError if computing the mask exceeds the limits of llguidance
         """
-        return self._forbidden.result()
+        if self._forbidden is None and self.state() is State.GOING_ON:
+            frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
+            if frame is not None:
+                self._forbidden = _forbidden(frame.payload, self._vocab_size)
+        return self._forbidden
 
-    def take(self, token_id: int) -> bool:
-        """Advance by a token that was not forbidden. Returns whether the answer is complete."""
-        if not self._matcher.consume_token(token_id):
-            raise RuntimeError("the grammar rejects a token that its mask allowed")
-        if self._matcher.is_stopped():
-            return True
-        self._forbidden = self._masks.submit(_next_forbidden, self._matcher, self._vocab_size)
-        return False
+    def take(self, token_id: int) -> None:
+        """Advance by a token that was not forbidden."""
+        self._forbidden, self._is_pending = None, True
+        self._matcher.take(self._number, token_id)
+
+    def state(self) -> State:
+        """Whether the answer is complete with the last token."""
+        if self._is_pending:
+            frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
+            while frame is not None and frame.kind is Kind.MASK:  # one that nobody asked for
+                frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
+            if frame is None:
+                return State.PENDING
+            self._is_pending = False
+            if frame.kind is Kind.ENDED:
+                return State.ENDED
+        return State.GOING_ON
 
 
-def _next_forbidden(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    forbidden = _forbidden(matcher, vocab_size)
-    if matcher.is_error():
-        raise RuntimeError(f"the mask of a grammar cannot be computed: {matcher.stop_reason()}")
-    return forbidden
-
-
-def _forbidden(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    allowed = np.unpackbits(bits, count=vocab_size, bitorder="little")
+def _forbidden(mask: bytes, vocab_size: int) -> torch.Tensor:
+    allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
     return torch.from_numpy(allowed == 0)
-
-
-def _short_message(error: str) -> str:
-    """The message of llguidance without its excerpt of the grammar, which may be long."""
-    line = error.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
-    if line.startswith("panic"):  # llguidance counts symbols with 16 bits
-        return "it is too large"
-    return line[:_REASON_CHARS]
-
-
-def _unsupported(reason: str) -> RequestError:
-    return RequestError(
-        f"the answer cannot be constrained to this format: {reason}; use a simpler schema, or none",
-        param="response_format",
-        code=ErrorCode.UNSUPPORTED_FORMAT,
-        quoted=[reason],
-    )

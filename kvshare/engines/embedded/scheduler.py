@@ -27,6 +27,7 @@ from kvshare.engines.base import Delta, GenerationRequest, TokenLogprob
 from kvshare.engines.embedded.choice import Choice, Decoding, token_text
 from kvshare.engines.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.engines.embedded.sampling import top_logprobs
+from kvshare.errors import RequestError
 from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
@@ -61,6 +62,7 @@ class Task:
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
         self._choices: list[Choice] = []
+        self._unused_logits: dict[int, torch.Tensor] = {}  # by choice, until its grammar's mask is there
 
     @property
     def _num_to_compute(self) -> int:
@@ -108,9 +110,8 @@ class Task:
             self._prefill(max_queries)
         else:
             for choice in self._unfinished():
-                position = len(self._prompt) + len(choice.generated) - 1
-                logits = self.model.next_logits(choice.kv, position, choice.generated[-1])
-                self._take_token(choice, logits)
+                if self._is_going_on(choice):
+                    self._take_token(choice, self._next_logits(choice))
         return not self.prefilled or bool(self._unfinished())
 
     def _unfinished(self) -> list[Choice]:
@@ -154,8 +155,25 @@ class Task:
             self._choices.append(choice)
             self._take_token(choice, logits)
 
+    def _is_going_on(self, choice: Choice) -> bool:
+        """Whether the choice needs another token, as far as its grammar has said so yet."""
+        if choice.is_pending and (text := choice.settle()) is not None and choice.finish_reason is not None:
+            self.emit(Delta(choice.index, text, 0, (), choice.finish_reason, choice.stops.met))
+        return not choice.is_pending and choice.finish_reason is None
+
+    def _next_logits(self, choice: Choice) -> torch.Tensor:
+        """Those after its last token, which may have been computed in an earlier quantum."""
+        if (logits := self._unused_logits.pop(choice.index, None)) is not None:
+            return logits
+        position = len(self._prompt) + len(choice.generated) - 1
+        return self.model.next_logits(choice.kv, position, choice.generated[-1])
+
     def _take_token(self, choice: Choice, logits: torch.Tensor) -> None:
-        token_id, text = choice.take(logits)
+        taken = choice.take(logits)
+        if taken is None:
+            self._unused_logits[choice.index] = logits
+            return
+        token_id, text = taken
         logprobs = self._logprobs(logits, token_id)
         self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
@@ -206,6 +224,8 @@ class Scheduler:
         more = False
         try:
             more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
+        except RequestError as exc:  # its grammar cannot be followed any further
+            error = exc
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc

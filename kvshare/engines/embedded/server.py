@@ -6,8 +6,9 @@ Its threads:
     kvshare-engine   two threads: load, tokenize, explain
     kvshare-writer   of the runtime: every change of the tree
     kvshare-compute  of the scheduler: every forward pass of a request
-    kvshare-grammar  two threads: compile grammars
-    kvshare-mask     computes the next mask of a grammar while the model computes the next logits
+
+And processes: one that reads the tokenizer for grammars, and one for each grammar that an answer follows
+(`kvshare.grammar_pool`).
 """
 
 from __future__ import annotations

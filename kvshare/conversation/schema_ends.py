@@ -1,0 +1,250 @@
+"""
+Whether an answer that follows a JSON schema can end: a schema whose every answer contains another answer of
+the same schema has none that is finite.
+
+The schemas of a document and their references are a graph of conditions: all of some, or any of some, must
+be able to end. What can end is found from the leaves upwards (as in Horn clauses), in time linear in the
+graph. Keywords that are on one object, by `allOf` or `$ref`, are read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+_MAX_CONDITIONS = 100_000  # beyond it the answer is not looked for; compiling has its own limits
+_CONTAINERS = frozenset(("object", "array"))
+_SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
+
+# A schema, and whether its `anyOf` and `oneOf` still have to be read.
+_Member = tuple[Any, bool]
+
+
+def can_end(schema: Mapping[str, Any]) -> bool:
+    """Whether some answer is finite. What cannot be told, such as a reference to elsewhere, counts as yes."""
+    graph = _Graph(schema)
+    try:
+        start = graph.conjunction([(schema, True)])
+        graph.expand()
+    except _TooLarge:
+        return True
+    return start in graph.ending()
+
+
+class _TooLarge(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class _Condition:
+    """Ends if all of `needs` do, or, for an `is_any`, if one does."""
+
+    is_any: bool = False
+    needs: list[int] = field(default_factory=list)
+
+
+class _Graph:
+    """The conditions of one document, by number."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._anchors: dict[str, Any] | None = None
+        self._conditions: list[_Condition] = []
+        self._numbers: dict[frozenset[tuple[int, bool]], int] = {}
+        self._waiting: list[tuple[int, list[_Member]]] = []
+        self._steps = 0
+
+    def conjunction(self, members: Sequence[_Member]) -> int:
+        """The number of the condition that one value follows all of these schemas."""
+        key = frozenset((id(schema), reads_choices) for schema, reads_choices in members)
+        if key not in self._numbers:
+            self._numbers[key] = self._new(_Condition())
+            self._waiting.append((self._numbers[key], list(members)))
+        return self._numbers[key]
+
+    def expand(self) -> None:
+        """Find what each condition needs. Raises _TooLarge."""
+        while self._waiting:
+            number, members = self._waiting.pop()
+            self._conditions[number].needs = self._needs(members)
+
+    def ending(self) -> set[int]:
+        """The conditions that can be met by something finite."""
+        missing = [1 if each.is_any else len(each.needs) for each in self._conditions]
+        users: list[list[int]] = [[] for _ in self._conditions]
+        for number, condition in enumerate(self._conditions):
+            for need in condition.needs:
+                users[need].append(number)
+        ended = {number for number, count in enumerate(missing) if not count}
+        waiting = list(ended)
+        while waiting:
+            for user in users[waiting.pop()]:
+                missing[user] -= 1
+                if missing[user] <= 0 and user not in ended:
+                    ended.add(user)
+                    waiting.append(user)
+        return ended
+
+    def _new(self, condition: _Condition) -> int:
+        self._count()
+        self._conditions.append(condition)
+        return len(self._conditions) - 1
+
+    def _any(self, needs: list[int]) -> int:
+        return self._new(_Condition(is_any=True, needs=needs))
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > _MAX_CONDITIONS:
+            raise _TooLarge
+
+    def _needs(self, members: Sequence[_Member]) -> list[int]:
+        flat, choices = self._flattened(members)
+        if any(schema is False for schema in flat):
+            return [self._any([])]
+        objects = [schema for schema in flat if isinstance(schema, dict)]
+        listed = [schema["enum"] for schema in objects if isinstance(schema.get("enum"), list)]
+        if listed or any("const" in schema for schema in objects):
+            return [] if all(listed) else [self._any([])]
+        base: list[_Member] = [(schema, False) for schema in objects]
+        needs = [self._any([self.conjunction([*base, (each, True)]) for each in ways]) for ways in choices]
+        types = _types(objects)
+        if types & _SCALARS:
+            return needs
+        ways = []
+        if "object" in types:
+            ways.append(self._new(_Condition(needs=list(self._object_needs(objects)))))
+        if "array" in types:
+            ways.append(self._new(_Condition(needs=list(self._array_needs(objects)))))
+        return [*needs, self._any(ways)]
+
+    def _flattened(self, members: Sequence[_Member]) -> tuple[list[Any], list[Sequence[Any]]]:
+        """Everything that the value must follow, through `allOf` and `$ref`, and the choices that it has."""
+        flat: list[Any] = []
+        choices: list[Sequence[Any]] = []
+        waiting, seen = list(members), set()
+        while waiting:
+            schema, reads_choices = waiting.pop()
+            if id(schema) in seen:
+                continue
+            self._count()
+            seen.add(id(schema))
+            flat.append(schema)
+            if not isinstance(schema, dict):
+                continue
+            if isinstance(schema.get("allOf"), list):
+                waiting += [(each, reads_choices) for each in schema["allOf"]]
+            for key in ("$ref", "$dynamicRef"):
+                if isinstance(schema.get(key), str):
+                    waiting.append((self._resolved(schema[key]), reads_choices))
+            if reads_choices:
+                choices += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+        return flat, choices
+
+    def _object_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+        """A condition for each property that must be there."""
+        required = {name for schema in schemas for name in _names(schema.get("required"))}
+        for name in required:
+            yield self.conjunction([(each, True) for each in _of_property(schemas, name)])
+        fewest = max((_count_of(schema, "minProperties") for schema in schemas), default=0)
+        named = {name for schema in schemas for name in _mapping(schema.get("properties"))}
+        if fewest > len(named | required):
+            yield self.conjunction([(each, True) for each in _of_property(schemas, None)])
+
+    def _array_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+        """A condition for each kind of item that must be there."""
+        fewest = max((_count_of(schema, "minItems") for schema in schemas), default=0)
+        heads = [_head_and_rest(schema) for schema in schemas]
+        longest = max((len(head) for head, _ in heads), default=0)
+        for place in range(min(fewest, longest + 1)):
+            items = [head[place] if place < len(head) else rest for head, rest in heads]
+            yield self.conjunction([(each, True) for each in items])
+        for schema in schemas:
+            if "contains" in schema and schema.get("minContains", 1) != 0:
+                yield self.conjunction([(schema["contains"], True)])
+
+    def _resolved(self, reference: str) -> Any:
+        """The schema that is meant; true, which always ends, if it is not in this document."""
+        own = self._root.get("$id")
+        if isinstance(own, str) and own and reference.startswith(own.rstrip("#")):
+            reference = reference[len(own.rstrip("#")) :] or "#"
+        before, mark, fragment = reference.partition("#")
+        if before or not mark:
+            return self._anchored(reference)
+        if fragment and not fragment.startswith("/"):
+            return self._anchored(fragment)
+        found: Any = self._root
+        for part in unquote(fragment).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(found):
+                found = found[int(part[:9])]
+            else:
+                return True
+        return found
+
+    def _anchored(self, name: str) -> Any:
+        if self._anchors is None:
+            self._anchors = {}
+            waiting: list[Any] = [self._root]
+            while waiting:
+                each = waiting.pop()
+                if isinstance(each, dict):
+                    for key in ("$anchor", "$dynamicAnchor", "$id"):
+                        if isinstance(each.get(key), str):
+                            self._anchors.setdefault(each[key], each)
+                    waiting += each.values()
+                elif isinstance(each, list):
+                    waiting += each
+        return self._anchors.get(name, True)
+
+
+def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The types that a value of all these schemas may have."""
+    types = _CONTAINERS | _SCALARS
+    for schema in schemas:
+        given = schema.get("type")
+        if isinstance(given, str):
+            given = [given]
+        if isinstance(given, list):
+            known = {each for each in given if isinstance(each, str)}
+            if "number" in known:
+                known.add("integer")
+            types &= known
+    return types
+
+
+def _of_property(schemas: Sequence[Mapping[str, Any]], name: str | None) -> list[Any]:
+    """What the value of a property must follow; None: of one that no schema names."""
+    found: list[Any] = []
+    for schema in schemas:
+        properties = _mapping(schema.get("properties"))
+        if name is not None and name in properties:
+            found.append(properties[name])
+        elif "additionalProperties" in schema and not schema.get("patternProperties"):
+            found.append(schema["additionalProperties"])
+    return found
+
+
+def _head_and_rest(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The schemas of an array's first items, and that of all others."""
+    head, items = schema.get("prefixItems"), schema.get("items", True)
+    if isinstance(items, list):  # of drafts before 2020
+        return items, schema.get("additionalItems", True)
+    return (head if isinstance(head, list) else ()), items
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _names(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _count_of(schema: Mapping[str, Any], key: str) -> int:
+    value = schema.get(key)
+    return int(value) if isinstance(value, int | float) and 0 < value < float("inf") else 0

@@ -1,0 +1,112 @@
+"""
+The server's end of a process that follows one grammar, for all choices of a request.
+
+`take` sends a token; `poll` gives what came back. While the process finds the next mask, the model computes.
+Nothing here waits longer than it is told to, so that a slow grammar delays its own answer only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from kvshare.errors import UnsupportedFormatError
+from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, take
+from kvshare.grammar_pool.limits import MASK_S
+
+_GIVE_UP_S = MASK_S + 1.0  # the process ends itself before
+_SEND_S = 1.0
+_READ_BYTES = 262_144
+
+
+class WorkerProcess:
+    """A process that was forked for one grammar, by its socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.pid: int | None = None  # it says so itself
+        self.has_ended = False
+
+    def close(self) -> None:
+        """The process ends when it next waits for a token."""
+        self.has_ended = True
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End the process at once, which may be in a long call."""
+        if self.pid is not None and not self.has_ended:
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.close()
+
+
+class RemoteMatcher:
+    """A grammar that compiled. One thread takes tokens; another may close it at any time."""
+
+    def __init__(self, process: WorkerProcess, *, param: str | None) -> None:
+        """`param`: of the request, that errors name."""
+        self._process = process
+        self._param = param
+        self._reader = FrameReader()
+        self._frames: dict[int, deque[Frame]] = {}
+        self._sent_at: dict[int, float] = {}
+        self._lock = threading.Lock()  # held for as long as `poll` waits
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def take(self, choice: int, token_id: int) -> None:
+        """Advance a choice by a token. Replies: whether it has ended; if not, its next mask."""
+        self._sent_at[choice] = time.monotonic()
+        with self._lock, suppress(OSError):  # it has ended: `poll` says so
+            self._process.connection.settimeout(_SEND_S)
+            self._process.connection.sendall(take(choice, token_id).packed())
+
+    def poll(self, choice: int, *, wait_s: float) -> Frame | None:
+        """
+        The next reply for a choice; None if there is none yet.
+
+        Raises:  UnsupportedFormatError if the grammar can be followed no further
+        """
+        frames = self._frames.setdefault(choice, deque())
+        with self._lock:
+            self._receive(frames, wait_s)
+        if frames:
+            frame = frames.popleft()
+            if frame.kind is Kind.FAILED:
+                raise UnsupportedFormatError(frame.text, self._param)
+            return frame
+        if self._process.has_ended:
+            raise UnsupportedFormatError("its next tokens took too much time or memory to find", self._param)
+        if time.monotonic() - self._sent_at.get(choice, time.monotonic()) > _GIVE_UP_S:
+            with self._lock:
+                self._process.kill()
+            raise UnsupportedFormatError(f"its next tokens took more than {MASK_S:g} s to find", self._param)
+        return None
+
+    def close(self) -> None:
+        """The process ends. Waits some milliseconds at most."""
+        with self._lock:
+            self._process.close()
+
+    def _receive(self, frames: deque[Frame], wait_s: float) -> None:
+        """Read until there is one of these frames, not longer than told."""
+        until = time.monotonic() + wait_s
+        process = self._process
+        while not frames and not process.has_ended:
+            process.connection.settimeout(max(0.0, until - time.monotonic()))
+            try:
+                received = process.connection.recv(_READ_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return
+            except OSError:
+                received = b""
+            process.has_ended = not received
+            for frame in self._reader.feed(received):
+                self._frames.setdefault(frame.choice, deque()).append(frame)

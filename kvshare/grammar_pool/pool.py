@@ -1,0 +1,280 @@
+"""
+The server's side of the pool: whose grammar is compiled when, and the first process, which forks the others.
+
+A key has one grammar compiled at a time, and at most four waiting. So a key whose grammars never compile
+delays no other key's. All keys together have at most eight: beyond that the one under way for longest gives
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshare.errors import OverloadedError, UnsupportedFormatError
+from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed
+from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
+from kvshare.grammar_pool.matcher import RemoteMatcher, WorkerProcess
+
+log = logging.getLogger(__name__)
+
+_SHARE_S = 1.0  # of compiling, before one gives way to others
+_TOO_LATE = "earlier schemas of this key took all of the time; try again later"
+ANSWER_S = 9.5  # after which every request has its answer, waiting included
+MAX_WAITING = 4  # of one key, behind the one that compiles
+MAX_COMPILING = 8  # of all keys
+_START_S = 60.0  # to read a tokenizer
+_READ_BYTES = 65_536
+
+
+class GrammarPool:
+    """
+    Compiles grammars in other processes. All methods run on one event loop.
+
+    The first process starts with the first grammar. If it dies, the next grammar starts another one.
+    """
+
+    def __init__(self, setup: Callable[[], Mapping[str, Any]]) -> None:
+        """`setup`: returns what `compilers.new_compiler` reads; called in a thread for the first grammar."""
+        self._setup = setup
+        self._template: _Template | None = None
+        self._starting = asyncio.Lock()
+        self._turns = _Turns()
+
+    def close(self) -> None:
+        """End the first process. Those that compile end with their sockets."""
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    async def compiled(
+        self, request: Mapping[str, Any], *, key: str, param: str
+    ) -> tuple[RemoteMatcher, bytes]:
+        """
+        Compile what is to be followed.
+
+        Returns the process that follows it, which the caller closes, and its first mask, empty if none was
+        asked for.
+
+        Raises:  UnsupportedFormatError for `param`: it cannot be followed, or takes too much time or memory;
+                 OverloadedError if too many of this key are waiting
+        """
+        deadline = asyncio.get_running_loop().time() + ANSWER_S
+        message = json.dumps(request).encode()
+        async with self._turns.turn(key, message, deadline) as turn:
+            process = WorkerProcess(await self._fork())
+            try:
+                frame = await _answer(process, message, turn, deadline)
+                if frame.kind is Kind.FAILED:
+                    raise UnsupportedFormatError(frame.text, param)
+            except BaseException:
+                process.kill()
+                raise
+            return RemoteMatcher(process, param=param), frame.payload
+
+    async def _fork(self) -> socket.socket:
+        """A connection to a new process."""
+        async with self._starting:
+            for _ in range(2):  # the first process may have died since
+                if self._template is None:
+                    self._template = await asyncio.to_thread(_Template.start, self._setup)
+                try:
+                    return self._template.fork()
+                except OSError:
+                    log.warning("the process that compiles grammars has ended; another one is started")
+                    self._template.close()
+                    self._template = None
+        raise UnsupportedFormatError("the process that compiles grammars does not run", None)
+
+
+async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame:
+    """
+    What came of compiling what `message` asks for, also if the process dies or is too slow.
+
+    Raises:  OverloadedError if so long a wait came before that it had less time than others
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    give_way = asyncio.ensure_future(turn.gives_way.wait())
+    receiving = asyncio.ensure_future(_first_frame(loop, process, message))
+    try:
+        await asyncio.wait(
+            [receiving, give_way], timeout=deadline - began, return_when=asyncio.FIRST_COMPLETED
+        )
+        if receiving.done():
+            return receiving.result() or _death(loop.time() - began)
+        if give_way.done():
+            return failed("it takes long to compile, and other clients' schemas waited for that")
+        if deadline - began < COMPILE_S:
+            raise OverloadedError(_TOO_LATE)
+        return failed(f"it took more than {COMPILE_S:g} s to compile")
+    finally:
+        for task in (receiving, give_way):
+            task.cancel()
+        await asyncio.gather(receiving, give_way, return_exceptions=True)
+
+
+async def _first_frame(
+    loop: asyncio.AbstractEventLoop, process: WorkerProcess, message: bytes
+) -> Frame | None:
+    """What came of a grammar; None if the process has ended without saying."""
+    reader = FrameReader()
+    with suppress(OSError):
+        await loop.sock_sendall(process.connection, Frame(Kind.COMPILE, payload=message).packed())
+        while received := await loop.sock_recv(process.connection, _READ_BYTES):
+            for frame in reader.feed(received):
+                if frame.kind is not Kind.READY:
+                    return frame
+                process.pid = frame.number
+    process.has_ended = True
+    return None
+
+
+def _death(seconds: float) -> Frame:
+    """Why a process ended that was to compile for so long: it says nothing itself."""
+    if seconds >= COMPILE_S:
+        return failed(f"it took more than {COMPILE_S:g} s to compile")
+    return failed(f"its compiler failed, or needed more than {MEMORY_BYTES // 2**20} MiB")
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One grammar that is compiled."""
+
+    began: float = field(default_factory=time.monotonic)
+    gives_way: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False)
+class _Queue:
+    """The grammars of one key."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: Counter[bytes] = field(default_factory=Counter)  # the prompts of one request have one grammar
+
+
+class _Turns:
+    """Who compiles now, and who waits."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _Queue] = {}
+        self._compiling: list[_Turn] = []
+        self._left = asyncio.Event()  # set whenever one has compiled
+
+    @asynccontextmanager
+    async def turn(self, key: str, message: bytes, deadline: float) -> AsyncIterator[_Turn]:
+        """Wait for the turn of this key. Raises OverloadedError if too many wait, or none comes in time."""
+        queue = self._queues.setdefault(key, _Queue())
+        if queue.lock.locked() and len(queue.waiting) >= MAX_WAITING and message not in queue.waiting:
+            raise OverloadedError(
+                f"{len(queue.waiting)} schemas of this key are waiting to be compiled; try again later"
+            )
+        queue.waiting[message] += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                await queue.lock.acquire()
+        except TimeoutError:
+            raise OverloadedError(_TOO_LATE) from None
+        finally:
+            queue.waiting[message] -= 1
+            queue.waiting += Counter()  # without those that do not wait any longer
+            self._forget(key, queue)
+        try:
+            await self._make_room()
+            turn = _Turn()
+            self._compiling.append(turn)
+            try:
+                yield turn
+            finally:
+                self._compiling.remove(turn)
+                self._left.set()
+        finally:
+            queue.lock.release()
+            self._forget(key, queue)
+
+    def _forget(self, key: str, queue: _Queue) -> None:
+        if not queue.waiting and not queue.lock.locked():
+            self._queues.pop(key, None)
+
+    async def _make_room(self) -> None:
+        """Wait until one compiles less than may; the one under way for longest gives way after its share."""
+        while len(self._compiling) >= MAX_COMPILING:
+            longest = self._compiling[0]
+            left = longest.began + _SHARE_S - time.monotonic()
+            if left <= 0:
+                longest.gives_way.set()
+            self._left.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(left, 0.05)):
+                    await self._left.wait()
+
+
+class _Template:
+    """The first process, which reads the tokenizer and forks a process for each grammar."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+
+    @classmethod
+    def start(cls, setup: Callable[[], Mapping[str, Any]]) -> _Template:
+        """Blocks until the tokenizer is read. Raises RequestError if it cannot be."""
+        control, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvshare.grammar_pool.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "RUST_BACKTRACE": "0"},  # forty lines of addresses
+                pass_fds=[theirs.fileno()],
+            )
+        template = cls(process, control)
+        reason = template._set_up(json.dumps(setup()).encode())
+        if reason is not None:
+            template.close()
+            raise UnsupportedFormatError(reason, None)
+        return template
+
+    def _set_up(self, setup: bytes) -> str | None:
+        """None if the process is ready; else why not."""
+        self._control.settimeout(_START_S)
+        reader = FrameReader()
+        try:
+            self._control.sendall(Frame(Kind.COMPILE, payload=setup).packed())
+            while received := self._control.recv(_READ_BYTES):
+                for frame in reader.feed(received):
+                    self._control.setblocking(False)
+                    return frame.text if frame.kind is Kind.FAILED else None
+        except OSError as exc:
+            log.warning("the process that compiles grammars does not start: %s", type(exc).__name__)
+        return "the process that compiles grammars does not start"
+
+    def fork(self) -> socket.socket:
+        """A connection to a new process, which waits for a grammar. Raises OSError if this one has ended."""
+        if self._process.poll() is not None:
+            raise ConnectionError("the process has ended")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
