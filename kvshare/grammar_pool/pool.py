@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshare.errors import OverloadedError, UnsupportedFormatError
-from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed
+from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed, frames_of
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher, WorkerProcess
 
@@ -48,15 +49,18 @@ class GrammarPool:
     def __init__(self, setup: Callable[[], Mapping[str, Any]]) -> None:
         """`setup`: returns what `compilers.new_compiler` reads; called in a thread for the first grammar."""
         self._setup = setup
-        self._template: _Template | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Future[_Template] | None = None
+        self._spawned: _Template | None = None
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._turns = _Turns()
 
     def close(self) -> None:
         """End the first process. Those that compile end with their sockets."""
-        if self._template is not None:
-            self._template.close()
-            self._template = None
+        with self._closing:
+            self._is_closed = True
+            if self._spawned is not None:
+                self._spawned.close()
 
     async def compiled(
         self, request: Mapping[str, Any], *, key: str, param: str
@@ -84,18 +88,36 @@ class GrammarPool:
             return RemoteMatcher(process, param=param), frame.payload
 
     async def _fork(self) -> socket.socket:
-        """A connection to a new process."""
-        async with self._starting:
-            for _ in range(2):  # the first process may have died since
-                if self._template is None:
-                    self._template = await asyncio.to_thread(_Template.start, self._setup)
-                try:
-                    return self._template.fork()
-                except OSError:
-                    log.warning("the process that compiles grammars has ended; another one is started")
-                    self._template.close()
-                    self._template = None
+        """A connection to a new process. Raises UnsupportedFormatError."""
+        for _ in range(2):  # the first process may have died since
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+            starting = self._starting
+            try:
+                # Others wait for it, too: a client that leaves does not end it.
+                return (await asyncio.shield(starting)).fork()
+            except OSError:
+                log.warning("the process that compiles grammars has ended; another one is started")
+            except UnsupportedFormatError:
+                self._forget(starting)
+                raise
+            self._forget(starting)
         raise UnsupportedFormatError("the process that compiles grammars does not run", None)
+
+    def _forget(self, starting: asyncio.Future[_Template]) -> None:
+        if self._starting is starting:
+            self._starting = None
+
+    def _start(self) -> _Template:
+        """Runs in a thread, until the tokenizer is read. Raises UnsupportedFormatError if it cannot be."""
+        with self._closing:
+            if self._is_closed:
+                raise UnsupportedFormatError("this server is stopping", None)
+            if self._spawned is not None:
+                self._spawned.close()
+            template = self._spawned = _Template()
+        template.set_up(self._setup())
+        return template
 
 
 async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame:
@@ -223,42 +245,32 @@ class _Turns:
 class _Template:
     """The first process, which reads the tokenizer and forks a process for each grammar."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self._process = process
-        self._control = control
-
-    @classmethod
-    def start(cls, setup: Callable[[], Mapping[str, Any]]) -> _Template:
-        """Blocks until the tokenizer is read. Raises RequestError if it cannot be."""
-        control, theirs = socket.socketpair()
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvshare.grammar_pool.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "RUST_BACKTRACE": "0"},  # forty lines of addresses
                 pass_fds=[theirs.fileno()],
             )
-        template = cls(process, control)
-        reason = template._set_up(json.dumps(setup()).encode())
-        if reason is not None:
-            template.close()
-            raise UnsupportedFormatError(reason, None)
-        return template
 
-    def _set_up(self, setup: bytes) -> str | None:
-        """None if the process is ready; else why not."""
-        self._control.settimeout(_START_S)
-        reader = FrameReader()
+    def set_up(self, setup: Mapping[str, Any]) -> None:
+        """Blocks until the tokenizer is read. Raises UnsupportedFormatError, and closes, if it cannot be."""
+        reason: str | None = "the process that compiles grammars does not start"
         try:
-            self._control.sendall(Frame(Kind.COMPILE, payload=setup).packed())
-            while received := self._control.recv(_READ_BYTES):
-                for frame in reader.feed(received):
-                    self._control.setblocking(False)
-                    return frame.text if frame.kind is Kind.FAILED else None
+            self._control.settimeout(_START_S)
+            self._control.sendall(Frame(Kind.COMPILE, payload=json.dumps(setup).encode()).packed())
+            answer = next(frames_of(self._control), None)
+            if answer is not None:
+                reason = answer.text if answer.kind is Kind.FAILED else None
+            self._control.setblocking(False)
         except OSError as exc:
             log.warning("the process that compiles grammars does not start: %s", type(exc).__name__)
-        return "the process that compiles grammars does not start"
+        if reason is not None:
+            self.close()
+            raise UnsupportedFormatError(reason, None)
 
     def fork(self) -> socket.socket:
         """A connection to a new process, which waits for a grammar. Raises OSError if this one has ended."""
@@ -275,6 +287,7 @@ class _Template:
         return ours
 
     def close(self) -> None:
-        self._control.close()
+        """May be called again, and while another thread is in `set_up`."""
         self._process.kill()
         self._process.wait()
+        self._control.close()

@@ -21,17 +21,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from kvshare.grammar_pool.compilers import Compiler, Matcher, UnsupportedGrammarError, new_compiler
 from kvshare.grammar_pool.frames import Frame, Kind, failed, frames_of, ready
 from kvshare.grammar_pool.limits import COMPILE_S, MASK_S, MEMORY_BYTES
+from kvshare.safe_logging import classes_and_places
 
 _NICENESS = 10  # of compiling: the model's threads go first
 
 
 def main() -> None:
     """Read what the first frame says, then fork until the server closes the socket."""
-    faulthandler.enable(all_threads=False)
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = next(frames_of(control), None)
     if setup is None:
@@ -42,6 +43,7 @@ def main() -> None:
         control.sendall(failed(str(exc)).packed())
         return
     control.sendall(Frame(Kind.DONE).packed())
+    errors = _quiet_libraries()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ones leave no zombies
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -52,11 +54,24 @@ def main() -> None:
             return
         if os.fork() == 0:
             control.close()
-            _run_forked(compiler, socket.socket(fileno=handles[0]))
+            _run_forked(compiler, socket.socket(fileno=handles[0]), errors)
         os.close(handles[0])
 
 
-def _run_forked(compiler: Compiler, connection: socket.socket) -> None:
+def _quiet_libraries() -> TextIO:
+    """
+    What libraries print about a client's grammar does not reach the server's stderr; where they crash does.
+
+    Returns that stderr.
+    """
+    errors = os.fdopen(os.dup(2), "w", encoding="utf-8")
+    faulthandler.enable(file=errors, all_threads=False)
+    with open(os.devnull, "w", encoding="ascii") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    return errors
+
+
+def _run_forked(compiler: Compiler, connection: socket.socket, errors: TextIO) -> None:
     """Never returns: what the parent would do at its end is not this process's to do."""
     status = 1
     try:
@@ -69,6 +84,8 @@ def _run_forked(compiler: Compiler, connection: socket.socket) -> None:
     except MemoryError:
         with suppress(OSError):
             connection.sendall(failed("it needs too much memory").packed())
+    except Exception as exc:  # noqa: BLE001  the server sees only that this process has ended
+        print(f"a process that compiles grammars failed: {classes_and_places(exc)}", file=errors, flush=True)
     finally:
         os._exit(status)
 

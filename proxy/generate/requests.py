@@ -18,10 +18,9 @@ from kvshare.conversation.parser import AnswerParser, parser_for
 from kvshare.engines.base import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
-from proxy.auth import LOCAL
 from proxy.generate.fields import Body
 from proxy.request_body import KVShareField, read_object, request_options, validated
-from proxy.request_log import RECORD, stored_documents
+from proxy.request_log import RECORD, client_of, stored_documents
 
 ENGINE: web.AppKey[GeneratingEngine] = web.AppKey("generating_engine", GeneratingEngine)
 
@@ -100,15 +99,9 @@ async def engine_requests(
             sampling=sampling,
             mode=mode,
             store=store,
-            client=_client(request),
+            client=client_of(request),
         )
         for number, prompt in enumerate(prompts)
     ]
     record.executed = partial(stored_documents, [entry.stored for entry in requests])
     return requests
-
-
-def _client(request: web.Request) -> str:
-    """Whose request it is, by key; by address where there are no keys."""
-    caller = request[RECORD].caller
-    return f"{caller.name} {request.remote}" if caller is LOCAL else caller.name

@@ -28,10 +28,11 @@ from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
 from proxy.relay.dialects import DIALECTS, Dialect, Unplannable, prompt_of
+from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, client_salt, is_for_operators, sanitized
 from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
-from proxy.request_log import RECORD, stored_documents
+from proxy.request_log import RECORD, client_of, stored_documents
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     if is_json:
         body, document = await _read_json(request)
         routed.client_salt = client_salt(document)
+        await _check_formats(request, document)
     else:
         body = await read_raw(request)
         if body and request.content_type != "multipart/form-data":
@@ -75,6 +77,7 @@ async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this request would get in the caller's own namespace."""
     engine, dialect = request.app[ENGINE], DIALECTS[api_of(request)]
     body, document = await _read_json(request)
+    await _check_formats(request, document)
     try:
         prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
@@ -89,6 +92,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """POST to a route that generates: planned if its prompt is known."""
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
+    await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
     routed, record = _untokenized(request, document), request[RECORD]
     record.mode, record.executed = routed.mode, partial(_executed, routed.execution)
     if routed.mode is SharingMode.OFF:
@@ -97,6 +101,16 @@ async def generate(request: web.Request) -> web.StreamResponse:
         routed.prompt = await _rendered(request, document, body, dialect)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
+
+
+async def _check_formats(request: web.Request, document: Mapping[str, Any]) -> None:
+    """Raises UnsupportedFormatError, OverloadedError; RequestError for a body that is nested too deeply."""
+    try:
+        formats = formats_of(document)
+    except RecursionError:
+        raise RequestError("The JSON body is nested too deeply.") from None
+    if formats:
+        await request.app[ENGINE].server.formats.check(formats, key=client_of(request))
 
 
 def _executed(execution: Execution) -> dict[str, Any]:

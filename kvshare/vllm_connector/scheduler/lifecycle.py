@@ -152,5 +152,6 @@ class SchedulerSide:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "block_size": config.cache_config.block_size,
+            "structured_outputs_backend": config.structured_outputs_config.backend,
             "attention_backend": self._handshakes[0].attention_backend if self._handshakes else "",
         }

@@ -1,0 +1,93 @@
+"""
+Keeps formats of answers from vLLM that would end or choke it: they are compiled here first, where that costs
+one request (`kvshare.grammar_pool`).
+
+What has compiled once is remembered, as clients send the same schemas and tools with each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvshare.conversation.schema_ends import can_end
+from kvshare.errors import UnsupportedFormatError
+from kvshare.fleet.replica import Fleet
+from kvshare.grammar_pool.pool import GrammarPool
+
+_MAX_REMEMBERED = 8192
+_MAX_CHARS = 2**20  # of all formats of a request
+_DEFAULT_BACKEND = "auto"  # of a vLLM whose connector does not say
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """One thing that an answer may have to follow, in vLLM's words."""
+
+    kind: str  # json, regex, choice, grammar, structural_tag
+    text: str
+    param: str  # where in the request it is
+
+
+class FormatGuard:
+    """Checks formats before they are sent to any replica."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._pool = GrammarPool(lambda: {"kind": "vllm"})
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+
+    def close(self) -> None:
+        """End the processes that compile."""
+        self._pool.close()
+
+    async def check(self, formats: Sequence[AnswerFormat], *, key: str) -> None:
+        """
+        Return if vLLM may have them. `key`: whose they are.
+
+        Raises:  UnsupportedFormatError for what would end it or occupy it for seconds, and for schemas
+                 without a finite answer; OverloadedError if too many formats of this key are compiled
+        """
+        backends = sorted(
+            {
+                str(replica.info.settings.get("structured_outputs_backend") or _DEFAULT_BACKEND)
+                for replica in self._fleet.replicas
+                if replica.info is not None
+            }
+            or {_DEFAULT_BACKEND}
+        )
+        new = {digest: entry for entry in formats if (digest := _digest(entry, backends)) not in self._passed}
+        for digest in {_digest(entry, backends) for entry in formats} - set(new):
+            self._passed.move_to_end(digest)
+        if not new:
+            return
+        await asyncio.to_thread(_check_values, list(new.values()))
+        request = {"formats": [(each.kind, each.text) for each in new.values()], "backends": backends}
+        param = next(iter(new.values())).param
+        matcher, _ = await self._pool.compiled(request, key=key, param=param)
+        matcher.close()
+        self._passed.update(dict.fromkeys(new))
+        while len(self._passed) > _MAX_REMEMBERED:
+            self._passed.popitem(last=False)
+
+
+def _digest(entry: AnswerFormat, backends: Sequence[str]) -> bytes:
+    parts = json.dumps([entry.kind, entry.text, *backends]).encode()
+    return hashlib.sha256(parts).digest()
+
+
+def _check_values(formats: Sequence[AnswerFormat]) -> None:
+    """What can be told without compiling. Raises UnsupportedFormatError."""
+    size = sum(len(each.text) for each in formats)
+    if size > _MAX_CHARS:
+        reason = f"the formats of this request have {size} characters, expected at most {_MAX_CHARS}"
+        raise UnsupportedFormatError(reason, formats[0].param)
+    for each in formats:
+        if each.kind == "json":
+            schema = json.loads(each.text)
+            if isinstance(schema, dict) and not can_end(schema):
+                raise UnsupportedFormatError("each answer would contain another one, without end", each.param)
