@@ -21,6 +21,7 @@ from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, running_rela
 
 PATHS = tuple(EVENTS)
 NEW_PATHS = ("/v1/responses", "/v1/messages")
+API = dict(zip(PATHS, ("chat", "completions", "responses", "messages"), strict=True))
 TOOL = {"name": "look_up", "description": "Finds a place.", "input_schema": {"type": "object"}}
 
 
@@ -81,6 +82,47 @@ async def test_what_is_rendered_says_nothing_about_kv(relay: Relay, vllm: FakeVl
     assert vllm.rendered[0].body == body_of(path, "Rome", vllm_xargs={})
     assert set(vllm.generated[0].body["kv_transfer_params"]) == {"kvshare"}
     assert vllm.tickets[0].copies == ()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_cache_salt_divides_on_every_route(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """Plans and vLLM's own cache: only equal salts share, and none is vLLM's to read."""
+    shares: dict[str | None, bool] = {}
+    for salt in ("a", "b", None, LOCAL_SALT, "a", "b", None):
+        await ask(relay, path, f"{salt}", cache_salt=salt)
+        assert bool(vllm.tickets[-1].copies) is shares.get(salt, False)
+        shares[salt] = True
+    assert len({ticket.namespace for ticket in vllm.tickets}) == len(shares)
+    for ticket in vllm.tickets:
+        assert all(vllm.segments[copy.segment_id][0] == ticket.namespace for copy in ticket.copies)
+    salts = [seen.body["cache_salt"] for seen in vllm.generated]
+    assert len(set(salts[:4])) == 4
+    assert salts[2] == LOCAL_SALT
+    await ask(relay, path, "a", cache_salt="a", kvshare={"mode": "off"})
+    assert vllm.generated[-1].body["cache_salt"] == salts[0]
+    explained = [
+        await (
+            await relay.send(f"/admin/explain?api={API[path]}", body_of(path, "x", cache_salt=salt))
+        ).json()
+        for salt in ("c", "a")
+    ]
+    assert [bool(document["donors"]) for document in explained] == [False, True]
+
+
+@pytest.mark.parametrize("place", ["cache_salt", "vllm_xargs.cache_salt"])
+@pytest.mark.parametrize(
+    "path", [*PATHS, "/v1/messages/count_tokens", "/v1/embeddings", "/v1/some/new/route", "/admin/explain"]
+)
+async def test_what_is_no_salt_is_refused(relay: Relay, vllm: FakeVllm, path: str, place: str) -> None:
+    """Before vLLM gets anything: taken as none, it would share what the client asked to keep apart."""
+    salts: tuple[object, ...] = ("", 5, 0, False, [], {}, "x" * 129)
+    for salt in salts:
+        given = {"cache_salt": salt}
+        wrong = given if place == "cache_salt" else {"vllm_xargs": given}
+        response = await relay.send(path, {**body_of(PATHS[0], "Rome"), **wrong})
+        assert response.status == 400
+        assert place in (await response.json())["error"]["message"]
+    assert vllm.seen + vllm.rendered + vllm.generated == []
 
 
 @pytest.mark.parametrize("path", PATHS)
