@@ -70,6 +70,6 @@ def framed_digest(domain: bytes, parts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def joined(parts: Iterable[str]) -> str:
-    """Parts with colons between them, as one string that no other parts give."""
-    return ":".join(part.replace("%", "%25").replace(":", "%3A") for part in parts)
+def joined(parts: Iterable[str], *, by: str = ":") -> str:
+    """One string, of parts with the sign `by` between them, escaped as in URLs: no other parts give it."""
+    return by.join(part.replace("%", "%25").replace(by, f"%{ord(by):X}") for part in parts)
