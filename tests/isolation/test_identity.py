@@ -218,3 +218,14 @@ def test_what_is_no_salt_is_refused(server: Server, route: str, place: str) -> N
         assert "xxx" not in json.dumps(document)
         if "messages" not in route:  # Anthropic's errors name no parameter
             assert document["error"]["param"] == place
+
+
+def test_no_administrator_reads_a_cache_salt(over_http: OverHttp) -> None:
+    """A salted part is one more namespace, by its digest."""
+    secret = "salt-of-the-earth"
+    assert over_http.reused((By.salted("ann", secret), over_http.new_prompt())) == [0]
+    for route in ("/metrics", "/admin/stats", "/admin/tree", "/admin/requests"):
+        headers = {"Authorization": f"Bearer {over_http.server.key('root')}"}
+        asked = urllib.request.Request(over_http.server.url + route, headers=headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert secret not in answer.read().decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,30 @@ async def test_a_cache_salt_divides_on_every_route(relay: Relay, vllm: FakeVllm,
         for salt in ("c", "a")
     ]
     assert [bool(document["donors"]) for document in explained] == [False, True]
+
+
+def _files_in(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+
+
+async def test_a_cache_salt_is_told_to_nobody(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither vLLM nor the store, the log, metrics and administrators have it; refusals do not quote it."""
+    secret = "salt-of-the-earth"
+    caplog.set_level(logging.DEBUG)
+    async with running_relay(tmp_path, vllm, index__backend="edge") as relay:
+        for path in PATHS:
+            await ask(relay, path, "Rome", cache_salt=secret, vllm_xargs={"cache_salt": secret})
+        refused = await relay.send(PATHS[0], body_of(PATHS[0], "Rome", cache_salt=secret * 10))
+        told = [await refused.read()]
+        for path in ("/metrics", "/admin/stats", "/admin/tree", "/admin/requests"):
+            told.append(await (await relay.send(path, method="GET")).read())
+        assert relay.num_nodes > 0
+    told += [seen.raw for seen in (*vllm.generated, *vllm.rendered)]
+    told += _files_in(tmp_path)
+    assert not [each for each in told if secret.encode() in each]
+    assert secret not in caplog.text
 
 
 @pytest.mark.parametrize("place", ["cache_salt", "vllm_xargs.cache_salt"])
