@@ -220,6 +220,27 @@ def test_what_is_no_salt_is_refused(server: Server, route: str, place: str) -> N
             assert document["error"]["param"] == place
 
 
+def test_a_pin_opens_a_prompt_to_no_other_part(over_http: OverHttp) -> None:
+    """Pinned without a salt or with one: it is only kept from eviction."""
+    parts = (By("root"), By.salted("root", "a"))
+    for pinned, other in (parts, parts[::-1]):
+        text = over_http.new_prompt()
+        assert over_http.reused((pinned, text)) == [0]
+        assert over_http.reused((pinned, text), store=False)[0] > 100  # waits until it is stored
+        node = node_of(over_http.server, pinned, text)
+        status, _, document = send(over_http.server, "/admin/pin", {"node": node}, "root")
+        assert status == 200, document
+        assert over_http.reused((other, text), store=False) == [0]
+        send(over_http.server, "/admin/unpin", {"node": node}, "root")
+
+
+def node_of(server: Server, by: By, text: str) -> int:
+    """The stored prompt that this request would copy from."""
+    body = {**body_for(ROUTES[0], text), **by.claims}
+    _, _, document = send(server, "/admin/explain", body, by.key)
+    return int(document["donors"][0]["node"])
+
+
 def test_no_administrator_reads_a_cache_salt(over_http: OverHttp) -> None:
     """A salted part is one more namespace, by its digest."""
     secret = "salt-of-the-earth"
