@@ -7,6 +7,9 @@ al., 2000).
 The node of least worth is evicted first; of equal nodes the one used least recently. When a node is evicted
 to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
 copied for other texts, this is least recently used.
+
+Nodes compete for room with the others of their scope: their namespace, or the memory that it was put into. A
+memory may hold any number of namespaces.
 """
 
 from collections import defaultdict
@@ -21,14 +24,30 @@ _MIN_STALE = 64  # stale entries that a heap may hold, however few nodes there a
 
 
 class EvictionOrder:
-    """One order of all nodes that may be evicted, and one per namespace. A use costs O(log n), amortised."""
+    """One order of all nodes that may be evicted, and one per scope. A use costs O(log n), amortised."""
 
     def __init__(self) -> None:
         self._ranks: defaultdict[str | None, dict[NodeId, _Rank]] = defaultdict(dict)  # of all: under None
         self._heaps: defaultdict[str | None, list[tuple[_Rank, NodeId]]] = defaultdict(list)
         self._num_copied: defaultdict[NodeId, float] = defaultdict(float)  # tokens, see `record_copies`
-        self._floors: defaultdict[str | None, float] = defaultdict(float)
+        self._floors: dict[str | None, float] = {}
+        self._memory_of: dict[str, str] = {}  # namespace -> the memory that it was put into
         self._places = count()
+
+    def put_into(self, memory: str, namespace: str) -> None:
+        """The namespace's nodes compete with all others of this memory from now on. It cannot be moved."""
+        if namespace in self._memory_of:
+            return
+        self._memory_of[namespace] = memory
+        self._heaps.pop(namespace, None)
+        for node_id, rank in self._ranks.pop(namespace, {}).items():
+            self._ranks[memory][node_id] = rank
+            heappush(self._heaps[memory], (rank, node_id))
+
+    def forget(self, namespace: str) -> None:
+        """Called when a namespace has no nodes left: clients may name any number of them."""
+        self._memory_of.pop(namespace, None)
+        self._floors.pop(namespace, None)
 
     def record_copies(self, node_id: NodeId, num_tokens: int) -> None:
         """Count tokens that were copied from a node for another text; its rank changes at its next use."""
@@ -39,10 +58,10 @@ class EvictionOrder:
         self._take_out(node)
         if node.pinned:
             return
-        floor = max(self._floors[None], self._floors[node.namespace])
+        floor = max(self._floors.get(scope, 0.0) for scope in self._scopes(node))
         copied = self._num_copied.get(node.node_id, 0.0) / max(1, node.num_tokens)
         rank = (floor + 1.0 + copied, next(self._places))
-        for scope in (None, node.namespace):
+        for scope in self._scopes(node):
             ranks, heap = self._ranks[scope], self._heaps[scope]
             ranks[node.node_id] = rank
             heappush(heap, (rank, node.node_id))
@@ -50,11 +69,11 @@ class EvictionOrder:
                 heap[:] = [(current, node_id) for node_id, current in ranks.items()]
                 heapify(heap)
 
-    def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
-        """Raise these namespaces' floor (None: all) to the worth of a node about to be evicted."""
+    def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
+        """Raise the floor of these scopes (None: of all) to the worth of a node about to be evicted."""
         if (rank := self._ranks[None].get(node_id)) is not None:
-            for scope in (None,) if namespaces is None else namespaces:
-                self._floors[scope] = max(self._floors[scope], rank[0])
+            for scope in (None,) if scopes is None else scopes:
+                self._floors[scope] = max(self._floors.get(scope, 0.0), rank[0])
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
@@ -66,10 +85,9 @@ class EvictionOrder:
         self._num_copied.pop(node.node_id, None)
         self._take_out(node)
 
-    def first(self, namespaces: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
-        """The node of these namespaces (None: all) to evict first, not in `without`; None if none."""
-        scopes = (None,) if namespaces is None else namespaces
-        heads = (self._head(scope, without) for scope in scopes)
+    def first(self, scopes: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
+        """The node of these scopes (None: of all) to evict first, not in `without`; None if none."""
+        heads = (self._head(scope, without) for scope in ((None,) if scopes is None else scopes))
         return min((head for head in heads if head is not None), default=(None, None))[1]
 
     def _head(self, scope: str | None, without: Container[NodeId]) -> tuple[_Rank, NodeId] | None:
@@ -86,8 +104,11 @@ class EvictionOrder:
 
     def _take_out(self, node: Node) -> None:
         """Remove a node's ranks: its entries in the heaps are stale from then on."""
-        for scope in (None, node.namespace):
+        for scope in self._scopes(node):
             self._ranks[scope].pop(node.node_id, None)
             if not self._ranks[scope]:
                 del self._ranks[scope]
                 self._heaps.pop(scope, None)
+
+    def _scopes(self, node: Node) -> tuple[None, str]:
+        return None, self._memory_of.get(node.namespace, node.namespace)

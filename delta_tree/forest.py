@@ -151,8 +151,13 @@ class Forest:
             segment = self.segments.pop(segment_id)
             for totals in self._totals_with(segment.namespace):
                 totals.add_segment(segment, -1)
-            if not self._totals[segment.namespace]:
-                del self._totals[segment.namespace]
+            self.forget_if_empty(segment.namespace)
+
+    def forget_if_empty(self, namespace: str) -> None:
+        """Keep nothing of a namespace that has neither nodes nor segments."""
+        if not self._totals.get(namespace):
+            self._totals.pop(namespace, None)
+            self.eviction_order.forget(namespace)
 
     def restore(self, stored: Change) -> None:
         """Apply what was loaded to an empty forest. Raises InvalidNodeError if nodes descend from no root."""

@@ -84,11 +84,14 @@ class TreeReader:
             return self._forest.lineage.children(node_id)
 
     def next_to_evict(
-        self, namespaces: Collection[str] | None = None, *, without: Container[NodeId] = ()
+        self, scopes: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
-        """The node of these namespaces (None: all) to evict first, not pinned nor in `without`, if any."""
+        """
+        The node to evict first, not pinned nor in `without`, if any. `scopes`: of these memories, or of
+        namespaces that were put into none; None: of all.
+        """
         with self._lock:
-            node_id = self._forest.eviction_order.first(namespaces, without)
+            node_id = self._forest.eviction_order.first(scopes, without)
             return None if node_id is None else self._forest.nodes[node_id]
 
     def pinned(self) -> frozenset[NodeId]:

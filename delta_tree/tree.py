@@ -114,9 +114,9 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def insert(self, draft: NodeDraft) -> Insertion:
+    def insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:
         """
-        Make a prompt a node.
+        Make a prompt a node. `memory`: that which the prompt's namespace is put into; None: none.
 
         For a prompt that the namespace has already, the use is counted, and the draft's pieces replace the
         stored ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
@@ -148,7 +148,12 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
                 pinned=False,
             )
             check_node(node, segment_of)
-            return self._insert_as(node, draft, created=True)
+            if memory is not None:
+                self._forest.eviction_order.put_into(memory, draft.namespace)
+            try:
+                return self._insert_as(node, draft, created=True)
+            finally:
+                self._forest.forget_if_empty(draft.namespace)
 
     def touch(self, node_id: NodeId, *, num_copied: int = 0) -> None:
         """
@@ -168,14 +173,19 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             if len(self._used) >= _MAX_UNWRITTEN_USES:
                 self._write_pending()
 
-    def age(self, node_id: NodeId, namespaces: Collection[str] | None) -> None:
+    def put_into(self, memory: str, namespace: str) -> None:
+        """The prompts of this namespace compete for room with all others of this memory."""
+        with self._lock:
+            self._forest.eviction_order.put_into(memory, namespace)
+
+    def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
         """
-        Call this before a node is evicted for room. `namespaces`: those that share the room (None: all).
+        Call this before a node is evicted for room. `scopes`: as for `next_to_evict`.
 
         From then on a node must be used again to rank as high as nodes that are used later.
         """
         with self._lock:
-            self._forest.eviction_order.age(node_id, namespaces)
+            self._forest.eviction_order.age(node_id, scopes)
 
     def pin(self, *node_ids: NodeId) -> None:
         """Protect nodes from eviction: all of them, or none where one is unknown (UnknownNodeError)."""

@@ -102,8 +102,10 @@ class ServedIndex:
             if self._settings.backend == "server":
                 # Other servers write there too: only prompts that this server has evicted are removed.
                 await self._index.open()
-                for namespace in {namespace for namespace, _ in self._forgotten}:
-                    ids = [prompt_id for owner, prompt_id in self._forgotten if owner == namespace]
+                by_namespace: dict[str, list[int]] = {}  # of which there may be as many as prompts
+                for namespace, prompt_id in self._forgotten:
+                    by_namespace.setdefault(namespace, []).append(prompt_id)
+                for namespace, ids in by_namespace.items():
                     await self._index.delete(namespace, ids)
             else:
                 # Deleted unread: its KV is lost, or claimed from vLLM and indexed again, without embeddings.

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from kvshare.errors import ErrorCode, RequestError
 from kvshare.requests import SharingMode
 from kvshare.rules.rewrite import apply_rules, shape_of
+from proxy.cache_salt import divided
 from proxy.context import SERVER
 from proxy.errors import HttpError
 from proxy.request_log import RECORD
@@ -38,7 +39,8 @@ _APIS = {  # that /admin/explain takes requests of
 
 async def read_object(request: web.Request, *, strict: bool = True) -> dict[str, Any]:
     """
-    The body as a JSON object, as the operator's rules leave it. The request's record names those that acted.
+    The body as a JSON object, as the operator's rules leave it. The request's record names those that acted,
+    and has the owner that the body's `cache_salt` leaves.
 
     No rule acts where the route takes no prompt, or where the body says `"kvshare": {"rules": false}`.
     `strict`: as for `parse_object`.
@@ -47,6 +49,7 @@ async def read_object(request: web.Request, *, strict: bool = True) -> dict[str,
     check_is_json(request)
     raw = await read_raw(request)
     body = parse_object(raw, strict=strict)
+    request[RECORD].divided_owner = divided(request[RECORD].caller.owner, body)
     rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
     # What is wrong about a `kvshare` object is reported where it is read.
     is_opted_out = isinstance(options, Mapping) and options.get("rules") is False

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, Finished
 from kvshare.errors import RequestError
+from kvshare.namespace import Owner
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Decision, SharingMode, SharingReport, StoredPrompt
 from kvshare.safe_logging import classes_and_places
@@ -63,6 +64,7 @@ class RequestRecord:
     unique_id: str  # ours: no other request has it
     started: float = field(default_factory=perf_counter)
     caller: Caller = ANONYMOUS
+    divided_owner: Owner | None = None  # the caller's owner, divided by the `cache_salt` of the body
     mode: SharingMode | None = None  # None: nothing was generated
     reports: dict[int, SharingReport] = field(default_factory=dict)  # by the number of the prompt
     finished: dict[int, Finished] = field(default_factory=dict)  # the same, of those that have ended
@@ -76,6 +78,11 @@ class RequestRecord:
     unplanned: Reason | None = None  # why nothing could be planned for it
     executed: Callable[[], Mapping[str, Any]] = dict  # what the engine says was done, beside the plan
     _last_token: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose KV the request uses."""
+        return self.divided_owner or self.caller.owner
 
     @property
     def duration_s(self) -> float:

@@ -327,6 +327,26 @@ def test_what_a_client_says_about_kv_is_ignored(fleet: Fleet) -> None:
         assert ask(dot, messages, **stolen)[2] == 0
 
 
+@pytest.mark.parametrize("seed", [14, 15])
+def test_a_clients_salt_divides_what_its_key_shares(fleet: Fleet, seed: int) -> None:
+    """vLLM's own prefix cache for an equal prompt, and copies for a near-duplicate: a to a, not a to b."""
+    forms, is_equal = pair(seed), seed == 14
+    messages = forms.donor_messages if is_equal else forms.recipient_messages
+    one, other = (f"{seed} {name}" for name in "ab")  # new: other tests' forms are near-duplicates, too
+    with fleet.client("ann") as ann, fleet.client("bob") as bob:
+        before = rested(fleet)
+        ask(ann, forms.donor_messages, cache_salt=one)
+        settled(fleet, before)
+        assert ask(bob, messages, cache_salt=other)[2] == 0
+        answer, num_tokens, num_cached = ask(bob, messages, cache_salt=one)
+    assert is_equal or answer == forms.answer
+    assert num_cached > 0.4 * num_tokens, fleet.why()
+    with fleet.client("ann") as ann:
+        for salt in ("", 5, "x" * 129):
+            with pytest.raises(openai.BadRequestError, match="cache_salt"):
+                ask(ann, messages, cache_salt=salt)
+
+
 def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
     """Chunk by chunk the same as asked of vLLM directly, but for id and time."""
     messages = pair(13).donor_messages

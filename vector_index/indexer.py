@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _PARTS = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
 _CATCH_UP = 16  # prompts at once
 _MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
-_MAX_DELETED = 100_000  # of each namespace in a backlog
+_MAX_DELETED = 100_000  # of all namespaces in a backlog: there may be any number of them
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Backlog:
     records: dict[int, PromptRecord] = field(default_factory=dict)
     deleted: dict[str, set[int]] = field(default_factory=dict)
     num_dropped: int = 0
+    num_deleted: int = 0  # prompts in `deleted`
 
     def __bool__(self) -> bool:
         return bool(self.records or self.deleted)
@@ -62,8 +63,9 @@ class Backlog:
         """Note prompts that were not deleted. The index may hold earlier versions of them."""
         for prompt_id in prompt_ids:
             self.records.pop(prompt_id, None)
-        deleted = self.deleted.setdefault(namespace, set())
-        if len(deleted) < _MAX_DELETED:  # the index may nominate others, which the tree no longer has
+        if self.num_deleted < _MAX_DELETED:  # the index may nominate others, which the tree no longer has
+            deleted = self.deleted.setdefault(namespace, set())
+            self.num_deleted += len(set(prompt_ids) - deleted)
             deleted.update(prompt_ids)
 
 

@@ -64,7 +64,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """One request as the engine sees it. The namespace comes from the API key, never from the body."""
+    """
+    One request as the engine sees it.
+
+    The namespace comes from the API key. Of the body only `cache_salt` reaches it, which divides it.
+    """
 
     request_id: str
     namespace: Namespace
@@ -225,8 +229,8 @@ class GeneratingEngine(Engine):
         """The tokenizer's added tokens, id by text: a grammar must name them by their ids."""
 
     @abstractmethod
-    def namespace(self, *, tenant: str, scope: str) -> Namespace:
-        """The namespace of an API key's requests under this engine's model and KV layout."""
+    def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
+        """The namespace of an `Owner`'s requests under this engine's model and KV layout."""
 
     @abstractmethod
     async def encode_chat(self, chat: Chat) -> Prompt:

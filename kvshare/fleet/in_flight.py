@@ -49,7 +49,6 @@ class RoutedRequest:
     prompt: Prompt | None = None
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
-    client_salt: str | None = None
     unique_id: str = ""  # in the access log and `GET /admin/requests`
 
     # Decided by the router.
@@ -82,7 +81,7 @@ class RoutedRequest:
     def salt(self) -> str:
         """vLLM's cache_salt: unique for approximate KV, else that of the owner."""
         if self.ticket is None or self.ticket.is_exact:
-            return owner_salt(self.owner, self.client_salt)
+            return owner_salt(self.owner)
         return private_salt(self.ticket.ticket_id)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.namespace import Namespace, Owner
@@ -48,7 +48,7 @@ class Replica:
         """An owner's namespace in this replica's memory. Only for replicas that share."""
         assert self.info is not None, "namespaces are for replicas that share"
         parts = {name: self.info.namespace_fields[name] for name in NAMESPACE_FIELDS}
-        return replace(Namespace(tenant=owner.tenant, scope=owner.scope, **parts), holder=self.name)
+        return Namespace(**asdict(owner), **parts, holder=self.name)
 
 
 class Fleet:

@@ -8,7 +8,6 @@ and may be called from any thread except the event loop's.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,6 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._namespaces_at: dict[str, set[str]] = defaultdict(set)  # by replica
         self._unclaimed = {node.node_id for node in tree.nodes()}
 
     def store_prompt(
@@ -132,7 +130,8 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
                 if (node := self.tree.get(node_id)) is not None and node.pieces.segment_ids <= now_held
             ]
             self._unclaimed.difference_update(node.node_id for node in claimed)
-            self._namespaces_at[replica].update(node.namespace for node in claimed)
+            for namespace in {node.namespace for node in claimed}:
+                self.tree.put_into(replica, namespace)
             return claimed
 
     def lose(self, replica: str) -> None:
@@ -223,7 +222,6 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def _insert_if_fits(self, replica: str, draft: NodeDraft, held: Collection[NodeId]) -> Node | None:
         """Make room and store a node. Returns None if it was stored already or does not fit."""
-        self._namespaces_at[replica].add(draft.namespace)
         if (known := self.tree.find(draft.namespace, draft.token_ids)) is not None:
             self.discard_unreadable([known.node_id])  # evicts an unclaimed one: this replaces it
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
@@ -231,12 +229,12 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         if not (is_wanted and self._make_room_at(replica, num_bytes, held)):
             return None
         self._add(replica, draft.new_segments)
-        insertion = self._insert(draft)
+        insertion = self._insert(draft, memory=replica)
         return insertion.node if insertion.created else None
 
     def _make_room_at(self, replica: str, num_bytes: int, held: Collection[NodeId]) -> bool:
         """Whether so many bytes fit at the replica, after evicting others of its prompts if necessary."""
-        return self._make_room(num_bytes, self.tier.memories[replica], held, self._namespaces_at[replica])
+        return self._make_room(num_bytes, self.tier.memories[replica], held, replica)
 
     def _add(self, replica: str, segments: Iterable[Segment]) -> None:
         self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})

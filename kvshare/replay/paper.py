@@ -113,7 +113,8 @@ class _Neighbours:
         new: defaultdict[str, dict[int, Vector]] = defaultdict(dict)
         for request, vector in prompts:
             namespace = request.logged.namespace
-            content = hashlib.sha256(namespace.encode() + b"\0" + request.token_ids.tobytes()).digest()
+            own = hashlib.sha256(namespace.encode()).digest()  # of one length, whatever the name
+            content = hashlib.sha256(own + request.token_ids.tobytes()).digest()
             if content in self._seen:
                 self.num_identical += 1
             elif vector is None:

@@ -111,10 +111,10 @@ class PromptKeeper(Generic[TierT]):
         """Every memory that holds segments; none for a tree without an engine."""
         return ()
 
-    def _insert(self, draft: NodeDraft) -> Insertion:
+    def _insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:
         """Store a node. If the tree raises, drop the draft's segments and raise the error again."""
         try:
-            insertion = self.tree.insert(draft)
+            insertion = self.tree.insert(draft, memory=memory)
         except BaseException:
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
@@ -175,13 +175,13 @@ class PromptKeeper(Generic[TierT]):
         num_bytes: int,
         budget: Budget,
         held: Collection[NodeId],
-        namespaces: Collection[str] | None = None,
+        memory: str | None = None,
     ) -> bool:
         """
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
         Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
-        `namespaces`: those whose prompts use this budget; None: all.
+        `memory`: the name of the one that has this budget, where there are several.
         Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
@@ -189,9 +189,10 @@ class PromptKeeper(Generic[TierT]):
         if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
             return False  # evicting all others would not be enough, so none is evicted
-        while (candidate := self.tree.next_to_evict(namespaces, without=held)) is not None:
+        scopes = None if memory is None else (memory,)
+        while (candidate := self.tree.next_to_evict(scopes, without=held)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
-            self.tree.age(candidate.node_id, namespaces)
+            self.tree.age(candidate.node_id, scopes)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
                 self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)

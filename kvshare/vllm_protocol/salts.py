@@ -4,25 +4,18 @@ Values of vLLM's `cache_salt`: requests with different salts never share blocks 
 
 from __future__ import annotations
 
-import hashlib
-
-from kvshare.namespace import Owner
+from kvshare.namespace import Owner, framed_digest
 
 _DOMAIN = b"kvshare.cache_salt.v1"
 
 
-def owner_salt(owner: Owner, client_salt: str | None = None) -> str:
+def owner_salt(owner: Owner) -> str:
     """
     The salt of an owner's requests, so that vLLM's own prefix cache is never shared between owners.
 
-    A client's own salt divides its owner's cache further; it cannot select another owner's.
+    A client's own salt is part of the owner: it divides that cache, and cannot select another owner's.
     """
-    digest = hashlib.sha256(_DOMAIN)
-    for value in (owner.tenant, owner.scope, client_salt or ""):
-        raw = value.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "big"))
-        digest.update(raw)
-    return digest.hexdigest()
+    return framed_digest(_DOMAIN, (owner.tenant, owner.scope, owner.salt))
 
 
 def private_salt(ticket_id: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -89,8 +89,8 @@ async def engine_requests(
     record, started = request[RECORD], time.perf_counter()
     prompts = [await prompt for prompt in encoding]
     record.tokenize_s = time.perf_counter() - started
-    (mode, store), owner = request_options(request, kvshare), record.caller.owner
-    namespace = request.app[ENGINE].namespace(tenant=owner.tenant, scope=owner.scope)
+    mode, store = request_options(request, kvshare)
+    namespace = request.app[ENGINE].namespace(**asdict(record.owner))
     requests = [
         GenerationRequest(
             request_id=uuid.uuid4().hex if number else record.unique_id,

@@ -30,7 +30,7 @@ from proxy.context import SERVER
 from proxy.relay.dialects import DIALECTS, Dialect, Unplannable, prompt_of
 from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
-from proxy.relay.sanitize import check_form, check_path, client_salt, is_for_operators, sanitized
+from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanitized
 from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
 from proxy.request_log import RECORD, client_of, stored_documents
 
@@ -59,17 +59,17 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
         request.app[SERVER].keyring.check_admin(request, request[RECORD].caller)
-    router, routed = request.app[ENGINE].server.router, RoutedRequest(request[RECORD].caller.owner)
+    router = request.app[ENGINE].server.router
     is_json = request.content_type == "application/json" and request.can_read_body
     if is_json:
         body, document = await _read_json(request)
-        routed.client_salt = client_salt(document)
         await _check_formats(request, document)
     else:
         body = await read_raw(request)
         if body and request.content_type != "multipart/form-data":
             check_is_json(request)
         check_form(body)
+    routed = RoutedRequest(request[RECORD].owner)
     return await RelayedRequest(request, router, routed, body, is_json=is_json).forward()
 
 
@@ -135,11 +135,10 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedReq
     """What a request says of itself. Raises RequestError."""
     mode, may_store = request_options(request, parse_kvshare(document))
     return RoutedRequest(
-        owner=request[RECORD].caller.owner,
+        owner=request[RECORD].owner,
         unique_id=request[RECORD].unique_id,
         mode=mode,
         may_store=may_store,
-        client_salt=client_salt(document),
     )
 
 

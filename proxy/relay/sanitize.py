@@ -2,8 +2,9 @@
 Removes from a relayed request the headers and members that would give a client more than it may ask for, and
 adds the members that are the proxy's.
 
-A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares
-(`cache_salt`). Its key is not sent on. All of that is removed, on every route.
+A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares: its
+`cache_salt` only divides its owner's, and vLLM gets that of the two together. Its key is not sent on. All of
+that is removed, on every route.
 """
 
 from __future__ import annotations
@@ -69,12 +70,6 @@ def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:
     close = raw.rindex(b"}")
     comma = b"" if raw[:close].rstrip().endswith(b"{") else b","
     return raw[:close] + comma + dump(added)[1:-1] + raw[close:]
-
-
-def client_salt(document: Mapping[str, Any]) -> str | None:
-    """The `cache_salt` that a client asked for: it divides its own space, under its owner's."""
-    salt = document.get("cache_salt")
-    return salt if isinstance(salt, str) and salt else None
 
 
 def takes_salt(raw_path: str) -> bool:

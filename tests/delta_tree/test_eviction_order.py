@@ -135,3 +135,38 @@ def test_room_of_one_replica_is_no_room_of_another() -> None:
     order.record_use(node(4, "b"))
     assert order.first(["a"], ()) == 3
     assert order.first(["b"], ()) == 2
+
+
+def test_namespaces_of_one_memory_are_one_order() -> None:
+    """Also those that are new: they begin at the floor that evictions of others have raised."""
+    order = EvictionOrder()
+    order.record_copies(NodeId(1), 30)
+    order.record_use(node(1, "a"))  # worth 4, known before its memory is
+    for namespace in ("a", "b", "c"):
+        order.put_into("memory", namespace)
+    order.record_use(node(2, "b"))
+    order.age(NodeId(1), ["memory"])
+    order.record_use(node(3, "c"))
+    leaving: list[NodeId] = []
+    while (found := order.first(["memory"], leaving)) is not None:
+        leaving.append(found)
+    assert leaving == [2, 1, 3]
+    assert order.first(["a"], ()) is None
+    assert order.first(None, ()) == 2
+
+
+def test_an_emptied_namespace_leaves_nothing() -> None:
+    """Clients may name any number of them."""
+    order = EvictionOrder()
+    for number in range(100):
+        one = node(number, f"namespace {number}")
+        if number % 2:
+            order.put_into("memory", one.namespace)
+        order.record_use(one)
+        order.age(one.node_id, [one.namespace])
+        order.remove(one)
+        order.forget(one.namespace)
+    assert not order._ranks
+    assert not order._heaps
+    assert not order._memory_of
+    assert not order._floors

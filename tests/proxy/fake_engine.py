@@ -100,10 +100,11 @@ class FakeEngine(GeneratingEngine):
     def added_tokens(self) -> Mapping[str, int]:
         return {}
 
-    def namespace(self, *, tenant: str, scope: str) -> Namespace:
+    def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
         return Namespace(
             tenant=tenant,
             scope=scope,
+            salt=salt,
             model=MODEL,
             revision="0",
             tokenizer="bytes",

@@ -106,8 +106,9 @@ async def test_private_keys_share_with_themselves_only(guarded: Server) -> None:
 async def test_the_body_cannot_choose_the_namespace(guarded: Server) -> None:
     """user, prompt_cache_key and the like are no identity."""
     await cached_tokens(guarded, "alice", user="alice")
-    hints = {"user": "alice", "prompt_cache_key": "acme", "tenant": "acme", "cache_salt": "acme"}
+    hints = {"user": "alice", "prompt_cache_key": "acme", "tenant": "acme"}
     assert await cached_tokens(guarded, "eve", **hints) == 0
+    assert await cached_tokens(guarded, "eve", **hints, cache_salt="acme") == 0  # new, as a part of eve's own
 
 
 async def test_names_cannot_be_made_to_collide() -> None:

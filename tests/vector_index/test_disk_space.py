@@ -219,6 +219,6 @@ def test_a_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     backlog.add([record(1), record(2), record(1), record(3)])
     assert (list(backlog.records), backlog.num_dropped) == ([1, 3], 1)
     monkeypatch.setattr("vector_index.indexer._MAX_DELETED", 2)
-    for prompt_id in range(10, 14):
-        backlog.delete("a", [prompt_id])
-    assert backlog.deleted == {"a": {10, 11}}
+    for prompt_id, namespace in ((10, "a"), (10, "a"), (11, "b"), (12, "a"), (13, "c")):
+        backlog.delete(namespace, [prompt_id])
+    assert backlog.deleted == {"a": {10}, "b": {11}}

@@ -80,8 +80,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     def added_tokens(self) -> Mapping[str, int]:
         return self.server.encoder.added_tokens
 
-    def namespace(self, *, tenant: str, scope: str) -> Namespace:
-        return Namespace(tenant=tenant, scope=scope, **self.server.namespace_fields)
+    def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
+        return Namespace(tenant=tenant, scope=scope, salt=salt, **self.server.namespace_fields)
 
     async def encode_chat(self, chat: Chat) -> Prompt:
         return await self.server.off_loop(self.server.encoder.encode_chat, chat)

@@ -36,6 +36,7 @@ from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import MemoryTier
 from kvshare.metadata import check_not_in_use, open_emptied_tree
+from kvshare.namespace import joined
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import find_model
 from kvshare.settings import Settings
@@ -146,7 +147,7 @@ def _runtime(
     settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
 ) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
     """The runtime with an empty store: the KV of stored prompts was lost with the last process."""
-    identity = ":".join(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
+    identity = joined(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
     limits = PlannerLimits.from_settings(
         settings,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvshare.errors import LogError
+from kvshare.namespace import joined
 from kvshare.replay.readers import fields
 from kvshare.replay.readers.fields import NAMES
 from kvshare.replay.readers.files import Row
@@ -30,8 +31,8 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     rows.
 
     Optional: `conversation` (the same string in all rows of one, in any file), `turn`, `user`, `timestamp`,
-    `answer`, `language`, `namespace`. Without a `turn`, it is the number of earlier user messages, for bare
-    prompts their place in the conversation.
+    `answer`, `language`, `namespace`, `cache_salt`. Without a `turn`, it is the number of earlier user
+    messages, for bare prompts their place in the conversation.
     """
     content: dict[str, Any]
     if row.get("messages") is not None:
@@ -73,11 +74,18 @@ def _request_row(
         user=fields.optional_id(row, *NAMES["user"]),
         time_s=fields.time_s(fields.first(row, *times)),
         language=fields.language(row),
-        namespace=fields.optional_id(row, *NAMES["namespace"]) or "default",
+        namespace=_namespace(row),
         **content,
     )
     by_order = conversation is not None and messages is None and turn is None
     return LoggedRow(request, turn_by_order=by_order)
+
+
+def _namespace(row: Row) -> str:
+    """What the log names, divided by the request's own `cache_salt` as the server would divide it."""
+    named = fields.optional_id(row, *NAMES["namespace"]) or "default"
+    salt = fields.optional_id(row, "cache_salt")
+    return joined((named,) if salt is None else (named, salt))
 
 
 def _request_rows(

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 
 import kvshare
 from kvshare.loopback import is_loopback
+from kvshare.namespace import joined
 from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer
@@ -135,7 +136,7 @@ class SchedulerSide:
         return {
             "model": model.model,
             "revision": "+".join(worker.weights for worker in self._handshakes),
-            "tokenizer": f"{model.tokenizer}@{model.tokenizer_revision or ''}",
+            "tokenizer": joined((model.tokenizer, model.tokenizer_revision or ""), by="@"),
             "dtype": first.dtype if first else "",
             "kv_layout": f"{first.num_layers}x{heads}x{first.head_dim}" if first else "",
             "rope": first.rope if first else "",

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
+from proxy.cache_salt import CacheSalt
 from proxy.generate.chat.template import TemplateBody
 from proxy.generate.fields import (
     INT32,
@@ -74,6 +75,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     kvshare: KVShareField = None
+    cache_salt: CacheSalt = None
 
     @property
     def num_choices(self) -> int:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
+from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
 from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
@@ -228,6 +229,7 @@ class MessagesBody(CountTokensBody):
     top_k: Annotated[Whole, Field(ge=0, le=INT32)] | None = None
     stream: bool = False
     kvshare: KVShareField = None
+    cache_salt: CacheSalt = None
 
     @property
     def sampling(self) -> SamplingParams:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
 from kvshare.errors import UnsupportedParameterError
+from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
 from proxy.generate.fields import Name, refuse_unsupported
 from proxy.request_body import KVShareField, at_most
@@ -192,6 +193,7 @@ class ResponsesBody(body_parts.BodyPart):
     truncation: Literal["auto", "disabled"] = "disabled"  # either way what does not fit is refused
     stream: bool = False
     kvshare: KVShareField = None
+    cache_salt: CacheSalt = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

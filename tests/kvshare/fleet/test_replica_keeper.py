@@ -36,10 +36,10 @@ def whole(length: int = 50) -> Finished:
     return Finished("r", "full", None, stored=(stored,))
 
 
-def request(tokens: TokenIds, *, replica: str = "a") -> RoutedRequest:
-    """One that was sent to a replica without a plan; each replica has a namespace of its own."""
+def request(tokens: TokenIds, *, replica: str = "a", namespace: str | None = None) -> RoutedRequest:
+    """One that was sent to a replica without a plan; each replica has namespaces of its own."""
     prompt = Prompt(tokens, PromptText("", ""))
-    ticket = Ticket("r", replica, "d", len(tokens))
+    ticket = Ticket("r", namespace or replica, "d", len(tokens))
     execution = Execution(replica)
     return RoutedRequest(Owner("acme", "tenant"), prompt, execution=execution, ticket=ticket)
 
@@ -50,12 +50,13 @@ def offer(
     tokens: TokenIds,
     *,
     replica: str = "a",
+    namespace: str | None = None,
     max_bytes: int = 10**6,
     held: Collection[NodeId] = (),
 ) -> Node | None:
     """A replica has retained this of a prompt."""
     keeper.tier.memories[replica].max_bytes = max_bytes
-    return keeper.store(request(tokens, replica=replica), finished, held)
+    return keeper.store(request(tokens, replica=replica, namespace=namespace), finished, held)
 
 
 def store(keeper: ReplicaKeeper, seed: int, *, replica: str = "a") -> Node:
@@ -108,6 +109,25 @@ def test_pins_of_the_last_run_hold_once_their_replica_is_back(tmp_path: Path) ->
         assert keeper.pins()["num_bytes"] == 500
         keeper.ask(QUESTIONS["pin"], {"node": other.node_id})
         assert tree.pinned() == {pinned.node_id, other.node_id}
+
+
+def test_prompts_of_any_number_of_namespaces_share_a_replicas_memory(keeper: ReplicaKeeper) -> None:
+    """
+    A client's salts make as many as it likes. The prompt that was not used for longest leaves each time, of
+    whichever namespace, and nothing is kept of namespaces without prompts.
+    """
+    nodes = []
+    for number in range(40):
+        node = offer(keeper, whole(), prompt(number), namespace=f"salt {number}", max_bytes=1500)
+        assert node is not None
+        nodes.append(node.node_id)
+        assert [node.node_id for node in keeper.tree.nodes()] == nodes[-3:]
+    other = offer(keeper, whole(), prompt(1), replica="b", namespace="salt b", max_bytes=1500)
+    assert other is not None
+    order = keeper.tree._forest.eviction_order
+    assert set(order._memory_of) == {"salt 37", "salt 38", "salt 39", "salt b"}
+    assert set(order._ranks) == {None, "a", "b"}
+    assert set(order._floors) == {"a"}
 
 
 def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:

@@ -75,16 +75,19 @@ def test_approximate_tickets_have_a_salt_of_their_own() -> None:
     """Everything else has its owner's; a client's salt divides it, and none meets another's."""
     approximate = ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True)
     exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, ticket_id="r", namespace="n", store=True)
-    assert RoutedRequest(OWNER, client_salt="mine", ticket=approximate).salt == private_salt("r")
+    assert RoutedRequest(OWNER.divided("mine"), ticket=approximate).salt == private_salt("r")
     assert RoutedRequest(OWNER, ticket=exact).salt == RoutedRequest(OWNER).salt == owner_salt(OWNER)
     salts = [
         owner_salt(OWNER),
-        owner_salt(OWNER, "a"),
-        owner_salt(OWNER, owner_salt(OWNER)),
+        owner_salt(OWNER.divided("a")),
+        owner_salt(OWNER.divided(owner_salt(OWNER))),
+        owner_salt(OWNER.divided("a").divided("b")),
+        owner_salt(OWNER.divided("b").divided("a")),
+        owner_salt(replace(OWNER, salt="a")),
         owner_salt(Owner("globex", "tenant")),
         owner_salt(Owner("acme", "private")),
         owner_salt(Owner("acmetenant", "")),
-        owner_salt(OWNER, "\ud800"),
+        owner_salt(OWNER.divided("\ud800")),
     ]
     assert len(set(salts)) == len(salts)
     assert all(len(salt) == 64 for salt in salts)

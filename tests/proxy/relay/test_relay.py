@@ -77,7 +77,7 @@ async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeV
     assert seen.raw.count(b"kv_transfer") == 1
     assert seen.body["vllm_xargs"] == {"a": 1}
     assert "kvshare" not in seen.body
-    assert seen.body["cache_salt"] == owner_salt(Owner("local", "tenant"), "globex")
+    assert seen.body["cache_salt"] == owner_salt(Owner("local", "tenant").divided("globex"))
     assert seen.raw.count(b"cache_salt") == 1
 
 
@@ -91,7 +91,10 @@ async def test_other_routes_are_passed_through_scrubbed_and_salted(
     assert (response.status, response.headers["X-Vllm"]) == (203, "yes")
     (seen,) = vllm.seen
     assert (seen.method, seen.path.replace("+", "%20")) == ("POST", f"{path}?a=%20b")
-    assert seen.body == {"input": "hello", "cache_salt": owner_salt(Owner("local", "tenant"), "theirs")}
+    assert seen.body == {
+        "input": "hello",
+        "cache_salt": owner_salt(Owner("local", "tenant").divided("theirs")),
+    }
 
 
 async def test_a_body_without_members_of_its_own_is_salted_too(relay: Relay, vllm: FakeVllm) -> None:

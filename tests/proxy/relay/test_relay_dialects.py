@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, running_rela
 
 PATHS = tuple(EVENTS)
 NEW_PATHS = ("/v1/responses", "/v1/messages")
+API = dict(zip(PATHS, ("chat", "completions", "responses", "messages"), strict=True))
 TOOL = {"name": "look_up", "description": "Finds a place.", "input_schema": {"type": "object"}}
 
 
@@ -81,6 +83,71 @@ async def test_what_is_rendered_says_nothing_about_kv(relay: Relay, vllm: FakeVl
     assert vllm.rendered[0].body == body_of(path, "Rome", vllm_xargs={})
     assert set(vllm.generated[0].body["kv_transfer_params"]) == {"kvshare"}
     assert vllm.tickets[0].copies == ()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_cache_salt_divides_on_every_route(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """Plans and vLLM's own cache: only equal salts share, and none is vLLM's to read."""
+    shares: dict[str | None, bool] = {}
+    for salt in ("a", "b", None, LOCAL_SALT, "a", "b", None):
+        await ask(relay, path, f"{salt}", cache_salt=salt)
+        assert bool(vllm.tickets[-1].copies) is shares.get(salt, False)
+        shares[salt] = True
+    assert len({ticket.namespace for ticket in vllm.tickets}) == len(shares)
+    for ticket in vllm.tickets:
+        assert all(vllm.segments[copy.segment_id][0] == ticket.namespace for copy in ticket.copies)
+    salts = [seen.body["cache_salt"] for seen in vllm.generated]
+    assert len(set(salts[:4])) == 4
+    assert salts[2] == LOCAL_SALT
+    await ask(relay, path, "a", cache_salt="a", kvshare={"mode": "off"})
+    assert vllm.generated[-1].body["cache_salt"] == salts[0]
+    explained = [
+        await (
+            await relay.send(f"/admin/explain?api={API[path]}", body_of(path, "x", cache_salt=salt))
+        ).json()
+        for salt in ("c", "a")
+    ]
+    assert [bool(document["donors"]) for document in explained] == [False, True]
+
+
+def _files_in(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+
+
+async def test_a_cache_salt_is_told_to_nobody(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither vLLM nor the store, the log, metrics and administrators have it; refusals do not quote it."""
+    secret = "salt-of-the-earth"
+    caplog.set_level(logging.DEBUG)
+    async with running_relay(tmp_path, vllm, index__backend="edge") as relay:
+        for path in PATHS:
+            await ask(relay, path, "Rome", cache_salt=secret, vllm_xargs={"cache_salt": secret})
+        refused = await relay.send(PATHS[0], body_of(PATHS[0], "Rome", cache_salt=secret * 10))
+        told = [await refused.read()]
+        for path in ("/metrics", "/admin/stats", "/admin/tree", "/admin/requests"):
+            told.append(await (await relay.send(path, method="GET")).read())
+        assert relay.num_nodes > 0
+    told += [seen.raw for seen in (*vllm.generated, *vllm.rendered)]
+    told += _files_in(tmp_path)
+    assert not [each for each in told if secret.encode() in each]
+    assert secret not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["cache_salt", "vllm_xargs.cache_salt"])
+@pytest.mark.parametrize(
+    "path", [*PATHS, "/v1/messages/count_tokens", "/v1/embeddings", "/v1/some/new/route", "/admin/explain"]
+)
+async def test_what_is_no_salt_is_refused(relay: Relay, vllm: FakeVllm, path: str, place: str) -> None:
+    """Before vLLM gets anything: taken as none, it would share what the client asked to keep apart."""
+    salts: tuple[object, ...] = ("", 5, 0, False, [], {}, "x" * 129)
+    for salt in salts:
+        given = {"cache_salt": salt}
+        wrong = given if place == "cache_salt" else {"vllm_xargs": given}
+        response = await relay.send(path, {**body_of(PATHS[0], "Rome"), **wrong})
+        assert response.status == 400
+        assert place in (await response.json())["error"]["message"]
+    assert vllm.seen + vllm.rendered + vllm.generated == []
 
 
 @pytest.mark.parametrize("path", PATHS)

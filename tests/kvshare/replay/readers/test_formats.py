@@ -206,6 +206,27 @@ def test_load_tools_name_users_as_other_logs_do(tmp_path: Path) -> None:
     assert (request.conversation, request.user, request.namespace) == ("c1", "7", "north")
 
 
+def test_a_cache_salt_divides_what_a_log_names(tmp_path: Path) -> None:
+    """As the server divides it: equal ones meet, and a salt cannot name another namespace."""
+    own: list[dict[str, str]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"tenant": "x", "cache_salt": "a"},
+    ]
+    crafted = [
+        {"tenant": "default:a"},
+        {"tenant": "x:a"},
+        {"tenant": "x", "cache_salt": "a:b"},
+        {"tenant": "x:a", "cache_salt": "b"},
+    ]
+    rows = [{"prompt": "p", **more} for more in [*own, *crafted] * 2]
+    found = [request.namespace for request in logs.requests_of(logs.write_lines(tmp_path / "log", rows))]
+    assert found[:8] == found[8:]
+    assert len(set(found)) == 8
+    assert found[0] == "default"
+
+
 def test_how_long_something_took_is_not_when_it_was_asked(tmp_path: Path) -> None:
     """In rows that are not our own, `time` may be a latency, in any form, and a language a list of them."""
     row = {**logs.GUIDELLM, "time": "0.5 s", "lang": ["en"]}
