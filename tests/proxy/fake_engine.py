@@ -51,6 +51,7 @@ class Behaviour:
     prefill_s: float = 0.0  # after Started
     token_s: float = 0.0
     refuse: Exception | None = None  # instead of Started
+    refuse_prompt: Exception | None = None  # by the tokenizer
     fail_after_tokens: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
     has_no_embedder: bool = False
@@ -113,6 +114,8 @@ class FakeEngine(GeneratingEngine):
         )
 
     async def encode_chat(self, chat: Chat) -> Prompt:
+        if self.behaviour.refuse_prompt is not None:
+            raise self.behaviour.refuse_prompt
         self.chats.append(chat)
         text = "".join(f"<{message['role']}>{message['content']}" for message in chat.messages)
         return self._prompt(list(text.encode()), last=chat.messages[-1]["content"])
