@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -138,11 +138,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     def _decoding(self, request: GenerationRequest) -> Decoding:
         """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
         server, sampling = self.server, request.sampling
-        size = server.model.vocab_size
-        if foreign := [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < size]:
-            raise RequestError(
-                f"token id {foreign[0]} is not in the vocabulary of {size} tokens", param="stop_token_ids"
-            )
+        for param in ("stop_token_ids", "logit_bias"):
+            _check_vocabulary(param, getattr(sampling, param), server.model.vocab_size)
         return Decoding(
             tokenizer=server.encoder.backend,
             draw=resolve(sampling, server.model.sampling_defaults),
@@ -240,6 +237,14 @@ def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
         return Embeddings(embedder.name, embedder.embed(texts), tuple(embedder.count_tokens(texts)))
     except EmbedderError as exc:
         raise EngineError(str(exc)) from exc
+
+
+def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
+    """Raises RequestError for the first token id that the model does not have."""
+    if foreign := [token_id for token_id in ids if not 0 <= token_id < size]:
+        raise RequestError(
+            f"'{param}': token id {foreign[0]} is not in the vocabulary of {size} tokens", param=param
+        )
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

@@ -15,7 +15,9 @@ from openai.types.chat import (
 from openai.types.chat.chat_completion_assistant_message_param import FunctionCall
 from openai.types.shared_params import FunctionDefinition
 
-from kvshare.conversation.chat import ToolChoice, ToolUse
+from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
+from kvshare.conversation.grammar import grammar_of
+from kvshare.conversation.tools import ToolFormat
 from tests.proxy.conftest import Server, chat, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -244,6 +246,80 @@ async def test_messages_of_old_clients(server: Server) -> None:
     assert called["function"] == {"name": "weather", "arguments": {}}
     assert (result["role"], result["name"], result["content"]) == ("tool", "weather", "rain")
     assert result["tool_call_id"] == called["id"]
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT_TOOL = {"messages": HELLO, "tool_choice": "required", "parallel_tool_calls": False}
+MESSAGES_TOOL = {"messages": HELLO, "max_tokens": 9, "tool_choice": {"type": "tool", "name": "now"}}
+EMPTY = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(
+            (CHAT, CHAT_TOOL | {"tools": [{"type": "function", "function": {"name": "now", **given}}]})
+            for given in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": EMPTY})
+        ),
+        (CHAT, {"messages": HELLO, "functions": [{"name": "now"}], "function_call": {"name": "now"}}),
+        *(
+            (
+                "/v1/responses",
+                {
+                    "input": "hello",
+                    "tools": [{"type": "function", "name": "now", **given}],
+                    "tool_choice": {"type": "function", "name": "now"},
+                },
+            )
+            for given in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": EMPTY})
+        ),
+        *(
+            ("/v1/messages", MESSAGES_TOOL | {"tools": [{"name": "now", "input_schema": given}]})
+            for given in ({}, EMPTY)
+        ),
+    ],
+)
+async def test_a_tool_without_parameters_has_none(server: Server, path: str, body: dict[str, Any]) -> None:
+    """On every route an absent, null or empty list of parameters leaves a call with `{}`."""
+    response = await server.post(path, {"model": "echo", **body})
+    assert response.status == 200, await response.text()
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = ({"type": "function", "function": {"name": "now", "parameters": nothing}},)
+    expected = grammar_of(Chat((), tools, ToolChoice(ToolUse.REQUIRED, "now")), ToolFormat.HERMES)
+    assert server.engine.requests[0].sampling.grammar == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "tool", "tool_call_id": "c1", "content": "rain"}],
+        [*MESSAGES, {"role": "tool", "tool_call_id": "c1", "content": "rain"}],
+        [
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "function": {"name": "weather", "arguments": "{}"}}],
+            },
+        ],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c2", "function": {"name": "weather", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ],
+    ],
+)
+async def test_a_result_without_its_call_is_refused(
+    server: Server, path: str, messages: list[dict[str, Any]]
+) -> None:
+    """As on the other routes and with OpenAI: the message is named."""
+    response = await server.post(path, chat(tools=TOOLS) | {"messages": messages})
+    error = (await response.json())["error"]
+    number = next(number for number, message in enumerate(messages) if message["role"] == "tool")
+    assert (response.status, error["param"]) == (400, f"messages[{number}].tool_call_id")
+    assert "no call before it has this id" in error["message"]
 
 
 async def test_logprobs_of_calls_are_all_there() -> None:

@@ -154,11 +154,14 @@ async def test_a_stop_token_ends_an_answer_unseen(engine: EmbeddedEngine) -> Non
     assert stopped.ends == [FinishReason.STOP]
 
 
-async def test_a_stop_token_outside_the_vocabulary_is_refused(engine: EmbeddedEngine) -> None:
-    """By name, before the answer."""
-    with pytest.raises(RequestError, match="not in the vocabulary") as refusal:
-        await ask(engine, stop_token_ids=(10_000_000,))
-    assert refusal.value.param == "stop_token_ids"
+@pytest.mark.parametrize("param", ["stop_token_ids", "logit_bias"])
+async def test_a_token_outside_the_vocabulary_is_refused(engine: EmbeddedEngine, param: str) -> None:
+    """By name, before the answer; the last token of the vocabulary is not."""
+    size = engine.server.model.vocab_size
+    await ask(engine, max_tokens=1, **{param: {size - 1: 1.0}})
+    with pytest.raises(RequestError, match=f"'{param}': token id {size} is not in the vocabulary") as refusal:
+        await ask(engine, **{param: {5: 1.0, size: 1.0}})
+    assert refusal.value.param == param
 
 
 async def test_the_end_of_the_sequence_can_be_ignored_or_put_off(engine: EmbeddedEngine) -> None:
