@@ -124,14 +124,14 @@ Event = Started | Delta | Finished
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
     """
-    Texts as vectors of length 1. The end of a text that is too long for the embedder is not read.
+    Texts as vectors of length 1. Each was read to its end: one that is too long for the embedder is refused.
 
     Shapes:  vectors (N, D) float32
     """
 
     model: str  # the embedder's name
     vectors: NDArray[np.float32]
-    num_tokens: tuple[int, ...]  # that were read of each text
+    num_tokens: tuple[int, ...]  # of each text, with the special ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,10 @@ class GeneratingEngine(Engine):
 
     @abstractmethod
     async def embed(self, texts: Sequence[str]) -> Embeddings:
-        """Embed texts. Raises RequestError if no embedder is loaded, and EngineError if it fails."""
+        """
+        Embed texts. Raises RequestError if no embedder is loaded, or if a text is too long for it, and
+        EngineError if it fails.
+        """
 
     @abstractmethod
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:

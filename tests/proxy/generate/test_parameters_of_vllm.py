@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -76,8 +77,8 @@ def test_no_parameter_is_in_two_lists(_: str, body: type[BaseModel], api: str) -
     assert body.model_fields.keys() & (table["parameters"].keys() | set(table["hints"])) == set()
 
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-ROUTES = {
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
     "completions": ("/v1/completions", {"prompt": "hi"}),
     "responses": ("/v1/responses", {"input": "hi"}),

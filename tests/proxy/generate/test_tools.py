@@ -252,6 +252,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 CHAT_TOOL = {"messages": HELLO, "tool_choice": "required", "parallel_tool_calls": False}
 MESSAGES_TOOL = {"messages": HELLO, "max_tokens": 9, "tool_choice": {"type": "tool", "name": "now"}}
 EMPTY = {"type": "object", "properties": {}}
+NO_PARAMETERS: list[dict[str, Any]] = [{}, {"parameters": None}, {"parameters": {}}, {"parameters": EMPTY}]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ EMPTY = {"type": "object", "properties": {}}
     [
         *(
             (CHAT, CHAT_TOOL | {"tools": [{"type": "function", "function": {"name": "now", **given}}]})
-            for given in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": EMPTY})
+            for given in NO_PARAMETERS
         ),
         (CHAT, {"messages": HELLO, "functions": [{"name": "now"}], "function_call": {"name": "now"}}),
         *(
@@ -271,7 +272,7 @@ EMPTY = {"type": "object", "properties": {}}
                     "tool_choice": {"type": "function", "name": "now"},
                 },
             )
-            for given in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": EMPTY})
+            for given in NO_PARAMETERS
         ),
         *(
             ("/v1/messages", MESSAGES_TOOL | {"tools": [{"name": "now", "input_schema": given}]})

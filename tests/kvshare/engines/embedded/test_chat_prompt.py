@@ -236,7 +236,7 @@ def test_a_refusal_names_what_the_template_refused(
 
 
 def test_a_prompt_that_is_not_counted_to_its_end_says_so() -> None:
-    """Far too long a text is refused by a lower bound of its tokens, which is called one; others are counted."""
+    """Far too long a text is refused by a lower bound, which is called one; others are counted."""
     demo = encoder()
     demo.limit_to(max_model_len=4096, vocab_size=1536)
     text = "a word " * 1_000_000
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_not_counted_to_its_end_says_so() -> None:
         ("prompt", lambda: demo.encode_text(text)),
         ("messages", lambda: demo.encode_chat(Chat(({"role": "user", "content": text},)))),
     ):
-        with pytest.raises(ContextLengthError, match="you requested at least [0-9]+ tokens") as refusal:
+        with pytest.raises(ContextLengthError, match=r"you requested at least [0-9]+ tokens") as refusal:
             encode()
         assert refusal.value.is_bound
         assert refusal.value.param == param
