@@ -88,6 +88,7 @@ class TokenLogprob:
     raw: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+    offset: int = 0  # characters of the answer's text before it; of a sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More text of one choice. `text` is empty where a token ends inside a character."""
+    """
+    More text of one choice, and the log-probabilities of the tokens that it consists of. `text` is empty
+    where a token ends inside a character, or may begin a stop string.
+    """
 
     choice: int
     text: str

@@ -192,7 +192,7 @@ class FakeEngine(GeneratingEngine):
                 if num_tokens == self.behaviour.fail_after_tokens:
                     raise self.behaviour.failure
                 await asyncio.sleep(self.behaviour.token_s)
-                logprobs = _logprobs(character, request.sampling.logprobs)
+                logprobs = _logprobs(character, number, request.sampling.logprobs)
                 if number < len(text) - 1:
                     yield Delta(choice, character, 1, logprobs)
                 else:
@@ -260,14 +260,14 @@ def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, s
     return text[:end], FinishReason.STOP, stop
 
 
-def _logprobs(character: str, num_top: int | None) -> tuple[TokenLogprob, ...]:
+def _logprobs(character: str, offset: int, num_top: int | None) -> tuple[TokenLogprob, ...]:
     if num_top is None:
         return ()
     raw = character.encode("utf-8", "surrogatepass")
     top = tuple(
         TokenLogprob(rank, chr(97 + rank), bytes([97 + rank]), -1.0 - rank) for rank in range(num_top)
     )
-    return (TokenLogprob(ord(character) % VOCABULARY, character, raw, float("-inf"), top),)
+    return (TokenLogprob(ord(character) % VOCABULARY, character, raw, float("-inf"), top, offset),)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
