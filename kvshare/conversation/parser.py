@@ -87,7 +87,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return result
 
 
-_TELLING = 3  # characters of a marker, by which it is told from text such as "5 <"
+_TELLING = 3  # characters of a marker, by which it differs from text such as "5 <"
 
 
 class _Tail:

@@ -189,7 +189,7 @@ def token_name(token: TokenLogprob) -> str:
 
 
 def top_of(token: TokenLogprob) -> dict[str, float]:
-    """The likeliest tokens and the sampled one. Tokens of equal text are told apart by their ids."""
+    """The likeliest tokens and the sampled one. Tokens of equal text get different names, by their ids."""
     names: dict[str, int] = {token_name(token): token.token_id}
     entries: dict[str, float] = {}
     for entry in (*token.top, token):
