@@ -56,27 +56,27 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """A chat as a template may take it. `block`: the description of tools in its messages; empty: none."""
+    """A chat as a template may take it. `shows`: what its prompt has, unless the template drops it."""
 
     chat: Chat
-    block: str = ""
+    shows: tuple[str, ...] = ()
 
 
 def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Form]:
     """
     The chat in the forms that this template may take, the most usual first.
 
-    A template may reject a system message, tool messages, or two messages of a user in a row, though the
-    client sent none: it is the description of tools that became a system message, and results of tools that
-    became messages of the user. So further forms put the description into the first message of the user, and
-    join results with the user's next message.
+    A template may reject or drop a system message, tool messages, or two messages of a user in a row, though
+    the client sent none: it is the description of tools that became a system message, and results of tools
+    that became messages of the user. So further forms put the description into the first message of the user,
+    and join results with the user's next message.
     """
     has_tools = chat.may_call or any(map(_is_of_tools, chat.messages))
     if takes_tools(chat_template):
         fmt = tool_format(chat_template)
         if fmt is ToolFormat.MISTRAL:
             chat = replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
-        yield Form(chat)
+        yield Form(chat, tuple(_telling_words(chat.messages)))
         if fmt is not ToolFormat.HERMES:  # the description asks for calls in this format
             return
     else:
@@ -104,7 +104,14 @@ def with_tool_block(chat: Chat, *, in_turns: bool = False) -> Form:
         return Form(replace(chat, messages=tuple(plain), tools=()))
     block = _TOOL_BLOCK.format(tools="\n".join(_json(tool) for tool in chat.tools))
     described = (_with_user if in_turns else _with_system)(plain, block)
-    return Form(replace(chat, messages=tuple(described), tools=()), block)
+    return Form(replace(chat, messages=tuple(described), tools=()), (block,))
+
+
+def _telling_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The longest word of each result of a tool: a template may write the text in JSON."""
+    for message in messages:
+        if message["role"] == "tool" and (words := re.findall("[A-Za-z0-9]+", message["content"])):
+            yield max(words, key=len)
 
 
 def _is_of_tools(message: Mapping[str, Any]) -> bool:

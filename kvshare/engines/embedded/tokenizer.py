@@ -131,7 +131,7 @@ class PromptEncoder:
             except _TEMPLATE_ERRORS as exc:
                 errors.append(exc)
                 continue
-            if form.block in text:
+            if all(shown in text for shown in form.shows):
                 return text
             texts.append(text)  # a template may drop what it does not know, or change its words
         if not texts:

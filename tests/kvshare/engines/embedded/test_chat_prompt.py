@@ -191,6 +191,23 @@ def test_a_template_without_the_role_of_tools_gets_their_history_as_text() -> No
 
 
 @pytest.mark.parametrize(
+    ("shown", "as_text"),
+    [("{{ message.content }}", False), ("{{ {'a': message.content} | tojson }}", False), ("", True)],
+)
+def test_results_that_a_template_drops_come_as_text(shown: str, as_text: bool) -> None:
+    """Also where it takes tools; a template that writes them, in JSON or not, keeps its own form."""
+    template = (
+        "{{ tools | length if tools }}{% for message in messages %}<{{ message.role }}>"
+        "{% if message.role == 'tool' %}SHOWN{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    result = {**TURNS[2], "content": 'rain, "heavy" über Bergen\nuntil seventeen'}
+    chat = Chat((*TURNS[:2], result), tools=(WEATHER,))
+    text = encoder(template.replace("SHOWN", shown)).render_chat(chat)
+    assert "seventeen" in text
+    assert ("<tool_response>" in text) == as_text
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "tools", "param", "words"),
     [
         (
