@@ -122,19 +122,37 @@ class RequestError(KVShareError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and completion do not fit the model's context."""
+    """
+    Prompt and completion do not fit the model's context.
 
-    def __init__(self, *, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-        super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the messages, "
-            f"{max_tokens} in the completion). Please reduce the length of the messages or completion.",
-            param="messages",
-            code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-        )
+    `is_bound`: the prompt was too long to be counted; it has `num_prompt_tokens` tokens or more.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        max_model_len: int,
+        is_bound: bool = False,
+        param: str = "messages",
+    ) -> None:
+        limit = f"This model's maximum context length is {max_model_len} tokens. However, you requested"
+        if is_bound:
+            message = (
+                f"{limit} at least {num_prompt_tokens} tokens in the prompt alone, which was not counted to "
+                "its end. Please reduce its length."
+            )
+        else:
+            message = (
+                f"{limit} {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the messages, "
+                f"{max_tokens} in the completion). Please reduce the length of the messages or completion."
+            )
+        super().__init__(message, param=param, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.max_model_len = max_model_len
+        self.is_bound = is_bound
 
 
 class UnsupportedParameterError(RequestError):

@@ -34,10 +34,16 @@ from vector_index.prompt_text import windows as windows
 
 if TYPE_CHECKING:
     from vector_index.embedder import Embedder as Embedder
+    from vector_index.embedder import TokenCount as TokenCount
     from vector_index.qdrant_edge import QdrantEdgeIndex as QdrantEdgeIndex
     from vector_index.qdrant_remote import QdrantRemoteIndex as QdrantRemoteIndex
 
-_HEAVY = {"Embedder": "embedder", "QdrantEdgeIndex": "qdrant_edge", "QdrantRemoteIndex": "qdrant_remote"}
+_HEAVY = {
+    "Embedder": "embedder",
+    "TokenCount": "embedder",
+    "QdrantEdgeIndex": "qdrant_edge",
+    "QdrantRemoteIndex": "qdrant_remote",
+}
 
 
 def __getattr__(name: str) -> object:

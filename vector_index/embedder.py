@@ -7,7 +7,8 @@ The import takes seconds, so it is done when the model is first needed.
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,7 +24,16 @@ log = logging.getLogger(__name__)
 Precision = Literal["float32", "bfloat16"]
 
 BUNDLED_NAME = "all-MiniLM-L6-v2"
+_HEAD = 100_000  # characters of a text that are counted first
 _BATCH = 8  # texts per call of the model, so that a request's text waits for few others
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """The tokens of a text. `is_bound`: there are at least so many, as it was not read to its end."""
+
+    num_tokens: int
+    is_bound: bool = False
 
 
 class Embedder:
@@ -112,13 +122,49 @@ class Embedder:
                 raise EmbedderError(f"embedder {self.name} failed: {type(error).__name__}") from error
         return vectors
 
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens `embed` reads of each text, at most the model's maximum. Raises EmbedderError."""
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens of a text `embed` reads; None: all of them. Loads the model."""
+        limit = self.load().max_seq_length
+        return None if limit is None else int(limit)
+
+    def count_tokens(self, texts: Sequence[str]) -> Iterator[TokenCount]:
+        """
+        How many tokens each text has, also those that `embed` would not read. Raises EmbedderError.
+
+        A very long text is counted to its end only if its beginning fits the model.
+        """
+        model, limit = self.load(), self.max_tokens
+        # What `encode` puts before each text, of models that want it.
+        prefix = (model.prompts or {}).get(model.default_prompt_name or "") or ""
+        for text in texts:
+            head = text if limit is None else _head(text)
+            number = self._num_tokens(prefix + head)
+            is_bound = len(head) < len(text)
+            if is_bound and limit is not None and number <= limit:
+                number, is_bound = self._num_tokens(prefix + text), False
+            yield TokenCount(number, is_bound=is_bound)
+
+    def _num_tokens(self, text: str) -> int:
         model = self.load()
-        limit = model.max_seq_length
         with self._lock:
-            encoded = model.tokenizer(list(texts), truncation=limit is not None, max_length=limit)
-        return [len(ids) for ids in encoded["input_ids"]]
+            encoded = model.tokenizer(
+                text,
+                truncation=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        return len(encoded["input_ids"])
+
+
+def _head(text: str) -> str:
+    """The beginning of a very long text, up to a white space so that no word is cut; all of others."""
+    return (
+        text
+        if len(text) <= _HEAD
+        else text[: 1 + max(text.rfind(" ", 0, _HEAD), text.rfind("\n", 0, _HEAD))] or text
+    )
 
 
 def _native_precision() -> Precision:

@@ -11,7 +11,7 @@ from typing import Any
 from kvshare.conversation.chat import Chat, ToolUse
 from kvshare.conversation.formats import READERS
 from kvshare.conversation.lark import Grammar, LarkGrammar, any_of, quoted
-from kvshare.conversation.parameters import Parameters
+from kvshare.conversation.parameters import Parameters, takes_nothing
 from kvshare.conversation.tools import ToolFormat
 from kvshare.errors import RequestError
 
@@ -28,12 +28,14 @@ def grammar_of(
     There is one if the chat has a schema for its answer, if a tool must be called, or if a strict tool may
     be. `added_tokens`: the tokenizer's, id by text. `in_reasoning`: the prompt ends inside `<think>`.
 
-    Raises:  RequestError if the chat does not have the tool that must be called; UnsupportedFormatError
+    Raises:  RequestError if the chat does not have the tool that must be called, or if a tool's arguments
+             would not be an object; UnsupportedFormatError for a schema that no answer can follow
     """
     tools = _callable_tools(chat)
     must_call = bool(tools) and chat.tool_choice.use is ToolUse.REQUIRED
     if not must_call and chat.answer_schema is None and not any(map(_is_strict, tools)):
         return None
+    _check_objects(tools)
     schema = None if must_call else chat.answer_schema
     lark = LarkGrammar(added_tokens, param="tools" if schema is None else "response_format")
     reasoning = _reasoning(lark, in_reasoning=in_reasoning)
@@ -62,6 +64,18 @@ def _callable_tools(chat: Chat) -> Sequence[Mapping[str, Any]]:
         message = f"'tool_choice' names the function {name!r}; 'tools' has {names}."
         raise RequestError(message, param="tool_choice", quoted=[repr(name), names])
     return tools
+
+
+def _check_objects(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RequestError for a tool whose arguments are to be anything but an object, as OpenAI does."""
+    for tool in tools:
+        given = (tool["function"].get("parameters") or {}).get("type")
+        if given is not None and "object" not in (given if isinstance(given, list) else [given]):
+            name = _name(tool)
+            message = (
+                f"'tools': the parameters of the function {name!r} are no object; expected type 'object'."
+            )
+            raise RequestError(message, param="tools", quoted=[repr(name)])
 
 
 def _reasoning(lark: LarkGrammar, *, in_reasoning: bool) -> str:
@@ -137,8 +151,9 @@ def _objects(lark: LarkGrammar, tools: Sequence[Mapping[str, Any]], key: str) ->
 
 def _arguments(lark: LarkGrammar, tool: Mapping[str, Any]) -> str:
     """Arguments are an object, also if their schema has no type."""
-    schema = tool["function"].get("parameters") or _NO_ARGUMENTS
-    return lark.json({"type": "object", **schema}, lenient=not _is_strict(tool))
+    schema = tool["function"].get("parameters")
+    schema = _NO_ARGUMENTS if takes_nothing(schema) else {**schema, "type": "object"}
+    return lark.json(schema, lenient=not _is_strict(tool))
 
 
 def _xml_parameters(lark: LarkGrammar, tool: Mapping[str, Any], text: str) -> Iterator[str]:

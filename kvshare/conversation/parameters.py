@@ -15,6 +15,23 @@ _TYPE_NAMES = {
 }
 
 
+# Keywords of a schema that add no properties to those that it lists.
+_ADD_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", *_DEFINITIONS}
+
+
+def takes_nothing(schema: object) -> bool:
+    """
+    Whether a tool with this schema takes no parameters.
+
+    OpenAI: a function without `parameters` has an empty list of them. Clients write the same as a list of
+    properties that is empty. Where another keyword says more (`additionalProperties`), or the schema lists no
+    properties at all, any object may be meant.
+    """
+    given = _mapping(schema)
+    is_empty = "properties" in given and not given["properties"] and not given.get("required")
+    return not given or (is_empty and given.keys() <= _ADD_NONE)
+
+
 class Parameters:
     """The parameters of one tool, in the schema's order. References within the schema are followed."""
 

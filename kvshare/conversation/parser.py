@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from kvshare.conversation.chat import CallArguments, CallBegins, Chat, Part, Reasoning, Text
+from kvshare.conversation.chat import CallArguments, CallBegins, Chat, Part, Reasoning, Text, ToolUse
 from kvshare.conversation.formats import READERS
 from kvshare.conversation.formats.reader import CallReader, Calls, Cursor, Steps, Waiting
 from kvshare.conversation.tools import ToolFormat
@@ -13,23 +13,43 @@ _REASONING_ENDS = "</think>"
 
 
 class AnswerParser:
-    """Parses one answer. The joined parts do not depend on the pieces that the text comes in."""
+    """
+    Parses one answer. The joined parts do not depend on the pieces that the text comes in.
+
+    Where the answer ends inside the head of a call, before its name is complete, the head is shown as text if
+    the model ended there by itself: it may have meant that. It is not shown if the answer was cut, or had to
+    call a tool.
+    """
 
     def __init__(self, chat: Chat, reader: CallReader | None, *, in_reasoning: bool) -> None:
         self.num_calls = 0
         self._one_call = not chat.parallel_tool_calls  # what is after the first call is ignored
         self._cursor = Cursor()
         may_begin = not chat.continue_final_message
-        self._steps = _read_answer(self._cursor, reader, in_reasoning=in_reasoning, may_begin=may_begin)
+        self._tail = _Tail(chat)
+        self._steps = _read_answer(
+            self._cursor, reader, self._tail, in_reasoning=in_reasoning, may_begin=may_begin
+        )
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer whose parts were returned."""
+        return self._cursor.num_dropped
+
+    @property
+    def hidden_from(self) -> int | None:
+        """The place in the answer from which on nothing is shown; None: all is."""
+        return self._cursor.hidden_from
 
     def add(self, text: str) -> list[Part]:
         """Add text. Returns the parts that no later text can change."""
         self._cursor.text += text
         return self._advance()
 
-    def end(self) -> list[Part]:
-        """End the answer. Returns the parts that were held back."""
+    def end(self, *, cut: bool = False) -> list[Part]:
+        """End the answer. Returns the parts that were held back. `cut`: the model did not end it itself."""
         self._cursor.ended = True
+        self._tail.cut = cut
         return self._advance()
 
     def _advance(self) -> list[Part]:
@@ -67,37 +87,77 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     return result
 
 
+_TELLING = 3  # characters of a marker, by which it differs from text such as "5 <"
+
+
+class _Tail:
+    """Whether text at the end of an answer, which may begin a call or its thoughts, is hidden."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.cut = False
+        self._must_call = chat.may_call and chat.tool_choice.use is ToolUse.REQUIRED
+        self._is_json = chat.answer_schema is not None
+        self._names = [str(tool["function"]["name"]) for tool in chat.tools]
+
+    def hides_head(self, head: str, *, marked: bool) -> bool:
+        """Of a call that may have begun. `marked`: by a marker, not just a bracket, as other JSON does."""
+        return self._must_call or (self.cut and (marked or self._may_call(head)))
+
+    def hides_marker(self, text: str, *, after_call: bool) -> bool:
+        """Of text that may become a marker."""
+        num = len(text.strip())
+        return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
+
+    def _may_call(self, head: str) -> bool:
+        """Whether JSON that is cut off may be a call of one of the tools."""
+        found = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
+        if self._is_json or found is None:
+            return not self._is_json
+        name, is_whole = found[1], bool(found[2])
+        return any(each == name if is_whole else each.startswith(name) for each in self._names)
+
+
 def _read_answer(
-    cursor: Cursor, reader: CallReader | None, *, in_reasoning: bool, may_begin: bool
+    cursor: Cursor, reader: CallReader | None, tail: _Tail, *, in_reasoning: bool, may_begin: bool
 ) -> Steps[None]:
     """`reader`: None if no tool may be called. `may_begin`: reasoning, by `<think>` at the start."""
     if in_reasoning or may_begin:
-        yield from _read_reasoning(cursor, begun=in_reasoning)
+        yield from _read_reasoning(cursor, tail, begun=in_reasoning)
     calls = Calls()
     if reader is None:
         yield from _text_before(cursor, (), Text)
     else:
-        yield from _read_calls(cursor, reader, calls)
+        yield from _read_calls(cursor, reader, calls, tail)
+        if tail.hides_marker(cursor.text, after_call=calls.num_begun > 0):
+            cursor.hide()
+            return
     rest = cursor.text.rstrip() if calls.num_begun else cursor.text
+    cursor.at = len(cursor.text)
+    cursor.drop()
     if rest:
         yield Text(rest)
 
 
-def _read_reasoning(cursor: Cursor, *, begun: bool) -> Steps[None]:
+def _read_reasoning(cursor: Cursor, tail: _Tail, *, begun: bool) -> Steps[None]:
     """White space around reasoning belongs neither to it nor to the text after it."""
     if not (yield from cursor.accept_after_space(_REASONING_BEGINS)) and not begun:
+        if cursor.starved and tail.cut and tail.hides_marker(cursor.text, after_call=False):
+            cursor.hide()
+            cursor.drop()
         return
     yield from cursor.skip_space()
     cursor.drop()
     if (yield from _text_before(cursor, (_REASONING_ENDS,), Reasoning)) is None:
-        if rest := cursor.text.rstrip():
+        if tail.hides_marker(cursor.text, after_call=False):
+            cursor.hide()
+        elif rest := cursor.text.rstrip():
             yield Reasoning(rest)
         cursor.at = len(cursor.text)
     yield from cursor.skip_space()
     cursor.drop()
 
 
-def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]:
+def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls, tail: _Tail) -> Steps[None]:
     """Read text and calls. The cursor holds the text that remains at the end."""
     marker = yield from _accept_any(cursor, reader.first_markers)
     if marker is None:
@@ -105,7 +165,9 @@ def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls) -> Steps[None]
     while marker is not None:
         marker_end = cursor.at
         begun = yield from reader.read(cursor, calls, marker)
-        if not begun:
+        if not begun and cursor.starved and tail.hides_head(cursor.text, marked=marker in reader.markers):
+            cursor.hide()
+        elif not begun:
             # Text that turned out to be no call is not searched again: that could take quadratic time.
             cursor.at = max(marker_end, cursor.scanned)
             yield Text(cursor.text[: cursor.at])

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
 from itertools import groupby
@@ -20,6 +20,8 @@ _PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # only parses: no
 
 # Describes tools to a model whose template takes none.
 _TOOL_BLOCK = Path(__file__).with_name("tool_block.txt").read_text(encoding="utf-8").rstrip("\n")
+
+_FROM_TOOLS = "from_tools"  # marks a message that was results of tools
 
 
 class ToolFormat(StrEnum):
@@ -52,27 +54,68 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
         return re.search(r"\btools\b", text) is not None
 
 
-def fit_to_template(chat: Chat, chat_template: ChatTemplate) -> Chat:
-    """The chat in a form that this template can render."""
-    if not takes_tools(chat_template):
-        return with_tool_block(chat)
-    if tool_format(chat_template) is ToolFormat.MISTRAL:
-        return replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
-    return chat
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A chat as a template may take it. `shows`: what its prompt has, unless the template drops it."""
+
+    chat: Chat
+    shows: tuple[str, ...] = ()
 
 
-def with_tool_block(chat: Chat) -> Chat:
+def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Form]:
+    """
+    The chat in the forms that this template may take, the most usual first.
+
+    A template may reject or drop a system message, tool messages, or two messages of a user in a row, though
+    the client sent none: it is the description of tools that became a system message, and results of tools
+    that became messages of the user. So further forms put the description into the first message of the user,
+    and join results with the user's next message.
+    """
+    has_tools = chat.may_call or any(map(_is_of_tools, chat.messages))
+    if takes_tools(chat_template):
+        fmt = tool_format(chat_template)
+        if fmt is ToolFormat.MISTRAL:
+            chat = replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
+        yield Form(chat, tuple(_telling_words(chat.messages)))
+        if fmt is not ToolFormat.HERMES:  # the description asks for calls in this format
+            return
+    else:
+        yield with_tool_block(chat)
+    if has_tools:
+        if takes_tools(chat_template):
+            yield with_tool_block(chat)
+        yield with_tool_block(chat, in_turns=True)
+
+
+def with_tool_block(chat: Chat, *, in_turns: bool = False) -> Form:
     """
     The same chat for a template that takes no tools, with messages of system, user and assistant only.
 
     If the answer may call tools, the system message ends with their description. Earlier calls become text of
     the assistant, and results of tools become text of the user.
+    `in_turns`: the first message of the user begins with the description instead, and results of tools are
+    one message with the user's next.
     """
     messages = list(_as_text(chat.messages))
-    if chat.may_call:
-        lines = "\n".join(_json(tool) for tool in chat.tools)
-        messages = _with_system(messages, _TOOL_BLOCK.format(tools=lines))
-    return replace(chat, messages=tuple(messages))
+    if in_turns:
+        messages = list(_joined_results(messages))
+    plain = [{key: value for key, value in message.items() if key != _FROM_TOOLS} for message in messages]
+    if not chat.may_call:
+        return Form(replace(chat, messages=tuple(plain), tools=()))
+    block = _TOOL_BLOCK.format(tools="\n".join(_json(tool) for tool in chat.tools))
+    described = (_with_user if in_turns else _with_system)(plain, block)
+    return Form(replace(chat, messages=tuple(described), tools=()), (block,))
+
+
+def _telling_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The longest word of each result of a tool: a template may write the text in JSON."""
+    for message in messages:
+        if message["role"] == "tool" and (words := re.findall("[A-Za-z0-9]+", message["content"])):
+            yield max(words, key=len)
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,7 +145,7 @@ def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
     for from_tools, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         if from_tools:
             results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
-            yield {"role": "user", "content": "\n".join(results)}
+            yield {"role": "user", "content": "\n".join(results), _FROM_TOOLS: True}
         else:
             yield from map(_with_calls_as_text, group)
 
@@ -116,6 +159,26 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
         texts.append(f"<tool_call>\n{_json(shown)}\n</tool_call>")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return rest | {"content": "\n".join(texts)}
+
+
+def _joined_results(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Results of tools and the user's messages next to them are one message."""
+    for from_user, group in groupby(messages, key=lambda message: message["role"] == "user"):
+        neighbours = list(group)
+        if from_user and any(_FROM_TOOLS in message for message in neighbours):
+            yield {"role": "user", "content": "\n".join(message["content"] for message in neighbours)}
+        else:
+            yield from neighbours
+
+
+def _with_user(messages: Sequence[Mapping[str, Any]], block: str) -> list[Mapping[str, Any]]:
+    first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        at = 1 if messages and messages[0]["role"] == "system" else 0
+        return [*messages[:at], {"role": "user", "content": block}, *messages[at:]]
+    message = messages[first]
+    content = f"{block}\n\n{message['content']}" if message["content"] else block
+    return [*messages[:first], {**message, "content": content}, *messages[first + 1 :]]
 
 
 def _with_system(messages: Sequence[Mapping[str, Any]], block: str) -> list[Mapping[str, Any]]:

@@ -93,6 +93,7 @@ class TokenLogprob:
     raw: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+    offset: int = 0  # characters of the answer's text before it; of a sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More text of one choice. `text` is empty where a token ends inside a character."""
+    """
+    More text of one choice, and the log-probabilities of the tokens that it consists of. `text` is empty
+    where a token ends inside a character, or may begin a stop string.
+    """
 
     choice: int
     text: str
@@ -129,14 +133,14 @@ Event = Started | Delta | Finished
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
     """
-    Texts as vectors of length 1. The end of a text that is too long for the embedder is not read.
+    Texts as vectors of length 1. Each was read to its end: one that is too long for the embedder is refused.
 
     Shapes:  vectors (N, D) float32
     """
 
     model: str  # the embedder's name
     vectors: NDArray[np.float32]
-    num_tokens: tuple[int, ...]  # that were read of each text
+    num_tokens: tuple[int, ...]  # of each text, with the special ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,10 @@ class GeneratingEngine(Engine):
 
     @abstractmethod
     async def embed(self, texts: Sequence[str]) -> Embeddings:
-        """Embed texts. Raises RequestError if no embedder is loaded, and EngineError if it fails."""
+        """
+        Embed texts. Raises RequestError if no embedder is loaded, or if a text is too long for it, and
+        EngineError if it fails.
+        """
 
     @abstractmethod
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:

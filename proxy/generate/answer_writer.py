@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from kvshare.conversation.chat import CallArguments, CallBegins, Part, Reasoning, Text
+from kvshare.conversation.formats.json_value import is_object
 from kvshare.conversation.parser import AnswerParser
 from kvshare.engines.base import Delta, FinishReason, GenerationRequest
 from kvshare.errors import EngineError
@@ -58,8 +59,8 @@ class AnswerWriter(ABC):
     keep_alive: bytes = KEEP_ALIVE  # what a stream sends while there is nothing to say
 
     @property
-    def has_calls(self) -> bool:
-        """Whether tools have been called so far."""
+    def calls_tools(self) -> bool:
+        """Whether the answer, which has ended, calls tools: each call is whole."""
         return False
 
     @abstractmethod
@@ -110,7 +111,9 @@ class Block:
     call_id: str = ""
     name: str = ""  # of the tool
     number: int = 0  # of the call among the calls
-    is_cut_off: bool = False  # the answer ended in it at the token limit, or by an error
+    is_cut_off: bool = (
+        False  # the answer ended in it at the token limit or by an error; a call: it is not whole
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,25 @@ class Blocks:
         return self._finish_reason
 
     @property
-    def has_calls(self) -> bool:
-        return any(block.kind is BlockKind.CALL for block in self.all)
+    def calls_tools(self) -> bool:
+        """
+        Whether the answer has calls, and each has the JSON text of an object as arguments.
+
+        A call that is cut short, by the token limit or a stop string, or that the model wrote wrongly, must
+        not pass for one that can be made.
+        """
+        calls = [block for block in self.all if block.kind is BlockKind.CALL]
+        return bool(calls) and all(is_object(call.text) for call in calls)
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer that became parts of blocks, or are not shown."""
+        return self._parser.num_read
+
+    def is_shown(self, offset: int) -> bool:
+        """Whether the answer's text at this place is in a block: the head of a cut call is not."""
+        hidden_from = self._parser.hidden_from
+        return hidden_from is None or offset < hidden_from
 
     def text_of(self, kind: BlockKind) -> str:
         """All that blocks of this kind say."""
@@ -153,10 +173,11 @@ class Blocks:
         changes = list(self._take(self._parser.add(delta.text)))
         if delta.finish_reason is not None:
             self._finish_reason, self.stop = delta.finish_reason, delta.stop
-            changes += self._take(self._parser.end())
+            is_at_limit = delta.finish_reason is FinishReason.LENGTH
+            changes += self._take(self._parser.end(cut=is_at_limit or delta.stop is not None))
             if not self.all:
                 changes += self._begin(Block(0, BlockKind.TEXT))
-            if delta.finish_reason is FinishReason.LENGTH:
+            if is_at_limit and self.all[-1].kind is not BlockKind.CALL:
                 self.cut_off()
             changes += self._end()
         if self.all and self.all[-1].kind is BlockKind.REASONING:
@@ -190,6 +211,8 @@ class Blocks:
     def _end(self) -> Iterator[Change]:
         if self._is_open:
             self._is_open = False
+            if self.all[-1].kind is BlockKind.CALL:
+                self.all[-1].is_cut_off |= not is_object(self.all[-1].text)
             yield Change("ended", self.all[-1])
 
 
@@ -202,8 +225,8 @@ class BlockWriter(AnswerWriter):
         self._blocks = Blocks(asked.new_parser())
 
     @property
-    def has_calls(self) -> bool:
-        return self._blocks.has_calls
+    def calls_tools(self) -> bool:
+        return self._blocks.calls_tools
 
     def collect(self, delta: Delta) -> None:
         self._blocks.add(delta)

@@ -15,6 +15,7 @@ from proxy.generate.fields import INT32, Body, Whole
 from proxy.wrong_values import found, invalid
 
 MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
+NO_CALL = "no call before it has this id; send the call along with its result"
 _MAX_QUOTED = 40  # characters of a type
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -120,7 +121,7 @@ class Turns:
     def result(self, call_id: str, text: str, *, param: str) -> None:
         """What the tool answered. Raises RequestError for `param` if no such call came before."""
         if call_id not in self._names:
-            raise invalid(param, "no call before it has this id; send the call along with its result")
+            raise invalid(param, NO_CALL)
         name = self._names[call_id]
         self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
 

@@ -6,7 +6,7 @@ Some clients write every number with a point (`4.0`), an absent list as `""`, an
 
 unsupported.yaml has the parameters that this server does not implement and that would change the answer if
 it ignored them. What only hints (`user`, `metadata`, `store`, `prompt_cache_key`, `service_tier`,
-`verbosity` ...) is not there and passes.
+`verbosity` ...) passes; vLLM's hints are listed there, so that none of its parameters is forgotten.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from kvshare.errors import UnsupportedParameterError
 from proxy.request_body import at_most
@@ -28,6 +29,7 @@ MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = 64
 INT32 = 2**31 - 1
 NO_LIMIT = -1  # of tokens
+_MAX_QUOTED = 40  # characters of a key
 _UNSUPPORTED = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text(encoding="utf-8"))
 
 
@@ -37,7 +39,7 @@ def _whole(number: object) -> object:
 
 def _limit(number: int) -> int:
     if number == 0 or not NO_LIMIT <= number <= INT32:
-        raise wrong("a number of tokens from 1 up, or -1 for no limit", number)
+        raise wrong(f"a number of tokens from 1 to {INT32}, or {NO_LIMIT} for no limit", number)
     return number
 
 
@@ -58,8 +60,14 @@ def _biases(biases: object) -> object:
     """Raises the error itself where a key is wrong: the entry has no field's name."""
     if not isinstance(biases, dict):
         raise wrong("an object of token ids and numbers", biases)
-    if not all(key.isascii() and key.isdigit() and int(key[:11]) <= INT32 for key in biases):
-        raise wrong("token ids as keys, such as '50256'", biases)
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and int(key[:11]) <= INT32):
+            words = {"most": INT32, "quoted": f"'{key[:_MAX_QUOTED]}'"}
+            raise PydanticCustomError(
+                "token_id_key",
+                "expected token ids from 0 to {most} as keys, such as '50256', got {quoted}",
+                words,
+            )
     return biases
 
 
@@ -68,7 +76,7 @@ def _token_ids(numbers: object) -> tuple[int, ...]:
         raise wrong("a list of token ids", numbers)
     for number in numbers:
         if type(number) is not int or not 0 <= number <= INT32:
-            raise wrong("token ids, integers from 0 up", number)
+            raise wrong(f"token ids, integers from 0 to {INT32}", number)
     return tuple(numbers)
 
 

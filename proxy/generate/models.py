@@ -8,16 +8,16 @@ that finds similar prompts.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from aiohttp import web
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 import kvshare
 from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
 from proxy.generate.chat.template import TemplateBody
-from proxy.generate.fields import Body, Name, TokenIds, Whole
+from proxy.generate.fields import Body, Name, TokenIds, Whole, refuse_unsupported
 from proxy.generate.requests import ENGINE, check_model, read_body
 from proxy.request_body import at_most, read_object, validated
 from proxy.wrong_values import wrong
@@ -120,6 +120,12 @@ class EmbeddingBody(Body):
     input: Annotated[list[str], BeforeValidator(_texts), at_most(MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raises UnsupportedParameterError."""
+        refuse_unsupported("embeddings", self.model_extra or {})
+        return self
 
 
 async def embeddings(request: web.Request) -> web.Response:

@@ -11,7 +11,8 @@ The routes of an engine that generates here. What all four APIs do with a reques
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
 from kvshare.engines.base import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
-from proxy.errors import HttpError
+from proxy.errors import HttpError, is_anthropic
 from proxy.generate import models
 from proxy.generate.answer_writer import AnswerWriter
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
@@ -68,18 +69,15 @@ def add_routes(
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST to a route of `_READERS`."""
     path = api_of(request)
-    try:
+    with _errors_as_in(path):
         return await answer(request, request.app[ENGINE], await _READERS[path](request))
-    except ContextLengthError as exc:
-        if path == "/v1/messages":
-            raise RequestError(_too_long(exc)) from exc
-        exc.param = _PROMPT_AT[path]
-        raise
 
 
 async def explain(request: web.Request) -> web.Response:
     """POST /admin/explain: the plan that this request would get for the caller's own namespace."""
-    requests = (await _READERS[api_of(request)](request)).requests
+    path = api_of(request)
+    with _errors_as_in(path):
+        requests = (await _READERS[path](request)).requests
     if len(requests) != 1:
         raise invalid("prompt", f"expected one prompt, got {len(requests)}")
     document = await request.app[ENGINE].explain(requests[0])
@@ -89,7 +87,8 @@ async def explain(request: web.Request) -> web.Response:
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: of the prompt that this body becomes, its template included."""
     body = await read_body(request, CountTokensBody)
-    prompt = await request.app[ENGINE].encode_chat(body.chat)
+    with _errors_as_in(request.path):
+        prompt = await request.app[ENGINE].encode_chat(body.chat)
     return web.json_response({"input_tokens": prompt.num_tokens})
 
 
@@ -137,9 +136,27 @@ _READERS: Mapping[str, Callable[[web.Request], Awaitable[AnswerWriter]]] = {
 _PROMPT_AT = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
+@contextmanager
+def _errors_as_in(path: str) -> Iterator[None]:
+    """The engine, which knows no API, calls every prompt 'messages': the error names the API's own field."""
+    try:
+        yield
+    except ContextLengthError as exc:
+        if is_anthropic(path):
+            raise RequestError(_too_long(exc)) from exc
+        exc.param = _PROMPT_AT[path]
+        raise
+    except RequestError as exc:
+        if exc.param == "messages":
+            exc.param = _PROMPT_AT.get(path, exc.param)
+        raise
+
+
 def _too_long(exc: ContextLengthError) -> str:
     """In Anthropic's words, by which coding agents decide what to make shorter."""
     num_prompt, limit = exc.num_prompt_tokens, exc.max_model_len
+    if exc.is_bound:
+        return f"prompt is too long: at least {num_prompt} tokens > {limit} maximum"
     if num_prompt >= limit:
         return f"prompt is too long: {num_prompt} tokens > {limit} maximum"
     return (

@@ -163,7 +163,7 @@ async def _send(request: web.Request, stream: web.StreamResponse, run: Run, writ
 
 def _note_calls(record: RequestRecord, writer: AnswerWriter) -> None:
     """The engine, which sees text only, says of an answer that calls tools that it stopped."""
-    if writer.has_calls and record.finish_reason == FinishReason.STOP:
+    if writer.calls_tools and record.finish_reason == FinishReason.STOP:
         record.finish_reason = "tool_calls"
 
 

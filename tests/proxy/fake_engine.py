@@ -51,6 +51,7 @@ class Behaviour:
     prefill_s: float = 0.0  # after Started
     token_s: float = 0.0
     refuse: Exception | None = None  # instead of Started
+    refuse_prompt: Exception | None = None  # by the tokenizer
     fail_after_tokens: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("the prompt was: SECRET"))
     has_no_embedder: bool = False
@@ -114,6 +115,8 @@ class FakeEngine(GeneratingEngine):
         )
 
     async def encode_chat(self, chat: Chat) -> Prompt:
+        if self.behaviour.refuse_prompt is not None:
+            raise self.behaviour.refuse_prompt
         self.chats.append(chat)
         text = "".join(f"<{message['role']}>{message['content']}" for message in chat.messages)
         return self._prompt(list(text.encode()), last=chat.messages[-1]["content"])
@@ -190,7 +193,7 @@ class FakeEngine(GeneratingEngine):
                 if num_tokens == self.behaviour.fail_after_tokens:
                     raise self.behaviour.failure
                 await asyncio.sleep(self.behaviour.token_s)
-                logprobs = _logprobs(character, request.sampling.logprobs)
+                logprobs = _logprobs(character, number, request.sampling.logprobs)
                 if number < len(text) - 1:
                     yield Delta(choice, character, 1, logprobs)
                 else:
@@ -258,14 +261,14 @@ def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, s
     return text[:end], FinishReason.STOP, stop
 
 
-def _logprobs(character: str, num_top: int | None) -> tuple[TokenLogprob, ...]:
+def _logprobs(character: str, offset: int, num_top: int | None) -> tuple[TokenLogprob, ...]:
     if num_top is None:
         return ()
     raw = character.encode("utf-8", "surrogatepass")
     top = tuple(
         TokenLogprob(rank, chr(97 + rank), bytes([97 + rank]), -1.0 - rank) for rank in range(num_top)
     )
-    return (TokenLogprob(ord(character) % VOCABULARY, character, raw, float("-inf"), top),)
+    return (TokenLogprob(ord(character) % VOCABULARY, character, raw, float("-inf"), top, offset),)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -40,12 +40,29 @@ def test_vectors_are_unit_float32(embedder: Embedder) -> None:
     assert embedder.name == "all-MiniLM-L6-v2"
 
 
-def test_the_tokens_that_are_read_are_counted(embedder: Embedder) -> None:
-    """With the two that frame a text, and no more of a long one than the model takes."""
-    assert embedder.count_tokens(["", "a cat", "word " * 1000]) == [2, 4, 256]
+def test_all_tokens_of_a_text_are_counted(embedder: Embedder) -> None:
+    """With the two that frame a text, also those that are not read; a limit there is one to compare with."""
+    counts = list(embedder.count_tokens(["", "a cat", "word " * 254, "word " * 1000]))
+    assert [(count.num_tokens, count.is_bound) for count in counts] == [
+        (2, False),
+        (4, False),
+        (256, False),
+        (1002, False),
+    ]
+    assert embedder.max_tokens == 256
     before = embedder.embed(["word " * 1000])
-    assert embedder.count_tokens(["a cat"]) == [4]
+    assert [count.num_tokens for count in embedder.count_tokens(["a cat"])] == [4]
     np.testing.assert_array_equal(embedder.embed(["word " * 1000]), before)
+
+
+def test_a_very_long_text_is_counted_as_far_as_it_must_be(embedder: Embedder) -> None:
+    """A beginning that is too long already is a lower bound; what fits, however long, is counted."""
+    (long,) = embedder.count_tokens(["word " * 100_000])
+    assert long.is_bound
+    assert 256 < long.num_tokens < 100_000
+    blank, one_word = embedder.count_tokens([" " * 200_000, "x" * 200_000])
+    assert (blank.num_tokens, blank.is_bound) == (2, False)
+    assert (one_word.num_tokens, one_word.is_bound) == (3, False)
 
 
 def test_bfloat16_says_so_and_hardly_moves_a_vector(embedder: Embedder) -> None:

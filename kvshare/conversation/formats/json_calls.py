@@ -41,6 +41,8 @@ def read_calls(cursor: Cursor, calls: Calls, *, separator: str, marked: bool) ->
         goes_on = yield from cursor.accept_after_space(separator)
         goes_on = goes_on and (yield from read_call(cursor, calls, marked=marked))
         if not goes_on:
+            if cursor.starved and cursor.text.strip():
+                cursor.hide()
             cursor.at = 0
     return begun
 

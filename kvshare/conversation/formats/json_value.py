@@ -85,6 +85,19 @@ def take_string(cursor: Cursor) -> Waiting[str | None]:
     return text
 
 
+def is_object(raw: str) -> bool:
+    """Whether this is the JSON text of an object, as strict parsers read it."""
+    try:
+        return isinstance(json.loads(raw, parse_constant=refuse_constant), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def refuse_constant(constant: str) -> None:
+    """For `json.loads`, which reads NaN and Infinity. Raises ValueError."""
+    raise ValueError(f"{constant} is not JSON")
+
+
 def string_content(raw: str) -> str | None:
     """The content of the JSON string `raw`, which may have line breaks; None if it is not a string."""
     if not raw.startswith('"'):

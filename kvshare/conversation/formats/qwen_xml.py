@@ -3,6 +3,7 @@
 import json
 import re
 
+from kvshare.conversation.formats.json_value import refuse_constant
 from kvshare.conversation.formats.reader import CallReader, Calls, Cursor, Steps, Waiting
 from kvshare.conversation.parameters import Parameters
 
@@ -85,14 +86,10 @@ def _as_json(value: str, types: frozenset[str]) -> str:
 
 def _is_json(text: str, types: frozenset[str]) -> bool:
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return False
     return any(type(value) in _TYPES.get(name, ()) for name in types)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _cut_off(value: str, types: frozenset[str]) -> str:

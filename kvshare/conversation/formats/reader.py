@@ -28,6 +28,8 @@ class Cursor:
         self.scanned = 0  # the end of all values that were read, also where the cursor went back
         self.ended = False
         self.starved = False  # the answer ended when more text was needed
+        self.num_dropped = 0  # characters that were dropped
+        self.hidden_from: int | None = None  # the place in the answer from which on nothing is shown
 
     def more(self) -> Waiting[bool]:
         """Wait for more text. Returns False if the answer has ended."""
@@ -85,8 +87,15 @@ class Cursor:
         self.at = end + len(stop)
         return taken
 
+    def hide(self) -> None:
+        """Advance over all text. None of it is shown: it begins a call that did not come about."""
+        if self.text and self.hidden_from is None:
+            self.hidden_from = self.num_dropped
+        self.at = len(self.text)
+
     def drop(self) -> None:
         """Remove the text before the cursor."""
+        self.num_dropped += self.at
         self.text = self.text[self.at :]
         self.at = self.scanned = 0
 

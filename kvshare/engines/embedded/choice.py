@@ -12,18 +12,23 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from kvshare.engines.base import FinishReason, GenerationRequest
 from kvshare.engines.embedded.decoder import RunningSequence
 from kvshare.engines.embedded.grammar import Constraint, State
+from kvshare.engines.embedded.held_logprobs import HeldLogprobs
 from kvshare.engines.embedded.sampling import Draw, Sampler
 
 # GPT-2's byte-level alphabet: printable bytes are characters of their own, others are U+0100 and following.
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]  # no annotations
 
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes the space before a word
+
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
     """The text and the bytes of a token. If it ends inside a character only the bytes are exact."""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    piece = tokenizer.id_to_token(token_id) or ""
+    if piece.startswith(_SPACE) and not text.startswith(" "):  # SentencePiece drops it at the start of a text
+        text = f" {text}"
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text, text.encode()
-    piece = tokenizer.id_to_token(token_id) or ""
     if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback of SentencePiece models
         return text, bytes([int(piece[3:-1], 16)])
     if all(character in _BYTES for character in piece):
@@ -103,9 +108,12 @@ class Choice:
         """`kv` holds the prompt."""
         self.index, self.kv = index, kv
         self.generated: list[int] = []
+        self.num_decoded = 0  # characters, those of a stop string included
         self.finish_reason: FinishReason | None = None
         sampling = self._sampling = request.sampling
         self.stops = StopMatcher(sampling.stop)
+        self.num_shown = 0  # characters that were emitted
+        self.logprobs = HeldLogprobs()
         stops = frozenset(sampling.stop_token_ids)
         ends = stops | decoding.eos_token_ids
         self._ends = stops if sampling.ignore_eos else ends  # they are not part of the text
@@ -137,7 +145,9 @@ class Choice:
             if self._constraint is not None and not stopped:
                 self._constraint.take(token_id)
                 self.is_pending = True
+                self.num_shown += len(text)
                 return token_id, text + (self.settle() or "")
+        self.num_shown += len(text)
         return token_id, text + self._after_token(stopped)
 
     def settle(self) -> str | None:
@@ -159,10 +169,13 @@ class Choice:
             self.finish_reason = FinishReason.STOP
         elif len(self.generated) >= self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        return "" if self.finish_reason is None else self.stops.flush()
+        held = "" if self.finish_reason is None else self.stops.flush()
+        self.num_shown += len(held)
+        return held
 
     def _emittable(self, text: str) -> tuple[str, bool]:
         """The part of new text that can be emitted, and whether a stop string ends it."""
+        self.num_decoded += len(text)
         if len(self.generated) <= self._sampling.min_tokens:  # stop strings are ignored
             return text, False
         return self.stops.add(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from kvshare.sharing.pipeline import Lookup
 from vector_index import EmbedderError
 
 if TYPE_CHECKING:
-    from vector_index import Embedder
+    from vector_index import Embedder, TokenCount
 
 _MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; above, new requests wait
 _SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
@@ -150,11 +150,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     def _decoding(self, request: GenerationRequest) -> Decoding:
         """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
         server, sampling = self.server, request.sampling
-        size = server.model.vocab_size
-        if foreign := [token_id for token_id in sampling.stop_token_ids if not 0 <= token_id < size]:
-            raise RequestError(
-                f"token id {foreign[0]} is not in the vocabulary of {size} tokens", param="stop_token_ids"
-            )
+        for param in ("stop_token_ids", "logit_bias"):
+            _check_vocabulary(param, getattr(sampling, param), server.model.vocab_size)
         return Decoding(
             tokenizer=server.encoder.backend,
             draw=resolve(sampling, server.model.sampling_defaults),
@@ -250,10 +247,36 @@ class Admission:
 
 
 def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
+    """Raises RequestError for the first text that is too long, before any is embedded; EngineError."""
+    num_tokens = []
     try:
-        return Embeddings(embedder.name, embedder.embed(texts), tuple(embedder.count_tokens(texts)))
+        for index, count in enumerate(embedder.count_tokens(texts)):
+            if embedder.max_tokens is not None and count.num_tokens > embedder.max_tokens:
+                param = "input" if len(texts) == 1 else f"input[{index}]"
+                raise _too_long(param, count, embedder.max_tokens)
+            num_tokens.append(count.num_tokens)
+        return Embeddings(embedder.name, embedder.embed(texts), tuple(num_tokens))
     except EmbedderError as exc:
         raise EngineError(str(exc)) from exc
+
+
+def _too_long(param: str, count: TokenCount, limit: int) -> RequestError:
+    """In OpenAI's words."""
+    number = f"at least {count.num_tokens}" if count.is_bound else count.num_tokens
+    return RequestError(
+        f"This model's maximum context length is {limit} tokens, however you requested {number} tokens "
+        f"({number} in '{param}'; 0 for the completion). Please reduce your input.",
+        param=param,
+        code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
+def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
+    """Raises RequestError for the first token id that the model does not have."""
+    if foreign := [token_id for token_id in ids if not 0 <= token_id < size]:
+        raise RequestError(
+            f"'{param}': token id {foreign[0]} is not in the vocabulary of {size} tokens", param=param
+        )
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:

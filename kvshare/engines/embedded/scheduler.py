@@ -158,7 +158,8 @@ class Task:
     def _is_going_on(self, choice: Choice) -> bool:
         """Whether the choice needs another token, as far as its grammar has said so yet."""
         if choice.is_pending and (text := choice.settle()) is not None and choice.finish_reason is not None:
-            self.emit(Delta(choice.index, text, 0, (), choice.finish_reason, choice.stops.met))
+            logprobs = choice.logprobs.take(num_shown=choice.num_shown, ended=True)
+            self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
         return not choice.is_pending and choice.finish_reason is None
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
@@ -174,16 +175,18 @@ class Task:
             self._unused_logits[choice.index] = logits
             return
         token_id, text = taken
-        logprobs = self._logprobs(logits, token_id)
+        logprobs = self._logprobs(choice, logits, token_id)
         self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
-    def _logprobs(self, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
+        """Of the tokens whose text goes out now."""
         k = self.request.sampling.logprobs
         if k is None:
             return ()
         logprob, likeliest = top_logprobs(logits, token_id, k)
         top = tuple(self._describe(other, value) for other, value in likeliest)
-        return (self._describe(token_id, logprob, top),)
+        choice.logprobs.add(self._describe(token_id, logprob, top), num_decoded=choice.num_decoded)
+        return choice.logprobs.take(num_shown=choice.num_shown, ended=choice.finish_reason is not None)
 
     def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         text, raw = token_text(self.decoding.tokenizer, token_id)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from delta_tree import token_ids
 from kvshare.conversation.chat import Chat
-from kvshare.conversation.tools import ToolFormat, fit_to_template, takes_tools, tool_format
+from kvshare.conversation.tools import ToolFormat, forms_for_template, tool_format
 from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
@@ -46,7 +46,6 @@ class PromptEncoder:
         self._longest_token = max((len(token) for token in self.backend.get_vocab()), default=1)
         self._vocab_size = len(tokenizer)
         self._max_model_len: int | None = None
-        self._takes_tools = takes_tools(tokenizer.chat_template)
 
     def limit_to(self, *, max_model_len: int, vocab_size: int) -> None:
         """Set the limits of the model. Far too long texts are then rejected before they are tokenized."""
@@ -107,15 +106,41 @@ class PromptEncoder:
                 "expected names that the model's chat template reads",
                 param="chat_template_kwargs",
             )
+        chat = replace(chat, messages=tuple(map(_without_nulls, chat.messages)))
         try:
-            return self._rendered(replace(chat, messages=tuple(map(_without_nulls, chat.messages))))
+            return self._rendered(chat)
         except _TEMPLATE_ERRORS as exc:
-            raise RequestError(_why_rejected(exc, chat), param="messages", quoted=[str(exc)]) from exc
+            param, problem = "messages", _why_rejected(exc, chat)
+            if chat.tools and self._takes(replace(chat, tools=())):
+                param, problem = "tools", f"the chat template rejects the description of these tools: {exc}"
+            raise RequestError(problem, param=param, quoted=[str(exc)]) from exc
+
+    def _takes(self, chat: Chat) -> bool:
+        try:
+            self._rendered(chat)
+        except _TEMPLATE_ERRORS:
+            return False
+        return True
 
     def _rendered(self, chat: Chat) -> str:
+        """The first form of the chat that the template takes and shows whole; else the first error."""
+        texts, errors = [], []
+        for form in forms_for_template(chat, self._tokenizer.chat_template):
+            try:
+                text = self._rendered_form(form.chat)
+            except _TEMPLATE_ERRORS as exc:
+                errors.append(exc)
+                continue
+            if all(shown in text for shown in form.shows):
+                return text
+            texts.append(text)  # a template may drop what it does not know, or change its words
+        if not texts:
+            raise errors[0]
+        return texts[0]
+
+    def _rendered_form(self, chat: Chat) -> str:
         options = dict(chat.template_kwargs)
-        chat = fit_to_template(chat, self._tokenizer.chat_template)
-        if chat.tools and self._takes_tools:
+        if chat.tools:
             options["tools"] = [dict(tool) for tool in chat.tools]
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in chat.messages],
@@ -154,14 +179,20 @@ class PromptEncoder:
     def _check_vocabulary(self, ids: Sequence[int], *, param: str) -> None:
         size = self._vocab_size
         if bad := [token_id for token_id in ids if not 0 <= token_id < size]:
-            message = f"token id {bad[0]} is not in the vocabulary of {size} tokens"
+            message = f"'{param}': token id {bad[0]} is not in the vocabulary of {size} tokens"
             raise RequestError(message, param=param, quoted=[str(bad[0])])
 
     def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
         """Raises ContextLengthError if the text is too long even if all its tokens are the longest ones."""
         at_least, limit = len(text) // (_NORMALISED_AWAY * self._longest_token), self._max_model_len
         if limit is not None and at_least > limit:
-            raise ContextLengthError(num_prompt_tokens=at_least, max_tokens=1, max_model_len=limit)
+            raise ContextLengthError(
+                num_prompt_tokens=at_least,
+                max_tokens=1,
+                max_model_len=limit,
+                is_bound=True,
+                param="prompt" if special else "messages",
+            )
         # Unlike `encode`, `encode_batch` releases the GIL, so other requests continue meanwhile.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=special)
         return Prompt(token_ids(np.asarray(encoding.ids, dtype=np.int32)), prompt_text)

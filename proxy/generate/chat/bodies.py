@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -50,7 +50,9 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both generating routes read."""
+    """What both generating routes read. `api`: the route's table of what is not implemented."""
+
+    api: ClassVar[str]
 
     model: Name
     max_tokens: TokenLimit | None = None
@@ -92,7 +94,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported("chat", self.model_extra or {})
+        refuse_unsupported(self.api, self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self
@@ -117,6 +119,8 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions"""
 
+    api = "chat"
+
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -137,6 +141,8 @@ class ChatBody(GenerationBody, TemplateBody):
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
+
+    api = "completions"
 
     prompt: Prompts
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None

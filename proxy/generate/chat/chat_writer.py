@@ -36,15 +36,15 @@ class ChatWriter(ChoiceWriter):
             choice.blocks = None if asked.is_plain else Blocks(asked.new_parser())
 
     @property
-    def has_calls(self) -> bool:
-        return any(choice.has_calls for choice in self.choices)
+    def calls_tools(self) -> bool:
+        return any(choice.calls_tools for choice in self.choices)
 
     def _whole(self, index: int) -> Piece:
         choice = self.choices[index]
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if (read := self._blocks(choice, choice.text)) is None:
             return {"message": message}
-        read.add(Delta(index, choice.text, 0, finish_reason=choice.finish_reason))
+        read.add(Delta(index, choice.text, 0, finish_reason=choice.finish_reason, stop=choice.stop))
         text, thought = read.text_of(BlockKind.TEXT), read.text_of(BlockKind.REASONING)
         calls = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
@@ -71,15 +71,23 @@ class ChatWriter(ChoiceWriter):
         choice = self.choices[delta.choice]
         blocks = self._blocks(choice, delta.text)
         if blocks is None:
+            choice.num_before_blocks += len(delta.text)
             return super()._contents(delta)
         choice.unsent.extend(delta.logprobs)
         pieces = [piece for change in blocks.add(delta) if (piece := self._piece(change))]
-        if not pieces and choice.unsent and delta.finish_reason is not None:
+        tokens = self._sendable(choice, blocks, ended=delta.finish_reason is not None, said=bool(pieces))
+        if not pieces and tokens:
             pieces = [{"content": ""}]
-        if not pieces:
-            return []
-        tokens, choice.unsent = choice.unsent, []
         return [({"delta": piece}, None if number else tokens) for number, piece in enumerate(pieces)]
+
+    def _sendable(self, choice: Choice, blocks: Blocks, *, ended: bool, said: bool) -> list[TokenLogprob]:
+        """The tokens that go out with what is said: those of text that is read; at the end all others."""
+        if not ended and not said:
+            return []
+        num_read = choice.num_before_blocks + blocks.num_read
+        tokens = [token for token in choice.unsent if ended or token.offset < num_read]
+        choice.unsent = choice.unsent[len(tokens) :]
+        return choice.shown(tokens)
 
     def _piece(self, change: Change) -> Piece:
         """A change as a delta says it; empty where it says nothing."""
@@ -100,7 +108,7 @@ class ChatWriter(ChoiceWriter):
         return {"delta": {} if text is None else {"content": text}}
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        if choice.finish_reason is FinishReason.STOP and choice.has_calls:
+        if choice.finish_reason is FinishReason.STOP and choice.calls_tools:
             return "function_call" if self._has_functions else "tool_calls"
         return choice.finish_reason
 

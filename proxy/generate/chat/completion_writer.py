@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from proxy.sse import DONE, frames
 Piece = dict[str, Any]
 """What a choice says next, as JSON."""
 
+_PRINTABLE = frozenset(range(0x20, 0x7F)) - {ord("\\")}
+
 Content = tuple[Piece, Sequence[TokenLogprob] | None]
 """A piece, and the tokens that it consists of; None where an earlier piece had them."""
 
@@ -31,15 +33,22 @@ class Choice:
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_characters: int = 0  # of the tokens with logprobs, for `text_offset`
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
     blocks: Blocks | None = None
     has_begun: bool = False  # with more than white space
+    num_before_blocks: int = 0  # characters that were sent before there were blocks
     unsent: list[TokenLogprob] = field(default_factory=list)  # as the blocks wait for more text
 
     @property
-    def has_calls(self) -> bool:
-        return self.blocks is not None and self.blocks.has_calls
+    def calls_tools(self) -> bool:
+        return self.blocks is not None and self.blocks.calls_tools
+
+    def shown(self, tokens: Iterable[TokenLogprob]) -> list[TokenLogprob]:
+        """Those of the tokens whose text is in the answer, which has ended."""
+        if self.blocks is None:
+            return list(tokens)
+        return [token for token in tokens if self.blocks.is_shown(token.offset - self.num_before_blocks)]
 
 
 class ChoiceWriter(AnswerWriter):
@@ -67,9 +76,10 @@ class ChoiceWriter(AnswerWriter):
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         self._check_ended()
+        pieces = [self._whole(index) for index in range(len(self.choices))]
         choices = [
-            self._choice(index, self._whole(index), choice.logprobs, ended=True)
-            for index, choice in enumerate(self.choices)
+            self._choice(index, piece, self.choices[index].shown(self.choices[index].logprobs), ended=True)
+            for index, piece in enumerate(pieces)
         ]
         return {**self._head, "object": self.object_name, "choices": choices, "usage": document(usage)}
 
@@ -78,6 +88,7 @@ class ChoiceWriter(AnswerWriter):
         choice.text += delta.text
         choice.logprobs.extend(delta.logprobs)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.stop = delta.stop or choice.stop
 
     def opening(self, usage: Usage) -> bytes:
         return frames(*(self._chunk(self._choice(index, part)) for index, part in enumerate(self._first)))
@@ -160,18 +171,33 @@ class CompletionWriter(ChoiceWriter):
         return {"text": text or ""}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(token.text)
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token_name(token) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {entry.text: finite(entry.logprob) for entry in (*token.top, token)} for token in tokens
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [top_of(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
+
+
+def token_name(token: TokenLogprob) -> str:
+    r"""A token's text; as OpenAI writes it, `bytes:\xf0\x9f` where it is not whole characters."""
+    try:
+        token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if byte in _PRINTABLE else f"\\x{byte:02x}" for byte in token.raw)
+    return token.text
+
+
+def top_of(token: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the sampled one. Tokens of equal text get different names, by their ids."""
+    names: dict[str, int] = {token_name(token): token.token_id}
+    entries: dict[str, float] = {}
+    for entry in (*token.top, token):
+        name = token_name(entry)
+        if names.setdefault(name, entry.token_id) != entry.token_id:
+            name = f"token_id:{entry.token_id}"
+        entries[name] = finite(entry.logprob)
+    return entries
 
 
 def finite(logprob: float) -> float:

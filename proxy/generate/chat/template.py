@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.history import template_messages
 from kvshare.errors import UnsupportedParameterError
+from proxy.generate.body_parts import NO_CALL
 from proxy.generate.chat.tools import Functions, Tools, read_tools
 from proxy.generate.fields import Body
 from proxy.wrong_values import found, invalid
@@ -80,7 +81,21 @@ def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, 
     Raises:  RequestError naming the field, if a message is not as OpenAI's API describes it
     """
     read = template_messages(list(_of_today(messages)))
+    _check_calls_of_results(read, messages)
     return tuple(_with_reasoning(message, sent) for message, sent in zip(read, messages, strict=True))
+
+
+def _check_calls_of_results(read: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
+    """
+    As OpenAI does, refuse a tool's result whose call is not in the messages before it.
+
+    The older API's functions have no ids.
+    """
+    called: set[str] = set()
+    for number, message in enumerate(read):
+        called.update(call["id"] for call in message.get("tool_calls", ()))
+        if sent[number].get("role") == "tool" and message["tool_call_id"] not in called:
+            raise invalid(f"messages[{number}].tool_call_id", NO_CALL)
 
 
 def _of_today(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -54,7 +54,7 @@ class MessageWriter(BlockWriter):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if blocks.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": blocks.stop}
-        return {"stop_reason": "tool_use" if blocks.has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if blocks.calls_tools else "end_turn", "stop_sequence": None}
 
 
 def _event(change: Change) -> dict[str, Any]:

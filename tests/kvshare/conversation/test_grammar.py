@@ -219,6 +219,51 @@ def test_arguments_are_an_object() -> None:
     assert not accepts(chat, LLAMA3, '{"name": "weather", "parameters": 3}')
 
 
+NO_PARAMETERS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"type": "object", "properties": {}},
+    {"type": "object", "properties": None},
+    {"properties": {}, "required": [], "title": "Nothing", "description": "None."},
+    {"type": "object", "additionalProperties": False},
+]
+ANY_PARAMETERS: list[dict[str, Any]] = [
+    {"type": "object"},
+    {"type": ["object", "null"]},
+    {"type": "object", "properties": {}, "additionalProperties": True},
+    {"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}},
+    {"properties": {}, "patternProperties": {"^a": {"type": "integer"}}},
+]
+
+
+@pytest.mark.parametrize("fmt", [HERMES, LLAMA3, MISTRAL])
+def test_a_tool_without_parameters_gets_an_empty_object(fmt: ToolFormat) -> None:
+    """An absent schema and an empty list of properties leave nothing to invent; other schemas may."""
+    for schema in NO_PARAMETERS:
+        for strict in (False, True):
+            given = tool("weather", schema, strict=strict)
+            chat = Chat((), (given,), ToolChoice(ToolUse.REQUIRED))
+            assert accepts(chat, fmt, written(fmt, {})), schema
+            assert not accepts(chat, fmt, written(fmt, {"a": 1})), schema
+    for schema in ANY_PARAMETERS:
+        chat = Chat((), (tool("weather", schema),), ToolChoice(ToolUse.REQUIRED))
+        assert accepts(chat, fmt, written(fmt, {"a": 1})), schema
+
+
+@pytest.mark.parametrize("given", ["string", "array", ["string", "null"]])
+def test_arguments_that_are_no_object_are_refused(given: object) -> None:
+    """No client could read them; tools that are only read for, not enforced, may say what they like."""
+    tools = (tool("weather", {"type": given}),)
+    for chat in (
+        Chat((), tools, ToolChoice(ToolUse.REQUIRED)),
+        Chat((), (tool("weather", {"type": given}, strict=True),)),
+    ):
+        with pytest.raises(RequestError, match="function 'weather' are no object") as refusal:
+            grammar_of(chat, HERMES)
+        assert refusal.value.param == "tools"
+    assert grammar_of(Chat((), tools), HERMES) is None
+
+
 @pytest.mark.parametrize("schema", [{}, {"type": "object"}])
 def test_any_json_object(schema: dict[str, object]) -> None:
     """What `json_object` asks for."""

@@ -9,7 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshare.conversation.chat import CallArguments, CallBegins, Chat, ToolChoice, ToolUse
 from kvshare.conversation.parser import parser_for
-from kvshare.conversation.tools import ToolFormat, fit_to_template, takes_tools, tool_format, with_tool_block
+from kvshare.conversation.tools import (
+    ToolFormat,
+    forms_for_template,
+    takes_tools,
+    tool_format,
+    with_tool_block,
+)
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.conversation.answers import CHAT, TOOLS
 
@@ -65,7 +71,7 @@ def test_what_a_template_says(template: str | dict[str, str] | None, fmt: ToolFo
 
 def test_the_block_is_the_documented_one() -> None:
     """Tools stand in it as they came, one in a line."""
-    system, user = with_tool_block(CHAT).messages
+    system, user = with_tool_block(CHAT).chat.messages
     assert user == CHAT.messages[0]
     assert system["role"] == "system"
     assert system["content"] == (
@@ -82,16 +88,19 @@ def test_the_block_is_the_documented_one() -> None:
 
 def test_the_block_follows_the_system_message() -> None:
     """There is one system message, also where it was empty."""
-    block = with_tool_block(CHAT).messages[0]["content"]
+    block = with_tool_block(CHAT).chat.messages[0]["content"]
     for text, expected in (("Be brief.", f"Be brief.\n\n{block}"), ("", block)):
         chat = replace(CHAT, messages=({"role": "system", "content": text}, *CHAT.messages))
-        assert with_tool_block(chat).messages == ({"role": "system", "content": expected}, *CHAT.messages)
+        assert with_tool_block(chat).chat.messages == (
+            {"role": "system", "content": expected},
+            *CHAT.messages,
+        )
 
 
 def test_history_becomes_text() -> None:
     """Calls are the assistant's text, what tools returned is one message of the user."""
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Genève"}}\n</tool_call>'
-    assert with_tool_block(Chat(HISTORY)).messages[2:] == (
+    assert with_tool_block(Chat(HISTORY)).chat.messages[2:] == (
         {"role": "assistant", "content": f"I look.\n{call}\n{call}"},
         {
             "role": "user",
@@ -103,7 +112,7 @@ def test_history_becomes_text() -> None:
 
 def test_calls_in_history_are_read_as_they_were_written() -> None:
     """The text of a call is what the model is asked to write: the parser reads the same call from it."""
-    text = with_tool_block(Chat(HISTORY)).messages[2]["content"]
+    text = with_tool_block(Chat(HISTORY)).chat.messages[2]["content"]
     parser = parser_for(CHAT, ToolFormat.HERMES)
     parts = [*parser.add(text), *parser.end()]
     assert [part.name for part in parts if isinstance(part, CallBegins)] == ["weather", "weather"]
@@ -113,15 +122,15 @@ def test_calls_in_history_are_read_as_they_were_written() -> None:
 
 def test_without_a_call_to_come_there_is_no_block() -> None:
     """No tools, or none that may be called: only the history changes."""
-    assert with_tool_block(Chat(HISTORY[:2], TOOLS, ToolChoice(ToolUse.NONE))).messages == HISTORY[:2]
-    assert with_tool_block(Chat(HISTORY[:2])).messages == HISTORY[:2]
+    assert with_tool_block(Chat(HISTORY[:2], TOOLS, ToolChoice(ToolUse.NONE))).chat.messages == HISTORY[:2]
+    assert with_tool_block(Chat(HISTORY[:2])).chat.messages == HISTORY[:2]
 
 
 def test_any_template_renders_a_chat_with_tools() -> None:
     """The demo model's template knows three roles and no tools."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL_PATH)
     assert not takes_tools(tokenizer.chat_template)
-    chat = fit_to_template(Chat(HISTORY, TOOLS), tokenizer.chat_template)
+    chat = next(forms_for_template(Chat(HISTORY, TOOLS), tokenizer.chat_template)).chat
     text = tokenizer.apply_chat_template([dict(message) for message in chat.messages], tokenize=False)
     assert isinstance(text, str)
     for shown in ("Be brief.", json.dumps(TOOLS[0]), "<tool_response>\nrain\n</tool_response>"):
@@ -131,12 +140,12 @@ def test_any_template_renders_a_chat_with_tools() -> None:
 def test_a_template_that_takes_tools_gets_them() -> None:
     """The chat is not changed for it."""
     chat = Chat(HISTORY, TOOLS)
-    assert fit_to_template(chat, HERMES) is chat
+    assert next(forms_for_template(chat, HERMES)).chat is chat
 
 
 def test_mistral_gets_ids_of_nine_characters() -> None:
     """A result goes on naming its call, and an id that fits stays as it is."""
-    messages = fit_to_template(Chat(HISTORY, TOOLS), MISTRAL).messages
+    messages = next(forms_for_template(Chat(HISTORY, TOOLS), MISTRAL)).chat.messages
     first, second = (call["id"] for call in messages[2]["tool_calls"])
     assert len(first) == 9
     assert first.isalnum()

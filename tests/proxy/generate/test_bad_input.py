@@ -130,6 +130,35 @@ async def test_wrong_values_name_their_parameter(
     await check_refused(server, response, param=param)
 
 
+@pytest.mark.parametrize(
+    ("extra", "param", "words"),
+    [
+        ({"max_tokens": 2**31}, "max_tokens", "from 1 to 2147483647, or -1 for no limit, got 2147483648"),
+        ({"max_tokens": 0}, "max_tokens", "from 1 to 2147483647, or -1 for no limit, got 0"),
+        ({"max_completion_tokens": 2**40}, "max_completion_tokens", "to 2147483647"),
+        ({"top_k": 2**31}, "top_k", "at most 2147483647, got 2147483648"),
+        ({"min_tokens": 2**31}, "min_tokens", "at most 2147483647, got 2147483648"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids[0]", "at most 2147483647, got 2147483648"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "got '-1'"),
+        ({"logit_bias": {"5": 1, "1.5": 1}}, "logit_bias", "got '1.5'"),
+        ({"logit_bias": {"": 1}}, "logit_bias", "got ''"),
+        (
+            {"logit_bias": {str(2**31): 1}},
+            "logit_bias",
+            "from 0 to 2147483647 as keys, such as '50256', got '2147",
+        ),
+        ({"logit_bias": {"x" * 500: 1}}, "logit_bias", f"got '{'x' * 40}'"),
+    ],
+)
+async def test_the_bounds_and_what_was_found_are_in_the_message(
+    server: Server, extra: dict[str, object], param: str, words: str
+) -> None:
+    """Who reads the error learns both ends of a range, and which key or number was wrong."""
+    response = await server.post(CHAT, chat() | extra)
+    message = await check_refused(server, response, param=param)
+    assert words in message
+
+
 @pytest.mark.parametrize("extra", [{"user": "\ud800"}, {"\udfff": 1}, {"messages": ["a\ud83d"]}])
 async def test_lone_surrogates_are_refused(server: Server, extra: dict[str, object]) -> None:
     """Half a character is no text, wherever it stands; both halves are."""
@@ -188,6 +217,7 @@ async def test_spoken_messages_are_refused(server: Server) -> None:
         ({"prompt": {"a": "b"}}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": [256]}, "prompt"),
+        ({"prompt": [2**31]}, "prompt"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "messages": 5, "max_tokens": -2}, "max_tokens"),
     ],

@@ -80,6 +80,30 @@ def test_only_the_last_block_is_cut_off() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (CALL, True),
+        (f"Hello. {CALL}\n{CALL}", True),
+        (CALL.removesuffix("</tool_call>"), True),
+        (CALL[:-20], False),
+        (f"{CALL}\n{CALL[:-20]}", False),
+        ('<tool_call>{"name": "time", "arguments": [1]}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": {"a": "\n"}}</tool_call>', False),
+        ('<tool_call>{"name": "time", oops}</tool_call>', False),
+        ("Hello.", False),
+    ],
+)
+@pytest.mark.parametrize("end", FinishReason)
+def test_an_answer_calls_tools_if_every_call_is_whole(text: str, calls: bool, end: FinishReason) -> None:
+    """Whole is what strict parsers read as an object; another call is cut off, however the answer ended."""
+    read, _ = answered(text, end=end)
+    assert read.calls_tools == calls
+    cut_off = [block.is_cut_off for block in read.all if block.kind is BlockKind.CALL]
+    assert any(cut_off) == (bool(cut_off) and not calls)
+
+
 def test_an_answer_that_has_not_ended_has_no_reason() -> None:
     """It must not pass for a finished one."""
     read = blocks()

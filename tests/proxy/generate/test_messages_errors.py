@@ -8,7 +8,7 @@ import aiohttp
 import anthropic
 import pytest
 
-from kvshare.errors import EngineError, OverloadedError, ShuttingDownError
+from kvshare.errors import ContextLengthError, EngineError, OverloadedError, ShuttingDownError
 from tests.proxy.conftest import Server, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -178,6 +178,18 @@ async def test_what_does_not_fit(server: Server, num_characters: int, words: str
     error = await error_of(response)
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(words)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_a_bound_is_called_a_bound(path: str) -> None:
+    """A prompt that was not counted to its end has at least so many tokens, also where they are counted."""
+    too_long = ContextLengthError(num_prompt_tokens=21605, max_tokens=1, max_model_len=1000, is_bound=True)
+    async with running_server(Behaviour(refuse_prompt=too_long)) as server:
+        body = {name: value for name, value in ASK.items() if path == MESSAGES or name != "max_tokens"}
+        response = await server.post(path, body)
+        error = await error_of(response)
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"] == "prompt is too long: at least 21605 tokens > 1000 maximum"
 
 
 @pytest.mark.parametrize(

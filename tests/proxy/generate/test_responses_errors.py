@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvshare.errors import OverloadedError
+from kvshare.errors import OverloadedError, RequestError
 from tests.proxy.conftest import Server, running_server
 from tests.proxy.fake_engine import Behaviour
 
@@ -131,3 +131,11 @@ async def test_a_prompt_that_is_too_long(server: Server) -> None:
     assert response.status == 400
     error = (await response.json())["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+
+
+async def test_a_chat_that_the_template_rejects_is_this_apis_input() -> None:
+    """The engine, which knows no API, calls it messages."""
+    rejected = RequestError("the chat template rejects these messages: no", param="messages")
+    async with running_server(Behaviour(refuse_prompt=rejected)) as server:
+        response = await server.post(RESPONSES, ASK)
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "input")

@@ -173,7 +173,8 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
     [
         (
             {"max_tokens": 0},
-            "Invalid 'max_tokens': expected a number of tokens from 1 up, or -1 for no limit, got 0.",
+            "Invalid 'max_tokens': expected a number of tokens from 1 to 2147483647, or -1 for no limit, "
+            "got 0.",
         ),
         ({"max_tokens": "5"}, "Invalid 'max_tokens': expected an integer, got a string."),
         ({"messages": []}, "Invalid 'messages': expected a list of 1 or more, got an empty list."),
@@ -181,7 +182,8 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
         ({"stop": 5}, "Invalid 'stop': expected a string or a list of strings, got 5."),
         (
             {"logit_bias": {"a": 1}},
-            "Invalid 'logit_bias': expected token ids as keys, such as '50256', got an object.",
+            "Invalid 'logit_bias': expected token ids from 0 to 2147483647 as keys, such as '50256', "
+            "got 'a'.",
         ),
         (
             {"min_tokens": 5, "max_tokens": 4},

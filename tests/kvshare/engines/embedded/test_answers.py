@@ -154,11 +154,14 @@ async def test_a_stop_token_ends_an_answer_unseen(engine: EmbeddedEngine) -> Non
     assert stopped.ends == [FinishReason.STOP]
 
 
-async def test_a_stop_token_outside_the_vocabulary_is_refused(engine: EmbeddedEngine) -> None:
-    """By name, before the answer."""
-    with pytest.raises(RequestError, match="not in the vocabulary") as refusal:
-        await ask(engine, stop_token_ids=(10_000_000,))
-    assert refusal.value.param == "stop_token_ids"
+@pytest.mark.parametrize("param", ["stop_token_ids", "logit_bias"])
+async def test_a_token_outside_the_vocabulary_is_refused(engine: EmbeddedEngine, param: str) -> None:
+    """By name, before the answer; the last token of the vocabulary is not."""
+    size = engine.server.model.vocab_size
+    await ask(engine, None, max_tokens=1, **{param: {size - 1: 1.0}})
+    with pytest.raises(RequestError, match=f"'{param}': token id {size} is not in the vocabulary") as refusal:
+        await ask(engine, None, **{param: {5: 1.0, size: 1.0}})
+    assert refusal.value.param == param
 
 
 async def test_the_end_of_the_sequence_can_be_ignored_or_put_off(engine: EmbeddedEngine) -> None:
@@ -200,16 +203,31 @@ async def test_without_an_embedder_embeddings_are_refused(engine: EmbeddedEngine
 
 
 async def test_texts_are_embedded_by_the_index_embedder(tmp_path: Path) -> None:
-    """Unit vectors, the nearer in meaning the nearer; long texts are cut, and the tokens read are counted."""
+    """
+    Unit vectors, the nearer in meaning the nearer, with the tokens of each text. One that is too long is
+    refused by its place, with the limit and its tokens, in OpenAI's words.
+    """
     engine = EmbeddedEngine(load_settings(overrides={"model.path": DEMO, "store.path": str(tmp_path)}))
     await engine.start()
+    refusals: list[RequestError] = []
     try:
         found = await engine.embed(
-            ["a cat on the mat", "a kitten on the rug", "taxes are due", "word " * 999]
+            ["a cat on the mat", "a kitten on the rug", "taxes are due", "word " * 254]
         )
+        for texts in (["word " * 255], ["short", "word " * 300 + "A", "word " * 400], ["word " * 99_999]):
+            with pytest.raises(RequestError) as refused:
+                await engine.embed(texts)
+            refusals.append(refused.value)
     finally:
         await engine.stop()
+    assert [refusal.param for refusal in refusals] == ["input", "input[1]", "input"]
+    assert {refusal.code for refusal in refusals} == {"context_length_exceeded"}
+    opening = "This model's maximum context length is 256 tokens, however you requested"
+    for refusal, number in zip(
+        refusals, ("257 tokens (257 in", "303 tokens (303 in", "at least "), strict=True
+    ):
+        assert str(refusal).startswith(f"{opening} {number}")
     assert (found.vectors.shape, found.vectors.dtype) == ((4, 384), np.dtype(np.float32))
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, atol=1e-5)
     assert found.vectors[0] @ found.vectors[1] > found.vectors[0] @ found.vectors[2] + 0.2
-    assert found.num_tokens == (7, 7, 5, 256)
+    assert found.num_tokens == (7, 7, 5, 256)  # as many as it takes
