@@ -28,7 +28,7 @@ from kvshare.grammar_pool.frames import Frame, Kind, failed, frames_of, ready
 from kvshare.grammar_pool.limits import COMPILE_S, MASK_S, MEMORY_BYTES
 from kvshare.safe_logging import classes_and_places
 
-_NICENESS = 10  # of compiling: the model's threads go first
+_NICENESS = 4  # of compiling: against the model's threads it has 3 parts of 10
 
 
 def main() -> None:
