@@ -186,6 +186,19 @@ def test_wrong_usage_is_told(kvshare: Kvshare, arguments: tuple[str, ...], told:
     assert told in done.stderr
 
 
+@pytest.mark.parametrize("mode", [[], ["--paper"], ["--engine", "http://127.0.0.1:9"]])
+def test_a_log_without_requests_fails_and_writes_nothing(
+    kvshare: Kvshare, tmp_path: Path, mode: list[str]
+) -> None:
+    """How many rows it has and why none was read, before anything is asked; not a report of zeros."""
+    (tmp_path / "log.jsonl").write_text('{"conversations": null}\n' * 2, encoding="utf-8")
+    done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--out", "out", *mode)
+    assert (done.code, done.stdout) == (1, "")
+    assert "log.jsonl: none of its 2 rows holds a request" in done.stderr
+    assert "missing_field 2" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.usefixtures("log")
 def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
     """With the address, the status, and what to do."""
