@@ -171,7 +171,11 @@ def test_openai_prompts_parts_tools_input_and_answers(tmp_path: Path) -> None:
 
 QUESTION = [{"role": "user", "content": "Q"}]
 ANSWERED = {"choices": [{"message": {"role": "assistant", "content": "A"}}]}
-SPENT = {"request_id": "chatcmpl-1", "call_type": "acompletion", "startTime": "2024-05-01T10:00:00.000Z"}
+SPENT: dict[str, Any] = {
+    "request_id": "chatcmpl-1",
+    "call_type": "acompletion",
+    "startTime": "2024-05-01T10:00:00.000Z",
+}
 SPENT |= {"model": "m", "end_user": "", "user": "u", "session_id": "s", "api_key": "88dc", "spend": 0.1}
 EXPORTED: dict[str, dict[str, Any]] = {
     "JSON text": {"messages": json.dumps(QUESTION), "answer": "A"},
@@ -231,7 +235,7 @@ def test_what_gateways_and_observers_export_is_read(tmp_path: Path, name: str) -
 
 def test_a_text_that_looks_like_json_stays_a_text(tmp_path: Path) -> None:
     """Only messages and bodies are unpacked: a model may have been asked for JSON, and users send it."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"model": "m", "messages": QUESTION, "response": '{"weather": "fine"}'},
         {"model": "m", "prompt": '[{"role": "user", "content": "Q"}]'},
         {"model": "m", "input": '["a", "b"]'},
