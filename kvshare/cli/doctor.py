@@ -86,7 +86,7 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
         return found
     if not missing_modules("embeddings"):
         found.append(checks.check_torch())
-    missing = missing_modules("embedded")
+    missing = missing_modules("embedded", embeds=settings.index.dense)
     if settings.engine.kind == "vllm":
         found += server_checks.check_replicas(settings.vllm.replicas)
     elif missing:

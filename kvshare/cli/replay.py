@@ -64,7 +64,7 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
     is_live = bool(sent["url"])
     _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
-    require("replay", what="`kvshare replay`")
+    require("replay", what="`kvshare replay`", embeds=False)
     from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
     from kvshare.replay.paper import PAPER_POLICIES, replay_paper
@@ -83,6 +83,8 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
         capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
         **options,
     )
+    if replayed.embeds:
+        require("replay", what="a replay that embeds prompts (--arms fast does not)")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -118,7 +120,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two runs request by request, with 95 % bootstrap intervals over conversations."""
-    require("replay", what="`kvshare replay diff`")
+    require("replay", what="`kvshare replay diff`", embeds=False)
     from kvshare.replay.diff import diff as compare
 
     document = compare(a, b, resamples=resamples, seed=seed)
