@@ -1,7 +1,7 @@
 """
 Addresses of this machine: whether one can be listened on, and whether a URL leads to a server's own one.
 
-A port is tried before a model is loaded. Somebody may take it in between; then listening fails later.
+A port is tried before a model is loaded. If another process takes it in between, listening fails later.
 """
 
 from __future__ import annotations

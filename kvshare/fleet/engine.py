@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -30,6 +30,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
+from kvshare.namespace import Owner
 from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
@@ -97,6 +98,9 @@ class VllmEngine(ServedEngine[FleetServer]):
         """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
         await self.server.runtime.settle()
         await self.server.reconciler.sending.settle()
+
+    def digests_of(self, owner: Owner) -> Collection[str]:
+        return {each.namespace(owner).digest for each in self.fleet.replicas if each.info is not None}
 
     def status(self) -> EngineStatus:
         if self._running is None:

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from kvshare.cli import main, replay
 from kvshare.cli.views import draw
+from kvshare.demo import MODEL_PATH
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies.base import BatchEmbeddings
 from tests.kvshare.cli.conftest import Outcome
@@ -222,6 +223,21 @@ def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
     assert done.code == 1
     assert ".: results.json cannot be read" in done.stderr
     assert "kvshare replay --out" in done.stderr
+
+
+def test_a_replay_imports_what_it_needs(tmp_path: Path) -> None:
+    """With a tokenizer.json and no embedding neither torch nor transformers, which take seconds."""
+    rows = [json.dumps({"prompt": f"{FORM} for {name}"}) for name in ("Anna", "Bert")]
+    (tmp_path / "log.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    options = ["--tokenizer", str(MODEL_PATH / "tokenizer.json"), "--arms", "fast", "--json"]
+    program = (
+        "import sys; from kvshare.cli.main import app;"
+        f"app(['replay', 'log.jsonl', *{options}], standalone_mode=False);"
+        "sys.exit(f'imported: {found}' if (found := {'torch', 'transformers'} & sys.modules.keys()) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "replay" / "report.html").exists()
 
 
 def test_help_shows_the_options(kvshare: Kvshare) -> None:
