@@ -112,7 +112,7 @@ def _presented_key(request: web.Request) -> bytes:
     """OpenAI's clients send it as a bearer, Anthropic's as `x-api-key`, Azure's as `api-key`. Else empty."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        key = request.headers.get("X-Api-Key") or request.headers.get("Api-Key", "")
+        key = request.headers.get("X-Api-Key") or request.headers.get("Api-Key") or ""
     key = key.strip()
     return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
