@@ -1,5 +1,5 @@
 """
-Writes the samples of docs/cli.md anew: runs their commands against a demo server that it starts, and puts
+Writes the samples of docs/cli.md again: runs their commands against a demo server that it starts, and puts
 what they print below them. Samples that need a vLLM, or show an error, stay as they are.
 
     .venv/bin/python scripts/draw_cli.py
