@@ -55,6 +55,7 @@ from delta_tree.spans import gaps as gaps
 from delta_tree.spans import merge as merge
 from delta_tree.spans import split as split
 from delta_tree.spans import token_ids as token_ids
+from delta_tree.storage import aside_path as aside_path
 from delta_tree.storage import check_unlocked as check_unlocked
 from delta_tree.storage import set_aside as set_aside
 from delta_tree.tree import DeltaTree as DeltaTree

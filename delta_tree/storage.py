@@ -130,6 +130,11 @@ class Storage:
         return self._connection
 
 
+def aside_path(path: Path) -> Path:
+    """Where `set_aside` moves a store."""
+    return path.with_name(f"{path.name}.old")
+
+
 def set_aside(path: Path) -> Path:
     """
     Move a store, damaged or not, and its journal to `path` with `.old` behind it, and return that path.
@@ -138,7 +143,7 @@ def set_aside(path: Path) -> Path:
     Raises:  StoreLockedError if a process has it open; StoreUnavailableError
     """
     _check_lock(path, wait_s=0.0)
-    aside = path.with_name(f"{path.name}.old")
+    aside = aside_path(path)
     with _translated(path):
         for store in (aside, path):  # SQLite makes this index of the journal again
             store.with_name(f"{store.name}-shm").unlink(missing_ok=True)

@@ -318,8 +318,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             except StoreError as exc:
                 if not self._loses_uses:
                     log.warning(
-                        "use counters are not stored: %s. Free some space; until then a restart loses the "
-                        "order of eviction",
+                        "use counters are not stored: %s. Look at the space and permissions there; until "
+                        "then a restart loses the order of eviction",
                         exc,
                     )
                 self._loses_uses = True

@@ -208,6 +208,10 @@ class UpstreamError(KVShareError):
         self.status = status
 
 
+class WrongServerError(UpstreamError):
+    """What answers is a KVShare server, this one or another, where a vLLM or its connector was expected."""
+
+
 class NoReplicaError(KVShareError):
     """No vLLM replica answers now; try again."""
 

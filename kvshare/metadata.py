@@ -24,6 +24,7 @@ from delta_tree import (
     StoreMismatchError,
     StoreMissingError,
     StoreUnavailableError,
+    aside_path,
     check_unlocked,
     set_aside,
 )
@@ -97,13 +98,15 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
         except StoreForeignError:
             raise
         except (StoreCorruptError, StoreMismatchError) as exc:
+            is_second = aside_path(path).exists()
             moved = set_aside(path)
             log.warning(
-                "the store %s %s: it was moved to %s, over an earlier one, and a new one was begun. %s. "
+                "the store %s %s: it was moved to %s%s, and a new one was begun. %s. "
                 "Delete that file, or move it back and give this server another store.path",
                 path,
                 _problem_of(exc),
                 moved.name,
+                ", over an earlier one" if is_second else "",
                 loss,
             )
             return DeltaTree.open(path, identity=identity)

@@ -6,13 +6,15 @@ Probes are for orchestrators and load balancers and ask for no key. Answers of `
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import generate_latest
 
 from kvshare.errors import ErrorCode, RequestError
-from proxy.context import SERVER
+from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError
 from proxy.lifecycle import Phase
 from proxy.request_body import read_object
@@ -69,9 +71,26 @@ def _inspection(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handler(request: web.Request) -> web.Response:
         is_change = request.method == "POST"
         arguments = await read_object(request) if is_change else {**request.query, **request.match_info}
-        return web.json_response(await request.app[SERVER].engine.inspect(what, arguments))
+        server = request.app[SERVER]
+        answer = await server.engine.inspect(what, arguments)
+        if digests := _digests_in(answer):
+            answer = {**answer, "owners": _owners(server, digests)}
+        return web.json_response(answer)
 
     return handler
+
+
+def _digests_in(answer: Mapping[str, Any]) -> set[str]:
+    rows = (answer, *answer.get("namespaces", ()), *answer.get("roots", ()))
+    return {row["namespace"] for row in rows if "namespace" in row}
+
+
+def _owners(server: ServerContext, digests: AbstractSet[str]) -> dict[str, dict[str, Any]]:
+    """Of these namespaces, whose they are, as far as the configured keys tell."""
+    found: dict[str, dict[str, Any]] = {}
+    for owner, words in server.keyring.owners():
+        found |= dict.fromkeys(digests & set(server.engine.digests_of(owner)), words)
+    return found
 
 
 async def requests(request: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvshare.addresses import SERVER_NAME, check_port
 from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.errors import ErrorCode
@@ -27,7 +28,7 @@ from proxy.errors import ErrorReply
 from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
-from proxy.middleware import SERVER_NAME, add_headers, observe
+from proxy.middleware import add_headers, observe
 from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
 from proxy.request_log import RequestHistory
@@ -80,15 +81,15 @@ async def serve(
 
     `on_listening` and, once the engine is up, `on_ready` get the base URL, with the port that was taken where
     the settings say 0.
-    Raises:  what the engine's start raises; OSError for a taken port
+    Raises:  what the engine's start raises; EngineError for a port that cannot be used, before the engine
+             begins to start
     """
+    ports = _checked_ports(settings)
     app = build_app(settings, engine)
     lifecycle = app[SERVER].lifecycle
     runners = [FrontRunner(app, shutdown_timeout=_CLOSE_S)]
-    ports = [settings.server.port]
     if settings.server.admin_port is not None:
         runners.append(FrontRunner(build_admin_app(app), shutdown_timeout=_CLOSE_S))
-        ports.append(settings.server.admin_port)
     _warn_if_exposed(settings)
     with _stop_signals() as (first, second):
         try:
@@ -109,6 +110,17 @@ async def serve(
         finally:
             for runner in reversed(runners):
                 await runner.cleanup()
+
+
+def _checked_ports(settings: Settings) -> list[int]:
+    """The main port and, where there is one, the admin port; both can be listened on."""
+    server = settings.server
+    named = {"server.port (--port)": server.port, "server.admin_port": server.admin_port}
+    ports = {setting: port for setting, port in named.items() if port is not None}
+    for setting, port in ports.items():
+        remedy = f"stop the server there, or set another {setting}; `kvshare doctor` says which server it is"
+        check_port(server.host, port, setting=setting, remedy=remedy)
+    return list(ports.values())
 
 
 async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:

@@ -14,8 +14,9 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -60,6 +61,9 @@ class Keyring:
             values = [getattr(key, field) for key in keys]
             if len(set(values)) != len(values):
                 raise ConfigError("auth.keys", f"two keys have the same {field}")
+        self._keys: dict[Owner, list[KeySettings]] = {}
+        for key in keys:
+            self._keys.setdefault(owner_of(key), []).append(key)
         self._callers = [(key.sha256, Caller(key.name, owner_of(key), key.role == "admin")) for key in keys]
 
     @property
@@ -82,6 +86,13 @@ class Keyring:
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
         return found[0]
 
+    def owners(self) -> Iterator[tuple[Owner, dict[str, Any]]]:
+        """Who may own KV, as an administrator knows them: tenant, scope and the names of their keys."""
+        if self.is_open:
+            yield LOCAL.owner, {"tenant": LOCAL.owner.tenant, "scope": LOCAL.owner.scope, "keys": []}
+        for owner, keys in self._keys.items():
+            yield owner, {"tenant": keys[0].tenant, "scope": owner.scope, "keys": [key.name for key in keys]}
+
     def check_admin(self, request: web.Request, caller: Caller) -> None:
         """Raises HttpError 403 if `caller`, who sent `request`, may only infer."""
         if self.is_open and not is_local(request):
@@ -98,9 +109,11 @@ def owner_of(key: KeySettings) -> Owner:
 
 
 def _presented_key(request: web.Request) -> bytes:
-    """OpenAI's clients send it as a bearer, Anthropic's as `x-api-key`. Empty if there is none."""
+    """OpenAI's clients send it as a bearer, Anthropic's as `x-api-key`, Azure's as `api-key`. Else empty."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "").strip()
+    if scheme.lower() != "bearer":
+        key = request.headers.get("X-Api-Key") or request.headers.get("Api-Key") or ""
+    key = key.strip()
     return key.encode("utf-8", "surrogateescape")  # aiohttp decoded it so
 
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.context import SERVER, ServerContext
@@ -19,7 +20,6 @@ from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_r
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _OPEN = ("/health", "/ready", "/openapi.json", "/docs", "unknown")  # routes that ask for no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
@@ -49,7 +49,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Runs before a response's headers are sent: adds the request's id and what was planned for it."""
-    response.headers["Server"] = SERVER_NAME
+    response.headers["Server"] = SERVER_NAME  # aiohttp's default would show its version and Python's
     add_cors_headers(request, response, request.app[SERVER].settings.server.cors_origins)
     if RECORD not in request:
         return

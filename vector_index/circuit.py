@@ -55,13 +55,19 @@ class Circuit:
         *,
         failures_to_open: int,
         open_s: float,
+        time_limit: str | None = None,
+        remedy: str = "restart this server",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """For the log: `time_limit` is the setting of it, if there is one; `remedy` is for errors."""
         self.component = component
+        self._time_limit = time_limit
+        self._remedy = remedy
         self._failures_to_open = failures_to_open
         self._open_s = open_s
         self._clock = clock
         self._in_a_row = 0
+        self._late_in_a_row = 0  # of these
         self._next_trial_at = 0.0
 
     @property
@@ -101,20 +107,32 @@ class Circuit:
             return self._failed(FailureReason.ERROR, type(error).__name__ + detail)
         if self._in_a_row >= self._failures_to_open:
             log.warning("%s of the index works again: prompts are served with it", self.component)
-        self._in_a_row = 0
+        self._in_a_row = self._late_in_a_row = 0
         return result
 
     def _failed(self, reason: FailureReason, detail: str) -> Failure:
         self._in_a_row += 1
+        self._late_in_a_row += reason is FailureReason.TIMEOUT
         if self._in_a_row >= self._failures_to_open:
             self._next_trial_at = self._clock() + self._open_s
         if self._in_a_row == self._failures_to_open:
-            log.warning(
-                "%s of the index failed %d times in a row, the last time: %s. Prompts are served without it; "
-                "it is tried again every %g s. If that lasts, look at the Qdrant server, or restart this one",
-                self.component,
-                self._in_a_row,
-                detail,
-                self._open_s,
-            )
+            self._log_opened(detail)
         return Failure(self.component, reason, detail)
+
+    def _log_opened(self, detail: str) -> None:
+        """What is late is busy, as a rule, and not broken."""
+        if self._late_in_a_row == self._in_a_row:
+            more_time = f", or more time ({self._time_limit})" if self._time_limit else ""
+            log.warning(
+                "%s of the index was late %d times in a row (%s) and raised no error: as a rule, load. "
+                "Prompts are served without it; it is tried again every %g s. If that lasts, give it more "
+                "CPU%s",
+                *(self.component, self._in_a_row, detail, self._open_s, more_time),
+            )
+            return
+        late = f" ({self._late_in_a_row} of them late)" if self._late_in_a_row else ""
+        log.warning(
+            "%s of the index failed %d times in a row%s, the last time: %s. Prompts are served without it; "
+            "it is tried again every %g s. If that lasts, %s",
+            *(self.component, self._in_a_row, late, detail, self._open_s, self._remedy),
+        )

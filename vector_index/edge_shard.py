@@ -66,10 +66,11 @@ class ShardFiles:
         """
         Optimise the shard in a child process and wait for it. No process may have the shard open.
 
-        If the child fails, that is logged, and the shard is unchanged. Cancelling ends the child.
+        If the child fails, that is logged, and the shard is unchanged; where native code ended it, stderr has
+        the place. Cancelling ends the child.
         """
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", OPTIMISE, str(self.shard), stderr=asyncio.subprocess.DEVNULL
+            sys.executable, "-X", "faulthandler", "-c", OPTIMISE, str(self.shard)
         )
         try:
             if await child.wait() != 0:

@@ -28,7 +28,16 @@ from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
 
 log = logging.getLogger(__name__)
 
-_PARTS = ("fingerprint", "embedding", "meaning", "indexing", "index embedding")
+_INDEX_REMEDY = "look at the Qdrant server where index.backend is server, or restart this one"
+_EMBEDDER_REMEDY = "set index.dense: false, or restart this server"
+# By part, for the log: the setting of its limit of time, and what to do if it fails.
+_PARTS = {
+    "fingerprint": ("index.search_timeout_s", _INDEX_REMEDY),
+    "embedding": ("index.embed_timeout_s", _EMBEDDER_REMEDY),
+    "meaning": ("index.search_timeout_s", _INDEX_REMEDY),
+    "indexing": (None, _INDEX_REMEDY),
+    "index embedding": (None, _EMBEDDER_REMEDY),
+}
 _CATCH_UP = 16  # prompts at once
 _MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
 _MAX_DELETED = 100_000  # of all namespaces in a backlog: there may be any number of them
@@ -93,8 +102,15 @@ class Indexer:
         self._backlog = Backlog()
         failures_to_open, open_s = self.settings.failures_to_open, self.settings.open_s
         self.circuits = {
-            part: Circuit(part, failures_to_open=failures_to_open, open_s=open_s, clock=clock)
-            for part in _PARTS
+            part: Circuit(
+                part,
+                failures_to_open=failures_to_open,
+                open_s=open_s,
+                time_limit=time_limit,
+                remedy=remedy,
+                clock=clock,
+            )
+            for part, (time_limit, remedy) in _PARTS.items()
         }
         # Two threads, so that a request's text does not wait for texts that are being indexed.
         self._threads = {

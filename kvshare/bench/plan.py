@@ -7,13 +7,15 @@
 
 All go through `Sharing.find_plan`, as in serving: nomination on the event loop, planning on its threads. Only
 the KV is missing. Embeddings of stored forms are those of their templates with some noise, as embedding all
-of them would take minutes. The query's text is really embedded, in the arm `with_dense`.
+of them would take minutes. The query's text is really embedded, in the arm `with_dense`, which is
+left out where no embedder is installed.
 """
 
 import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -28,6 +30,7 @@ from kvshare.bench.figures import grown, memory_bytes, per_prompt, percentiles
 from kvshare.bench.harness import timed
 from kvshare.bench.text_like import AgentPrompts
 from kvshare.collector import calm_collector
+from kvshare.extras import missing_modules
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_index import nominator_settings
 from kvshare.settings import load_settings
@@ -69,21 +72,20 @@ async def _forms(
     rng: np.random.Generator, store: CountedStore, *, stored: int, prompt_tokens: int, queries: int
 ) -> dict[str, Any]:
     texts = [" ".join(rng.choice(_WORDS, 120).tolist()) for _ in range(min(_TEMPLATES, stored))]
-    embedder = _Embedder(texts)
+    embedder = None if missing_modules("embeddings") else _Embedder(texts)
     settings = nominator_settings(load_settings().index)
     nomination = replace(settings, dense_min_uncovered=0.0, search_timeout_s=5.0, embed_timeout_s=5.0)
     store.limits = replace(store.limits, dense_min_prefill_s=0.0)
     async with store.sharing(nomination, embedder) as sharing:
         before = memory_bytes()
         variants = Variants(rng, store, num_templates=len(texts), num_tokens=prompt_tokens)
-        embedder.replay = True
-        await sharing.nominator.remember_all(_stored_forms(store, variants, texts, stored))
-        embedder.replay = False
+        with nullcontext() if embedder is None else embedder.replaying():
+            await sharing.nominator.remember_all(_stored_forms(store, variants, texts, stored))
         memory = per_prompt(grown(before), stored)
-        arms = {
-            name: await _measure_forms(sharing, variants, texts, queries, dense=dense)
-            for name, dense in (("without_dense", False), ("with_dense", True))
-        }
+        arms: dict[str, Any] = {"without_dense": None, "with_dense": None}
+        for name, dense in (("without_dense", False), ("with_dense", True)):
+            if embedder is not None or not dense:
+                arms[name] = await _measure_forms(sharing, variants, texts, queries, dense=dense)
     return {**arms, **{name: arms["without_dense"][name] for name in ("p50_ms", "p99_ms")}, **memory}
 
 
@@ -122,6 +124,14 @@ class _Embedder(Embedder):
         super().__init__()
         self._known = dict(zip(texts, self.embed(texts), strict=True))
         self._rng = np.random.default_rng(1)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        self.replay = True
+        try:
+            yield
+        finally:
+            self.replay = False
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         if not self.replay:

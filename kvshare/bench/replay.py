@@ -14,6 +14,7 @@ import numpy as np
 from delta_tree import TokenIds, token_ids
 from kvshare.bench.figures import grown, memory_bytes, percentiles
 from kvshare.bench.text_like import as_text, common_words, text_like_prompts
+from kvshare.extras import require
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
@@ -43,6 +44,8 @@ def run(
     tree, fingerprints, indexing. What the gate cost is not computed, as in a server.
     `threads` are the embedder's, all cores if None; beside other work a single one is faster.
     """
+    if dense:
+        require("bench", what="`kvshare bench replay --dense`")
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
     embeddings = None if embedder is None else BatchEmbeddings(embedder)

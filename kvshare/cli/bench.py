@@ -65,7 +65,7 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
         chosen = _chosen(benchmark, engine, given)
-        require("bench", what="`kvshare bench`")
+        require("bench", what="`kvshare bench`", embeds=False)  # a benchmark that embeds asks for it itself
         module = importlib.import_module(chosen)
         commit = checkout_commit()
         document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)

@@ -9,7 +9,6 @@ weights, talks to the internet or leaves a file behind.
 from __future__ import annotations
 
 import errno
-import socket
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kvshare.addresses import is_own, joined, reachable, try_port
 from kvshare.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -78,18 +78,27 @@ def check_config(path: Path | None) -> tuple[Settings | None, Check]:
         return None, found("config.wrong", problem=exc)
 
 
-def check_port(settings: Settings) -> Check:
-    """The server's address can be listened on."""
-    host, port = settings.server.host, settings.server.port
-    where = f"{host}:{port}"
+def check_ports(settings: Settings, url: str | None = None) -> list[Check]:
+    """The server's addresses can be listened on, or the server at `url` does."""
+    host, named = settings.server.host, {"server.port": settings.server.port}
+    if settings.server.admin_port is not None:
+        named["server.admin_port"] = settings.server.admin_port
+    is_asked = url is not None and is_own(url, host, named.values())
+    return [_check_port(host, port, setting, is_asked=is_asked) for setting, port in named.items()]
+
+
+def _check_port(host: str, port: int, setting: str, *, is_asked: bool) -> Check:
+    from kvshare.cli.client import is_kvshare
+
+    where = joined(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        try_port(host, port)
     except OSError as exc:
-        taken = exc.errno == errno.EADDRINUSE
-        return found("port.taken" if taken else "port.refused", where=where, problem=exc.strerror or exc)
+        if exc.errno != errno.EADDRINUSE:
+            return found("port.refused", where=where, problem=exc.strerror or exc)
+        if not is_kvshare(f"http://{joined(reachable(host), port)}"):
+            return found("port.taken", where=where, problem=exc.strerror or exc, setting=setting)
+        return found("port.asked" if is_asked else "port.ours", where=where, setting=setting)
     return found("port.free", where=where)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from kvshare.addresses import SERVER_NAME
 from kvshare.errors import KVShareError, UnreachableError
 
 Fields = Mapping[str, Any] | None
@@ -35,6 +36,7 @@ class JsonClient:
 
     def __init__(self, url: str, *, key: str | None, timeout_s: float = 10.0) -> None:
         self._url = url.rstrip("/")
+        self.server_name: str | None = None  # what answered last calls itself
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
 
@@ -58,11 +60,13 @@ class JsonClient:
             raise UnreachableError(self._url, problem) from exc
 
     async def _exchange(self, url: str, query: Mapping[str, str], body: Fields) -> object:
+        self.server_name = None
         document, method = None, "GET" if body is None else "POST"
         async with (
             aiohttp.ClientSession(headers=self._headers, timeout=self._timeout) as session,
             session.request(method, url, params=query, json=body, allow_redirects=False) as response,
         ):
+            self.server_name = response.headers.get("Server")
             with suppress(ValueError):
                 document = json.loads(await response.read())
         if response.status == 200:
@@ -72,6 +76,14 @@ class JsonClient:
         hint = self._key_hint if response.status in (401, 403) else ""
         problem = message or response.reason or "no reason given"
         raise AnswerError(self._url, response.status, f"{problem}{hint}")
+
+
+def is_kvshare(url: str, *, timeout_s: float = 3.0) -> bool:
+    """Whether a KVShare server answers at `url`; it need not be ready."""
+    client = JsonClient(url, key=None, timeout_s=timeout_s)
+    with suppress(KVShareError):
+        client.send("/health")
+    return client.server_name == SERVER_NAME
 
 
 class AdminClient(JsonClient):

@@ -44,13 +44,16 @@ def doctor(
     """
     from kvshare.cli.checks import State
 
+    url = url or os.environ.get("KVSHARE_URL")
+    if url is not None:
+        checked_url(url, "--url")
     if vllm_url is not None:
         checks = run_vllm_checks(vllm_url, vllm_control_url, vllm_data_parallel_size)
     elif vllm_control_url is not None:
         raise typer.BadParameter("give --vllm-url too", param_hint="--vllm-control-url")
     else:
-        checks = run_checks(config)
-    checks.append(_check_break_even(config, url or os.environ.get("KVSHARE_URL"), key))
+        checks = run_checks(config, url)
+    checks.append(_check_break_even(config, url, key))
     healthy = all(check.state is not State.FAIL for check in checks)
     show("doctor", {"ok": healthy, "checks": [asdict(check) for check in checks]}, output_format)
     if not healthy:
@@ -72,8 +75,8 @@ def version(output_format: Format = OutputFormat.TERMINAL) -> None:
     show("version", document, output_format)
 
 
-def run_checks(config: Path | None) -> list[Check]:
-    """All checks; those that need the settings only when the config can be read."""
+def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
+    """All checks; those that need the settings only if the config can be read. `url`: a running server."""
     from kvshare.cli import checks, server_checks, store_checks
 
     settings, readable = checks.check_config(config)
@@ -83,7 +86,7 @@ def run_checks(config: Path | None) -> list[Check]:
         return found
     if not missing_modules("embeddings"):
         found.append(checks.check_torch())
-    missing = missing_modules("embedded")
+    missing = missing_modules("embedded", embeds=settings.index.dense)
     if settings.engine.kind == "vllm":
         found += server_checks.check_replicas(settings.vllm.replicas)
     elif missing:
@@ -92,7 +95,8 @@ def run_checks(config: Path | None) -> list[Check]:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
     of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
-    return found + [check(settings) for check in (*of_store, checks.check_port, checks.check_pages)]
+    found += [check(settings) for check in of_store]
+    return [*found, *checks.check_ports(settings, url), checks.check_pages(settings)]
 
 
 def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:
@@ -118,6 +122,4 @@ def _check_break_even(config: Path | None, url: str | None, key: str | None) -> 
         server = (checks.check_config(config)[0] or load_settings()).server
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
-    return server_checks.check_break_even(
-        checked_url(url, "--url"), key or os.environ.get("KVSHARE_ADMIN_KEY")
-    )
+    return server_checks.check_break_even(url, key or os.environ.get("KVSHARE_ADMIN_KEY"))

@@ -44,7 +44,7 @@ def explain_offline(
     Raises:  MissingExtraError; StoreError if the store cannot be read, or there is no room for an index of it
              in the temporary folder; ModelError, RequestError if the prompt cannot be encoded
     """
-    require("embedded", what="`kvshare explain` on a stopped store")
+    require("embedded", what="`kvshare explain` on a stopped store", embeds=False)
     from kvshare.engines.embedded.stored_model import may_move_keys, stored_fingerprint
     from kvshare.engines.embedded.tokenizer import PromptEncoder
 

@@ -7,6 +7,7 @@ import typer
 
 from kvshare.cli import bench, doctor, models, replay, serve, store, vllm_command, warm
 from kvshare.cli.output import exit_code, hush
+from kvshare.crash_report import report_crashes
 from kvshare.errors import KVShareError
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ app.add_typer(replay.app, name="replay")
 
 def main() -> None:
     """Run the command line; a KVShareError becomes one line on stderr and its exit code."""
+    report_crashes()
     try:
         app()
     except KVShareError as exc:

@@ -22,7 +22,7 @@ def fetch_model() -> None:
     """
     from kvshare import safe_logging
 
-    require("embedded", what="`kvshare fetch-model`")
+    require("embedded", what="`kvshare fetch-model`", embeds=False)
     from kvshare.chat_model.prepare import prepare
 
     safe_logging.configure(level="error" if is_quiet() else "info", json_lines=False)
@@ -41,7 +41,7 @@ def verify(
     A model with a state, or with another kind of attention, is served and shares nothing. vLLM tests the
     same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
     """
-    require("embedded", what="`kvshare verify`")
+    require("embedded", what="`kvshare verify`", embeds=False)
     from kvshare.engines.embedded.decoder import load_network
     from kvshare.engines.embedded.loading import served, verification_document
     from kvshare.served_model import find_model
@@ -54,7 +54,7 @@ def verify(
 @with_options("calibrate")
 def calibrate(*, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
     """Measure what reused KV costs a model, and write what the server needs to know of it."""
-    require("bench", what="`kvshare calibrate`")
+    require("bench", what="`kvshare calibrate`", embeds=False)
     from kvshare.bench import calibrate as calibration
 
     show("bench", calibration.run(**options), output_format)

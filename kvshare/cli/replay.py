@@ -64,25 +64,23 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
     is_live = bool(sent["url"])
     _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
-    require("replay", what="`kvshare replay`")
-    from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
+    require("replay", what="`kvshare replay`", embeds=False)
     from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
-    from kvshare.replay.paper import PAPER_POLICIES, replay_paper
     from kvshare.replay.policies import parse_policies
-    from kvshare.replay.report import write_report
     from kvshare.replay.rows import Checkpoint
-    from kvshare.replay.run import replay
     from kvshare.settings import load_settings
 
     options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
     default_capacity = [] if paper or is_live else [_DEFAULT_CAPACITY]
     replayed = ReplayOptions(
         paths=files,
-        policies=parse_policies(arms or (PAPER_POLICIES if paper else LIVE_POLICIES if is_live else "all")),
+        policies=parse_policies(arms or _default_policies(paper=paper, is_live=is_live)),
         settings=load_settings(config),
         capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
         **options,
     )
+    if replayed.embeds:
+        require("replay", what="a replay that embeds prompts (--arms fast does not)")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -91,12 +89,21 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     written = out
     try:
         with progress_bar(hidden=as_json) as report:
+            # Each imports what it alone needs, seconds in all.
             if paper:
+                from kvshare.replay.paper import replay_paper
+
                 document = replay_paper(replayed, report=report)
             elif is_live:
+                from kvshare.replay.live import LiveOptions, replay_live
+
                 document = replay_live(replayed, LiveOptions(**sent), report=report)
             else:
+                from kvshare.replay.run import replay
+
                 document = replay(replayed, resume=resume, report=report)
+                from kvshare.replay.report import write_report
+
                 written = write_report(out)
     except KeyboardInterrupt:
         can_resume = not (paper or is_live) and Checkpoint(out).has_progress
@@ -118,7 +125,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two runs request by request, with 95 % bootstrap intervals over conversations."""
-    require("replay", what="`kvshare replay diff`")
+    require("replay", what="`kvshare replay diff`", embeds=False)
     from kvshare.replay.diff import diff as compare
 
     document = compare(a, b, resamples=resamples, seed=seed)
@@ -148,6 +155,18 @@ def workload(
     except OSError as exc:
         raise typer.BadParameter(f"cannot be written: {exc.strerror}", param_hint="--out") from exc
     note(f"{number} requests -> {out}")
+
+
+def _default_policies(*, paper: bool, is_live: bool) -> str:
+    if paper:
+        from kvshare.replay.paper import PAPER_POLICIES
+
+        return PAPER_POLICIES
+    if is_live:
+        from kvshare.replay.live import LIVE_POLICIES
+
+        return LIVE_POLICIES
+    return "all"
 
 
 def _check_options(*, paper: bool, url: str | None, resume: bool, capacity: list[str] | None) -> None:

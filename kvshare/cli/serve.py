@@ -99,7 +99,8 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
 
         engine, doing = VllmEngine(settings), "asking the replicas"
     else:
-        require("embedded", what="`kvshare serve` with the embedded engine")
+        what = "`kvshare serve` with the embedded engine"
+        require("embedded", what=what, embeds=settings.index.dense)
         from kvshare.engines.embedded.engine import EmbeddedEngine
 
         engine, doing = EmbeddedEngine(settings), "loading the model"

@@ -15,9 +15,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvshare import __version__
+from kvshare.addresses import SERVER_NAME
 from kvshare.cli.checks import Check, first_line, found
 from kvshare.cli.client import AdminClient, AnswerError, JsonClient
-from kvshare.errors import KVShareError, UnreachableError, UpstreamError
+from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongServerError
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
@@ -76,6 +77,8 @@ def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[M
         return [found("vllm.silent", url=url, problem=exc.problem)], ()
     except AnswerError as exc:
         return [found("vllm.dead", status=exc.status, problem=exc.message)], ()
+    if server.server_name == SERVER_NAME:
+        return [found("vllm.kvshare", url=url)], ()
     checks = [found("vllm.healthy", url=url), _check_version(server)]
     try:
         models = server.call("/v1/models")["data"]
@@ -102,6 +105,8 @@ async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
     try:
         async with ControlClient(url) as control:
             info = await control.info()
+    except WrongServerError as exc:
+        return None, found("control.kvshare", problem=exc)
     except UpstreamError as exc:
         if isinstance(exc.__cause__, WireError):
             return None, found("protocol.other", problem=exc.__cause__)

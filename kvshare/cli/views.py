@@ -240,6 +240,16 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def _owner(owner: Document) -> str:
+    """Whose a namespace is, by the configured keys."""
+    keys = (
+        f", {'key' if len(owner['keys']) == 1 else 'keys'} {', '.join(owner['keys'])}"
+        if owner["keys"]
+        else ""
+    )
+    return f"tenant {owner['tenant']}{' (private)' if owner['scope'] == 'private' else ''}{keys}"
+
+
 def _idle(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -255,6 +265,7 @@ _JINJA.filters |= {
     "number": _unit(lambda value, spec=",": format(value, spec)),
     "counted": _unit(lambda count, noun: f"{count:,} {noun}" + ("" if count == 1 else "s")),
     "percent": _unit(lambda share, digits=2: f"{100 * share:.{digits}f} %"),
+    "owner": _owner,
     "cells": _cells,
     "yaml": lambda document: yaml.safe_dump(dict(document), sort_keys=False).rstrip(),
 }

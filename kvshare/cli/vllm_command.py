@@ -93,6 +93,7 @@ def vllm(
             f"proxy with: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
             "vllm.replicas"
         )
+    _check_ports(given, control_host, range(port, port + ranks))
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -221,6 +222,23 @@ def _next_port(port: object) -> int:
     raise typer.BadParameter(
         f"give --control-port too: there is no next port after {text!r}", param_hint="--port"
     )
+
+
+def _check_ports(given: Mapping[str, Any], control_host: str, control_ports: range) -> None:
+    """Tries what vLLM and the connector would listen on only when the model is loaded."""
+    from kvshare.addresses import check_port
+
+    text, other = str(given.get("port", _VLLM_PORT)), "stop what listens there, or give another"
+    has_own = text.isdecimal() and 0 < int(text) <= 65535 and not {"uds", "headless"} & given.keys()
+    if has_own and int(text) in control_ports:
+        raise typer.BadParameter(f"{text} is vLLM's own --port", param_hint="--control-port")
+    if has_own:
+        host = str(given.get("host") or "0.0.0.0")  # as vLLM does
+        check_port(host, int(text), setting="vLLM's --port", remedy=f"{other} --port")
+    for rank, port in enumerate(control_ports):
+        which = f", which counts up to rank {rank}" if rank else ""
+        remedy = f"{other} --control-port, here and for the proxy (--vllm-control-url)"
+        check_port(control_host, port, setting=f"--control-port{which}", remedy=remedy)
 
 
 def _check_version() -> None:

@@ -10,7 +10,7 @@ proxy relays to it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.lark import Grammar
 from kvshare.conversation.tools import ToolFormat
-from kvshare.namespace import Namespace
+from kvshare.namespace import Namespace, Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.telemetry import Counts
 from vector_index import CircuitState
@@ -218,6 +218,10 @@ class Engine(ABC):
     async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a question about the store: `what` is a key of `kvshare.inspection.QUESTIONS`."""
 
+    @abstractmethod
+    def digests_of(self, owner: Owner) -> Collection[str]:
+        """The namespaces of an owner's requests: one in each memory that holds KV now."""
+
 
 class GeneratingEngine(Engine):
     """An engine that computes the answers itself."""
@@ -235,6 +239,9 @@ class GeneratingEngine(Engine):
     @abstractmethod
     def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
         """The namespace of an `Owner`'s requests under this engine's model and KV layout."""
+
+    def digests_of(self, owner: Owner) -> Collection[str]:
+        return (self.namespace(tenant=owner.tenant, scope=owner.scope).digest,)
 
     @abstractmethod
     async def encode_chat(self, chat: Chat) -> Prompt:

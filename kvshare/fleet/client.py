@@ -19,7 +19,8 @@ import aiohttp
 from yarl import URL
 
 from delta_tree import SegmentId
-from kvshare.errors import UpstreamError
+from kvshare.addresses import SERVER_NAME
+from kvshare.errors import UpstreamError, WrongServerError
 from kvshare.settings import VllmSettings
 from kvshare.vllm_protocol.json_fields import Message, WireError
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal, ReplicaInfo
@@ -52,6 +53,7 @@ class _Client:
     """A client of one server, used as a context manager. Calls have timeouts and raise only UpstreamError."""
 
     _session: aiohttp.ClientSession  # inside the context manager
+    _expected: str  # what should answer
 
     def __init__(self, url: str, secret: str | None, timeout_s: float) -> None:
         self.url = url
@@ -96,6 +98,10 @@ class _Client:
             raise self._failed(path, "no answer in time") from exc
         except (aiohttp.ClientError, OSError) as exc:
             raise self._failed(path, _describe(exc)) from exc
+        if response.headers.get("Server") == SERVER_NAME:
+            raise WrongServerError(
+                f"{self.url}: a KVShare server answers, this one or another: {self._expected}"
+            )
         if response.status != 200:
             problem = f"expected status 200, got {response.status}"
             raise self._failed(path, problem, status=response.status)
@@ -107,6 +113,8 @@ class _Client:
 
 class VllmClient(_Client):
     """The API of one `vllm serve`."""
+
+    _expected = "url must be that of a vLLM (vllm.replicas, --vllm-url)"
 
     def __init__(self, url: str, settings: VllmSettings) -> None:
         super().__init__(url, os.environ.get(API_KEY_VARIABLE), settings.control_timeout_s)
@@ -183,6 +191,11 @@ class VllmClient(_Client):
 class ControlClient(_Client):
     """The client of one connector's control server."""
 
+    _expected = (
+        "control_url must be that of the connector in vLLM, by default the port after vLLM's (vllm.replicas, "
+        "--vllm-control-url; `kvshare vllm` says it when it starts)"
+    )
+
     def __init__(
         self, url: str, *, token: str | None = None, timeout_s: float = 10.0, proxy: str = ""
     ) -> None:
@@ -194,6 +207,12 @@ class ControlClient(_Client):
         self._proxy = proxy
 
     async def info(self) -> ReplicaInfo:
+        """Raises WrongServerError where a KVShare server answers; that is asked for nothing it would log."""
+        try:
+            await self._read("/health")  # a KVShare server does not log it; a connector has no such route
+        except UpstreamError as exc:
+            if exc.status is None:
+                raise
         return await self._message(ReplicaInfo, "/info")
 
     async def journal(self, *, after: int, wait_s: float) -> Journal:

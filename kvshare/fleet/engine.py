@@ -12,11 +12,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from delta_tree import DeltaTree
+from kvshare.addresses import is_own
 from kvshare.background import Background
 from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.errors import ConfigError
@@ -30,6 +31,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
+from kvshare.namespace import Owner
 from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
@@ -68,6 +70,7 @@ class VllmEngine(ServedEngine[FleetServer]):
             raise ConfigError("vllm.replicas", "expected at least one; add it, or give --vllm-url URL")
         if len(set(names)) != len(names):
             raise ConfigError("vllm.replicas", f"two of them are named alike: {', '.join(sorted(names))}")
+        _refuse_own_address(settings)
         self._settings = settings
         self._created = int(time.time())
         self.fleet = Fleet([_replica(rank, chosen) for rank in ranks])
@@ -83,8 +86,9 @@ class VllmEngine(ServedEngine[FleetServer]):
         server = await self._opened.enter_async_context(_open_server(self._settings, self.fleet))
         self._running = server
         answers = [event for entry in server.watchers for event in (entry.asked_vllm, entry.asked_connector)]
-        if not await _all_within(_FIRST_ANSWERS_S, answers) or not self.fleet.serving():
-            log.warning("not ready: no replica answers yet; check vllm.replicas, this server keeps asking")
+        await _all_within(_FIRST_ANSWERS_S, answers)
+        if not self.fleet.serving():
+            log.warning("not ready: no replica serves yet; check vllm.replicas, this server keeps asking")
         self._background.spawn(self._evict_unclaimed(server))
 
     async def stop(self) -> None:
@@ -96,6 +100,9 @@ class VllmEngine(ServedEngine[FleetServer]):
         """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
         await self.server.runtime.settle()
         await self.server.reconciler.sending.settle()
+
+    def digests_of(self, owner: Owner) -> Collection[str]:
+        return {each.namespace(owner).digest for each in self.fleet.replicas if each.info is not None}
 
     def status(self) -> EngineStatus:
         if self._running is None:
@@ -117,6 +124,31 @@ class VllmEngine(ServedEngine[FleetServer]):
         connections = [watcher.was_connected for watcher in server.watchers]
         await _all_within(self._settings.vllm.lost_after_s, connections)
         await server.runtime.evict(server.runtime.keeper.evict_unclaimed)
+
+
+def _refuse_own_address(settings: Settings) -> None:
+    """
+    Raises ConfigError where a replica's address is that of this server, as far as addresses tell.
+
+    What they do not tell, as through another machine's port, the first answer does: `WrongServerError`.
+    """
+    server = settings.server
+    ports = {port for port in (server.port, server.admin_port) if port}
+    for number, replica in enumerate(settings.vllm.replicas):
+        at = f"vllm.replicas.{number}"
+        if is_own(replica.url, server.host, ports):
+            raise ConfigError(
+                f"{at}.url",
+                f"{replica.url} is this server itself; expected the address of a vLLM (--vllm-url)",
+            )
+        for rank in replica.ranks:
+            if is_own(rank.control, server.host, ports):
+                which = "" if replica.control_url else ", the port after vLLM's, as no other is given,"
+                raise ConfigError(
+                    f"{at}.control_url",
+                    f"{rank.control}{which} is this server itself; expected the address that `kvshare vllm` "
+                    "says its connector answers on (--vllm-control-url), or set another server.port (--port)",
+                )
 
 
 @asynccontextmanager
@@ -163,13 +195,12 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         yield FleetServer(runtime, in_flight, router, reconciler, watchers, formats)
 
 
-async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> bool:
-    """Wait for all events, at most `timeout_s`. Returns whether all were set."""
+async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:
+    """Wait for all events, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             for event in events:
                 await event.wait()
-    return all(event.is_set() for event in events)
 
 
 def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:

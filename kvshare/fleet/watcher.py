@@ -14,7 +14,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from kvshare.errors import UpstreamError
+from kvshare.errors import UpstreamError, WrongServerError
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
 from kvshare.safe_logging import classes_and_places
@@ -38,6 +38,7 @@ class Watcher:
     _last: int = 0  # sequence number of the last event that was applied
     _is_in_step: bool = False  # the tier has what the replica held at event `_last`
     _silent_since: float | None = None
+    _is_no_vllm: bool = False  # that was logged
     _logged: str | None = None  # the last logged failure: each is logged once
     asked_vllm: asyncio.Event = field(default_factory=asyncio.Event)  # set after the first answer or failure
     asked_connector: asyncio.Event = field(default_factory=asyncio.Event)  # the same
@@ -61,6 +62,9 @@ class Watcher:
         except UpstreamError as exc:
             if replica.models is not None:
                 log.warning("replica %s gets no requests until it answers again: %s", replica.name, exc)
+            elif isinstance(exc, WrongServerError) and not self._is_no_vllm:
+                log.warning("replica %s gets no requests: %s", replica.name, exc)
+            self._is_no_vllm = isinstance(exc, WrongServerError)
             replica.models = None
 
     async def watch_journal(self) -> None:

@@ -7,12 +7,14 @@ first), are written plainly: role, line break, text. Block hashes become random 
 hashes.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +22,13 @@ from tokenizers import Tokenizer
 
 from delta_tree import TokenIds, token_ids
 from kvshare.conversation.chat import Chat
-from kvshare.engines.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError, RequestError
 from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest, batches
 from kvshare.served_model import DEFAULT, DEMO, find_model
 from vector_index.prompt_text import WINDOW_CHARS
+
+if TYPE_CHECKING:
+    from kvshare.engines.embedded.tokenizer import PromptEncoder
 
 _BATCH = 64
 _ELLIPSIS = "\n"
@@ -58,6 +62,9 @@ class RequestTokenizer:
                 f"the default tokenizer is not available ({exc}); pass one with --tokenizer "
                 f"({DEMO}: the bundled forms model's, of 1,536 tokens)"
             ) from exc
+        # It imports transformers, and that torch: seconds that a tokenizer.json does without.
+        from kvshare.engines.embedded.tokenizer import PromptEncoder
+
         encoder = PromptEncoder.load(model.path)
         return cls(encoder.backend, encoder=encoder, name=model.name)
 

@@ -145,8 +145,8 @@ class PromptKeeper(Generic[TierT]):
         self._num_unstored += 1
         if self._num_unstored == 1:
             log.warning(
-                "prompts are not stored until the store can be written: %s. Free some space, no restart is "
-                "needed",
+                "prompts are not stored until the store can be written: %s. Look at the space and the "
+                "permissions there; no restart is needed",
                 exc,
             )
 

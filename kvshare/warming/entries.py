@@ -3,7 +3,8 @@ What is to be computed ahead: files -> entries, each the body of one request.
 
     *.txt, *.md       one document: it becomes the only message, the user's, of a chat
     anything else     rows as replay reads them (JSON lines, a JSON array, Parquet; gzip, zstd), each a body:
-                      {"messages": [...]} or {"prompt": ...}, with tools and whatever else belongs to it
+                      {"messages": [...]} or {"prompt": ...}, with tools and whatever else belongs to it;
+                      or a log's row that has such a body in it, as Batch API lines and LiteLLM's spend log
 
 A row's "label" names it in reports. What is said of the answer is replaced: one token, greedy, not streamed.
 """
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.errors import LogError
+from kvshare.replay.readers.fields import NAMES, unpacked
 from kvshare.replay.readers.files import raw_rows
-from kvshare.replay.readers.rows import Reason
+from kvshare.replay.readers.prompts import body_of
+from kvshare.replay.readers.rows import Reason, RowError
 
 _DOCUMENTS = (".txt", ".md")
 _OF_THE_ANSWER = ("label", "stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
 _SHORTEST_ANSWER = {"max_tokens": 1, "temperature": 0}
+_LITELLM = "call_type"  # in rows of its spend log, next to its own model's name
+_ASKED = ("messages", "prompt", "tools")
 _EXACT = {"mode": "exact"}  # KV that is copied for others should not be off itself
 
 
@@ -43,13 +48,21 @@ class Entry:
 
 
 def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """The entries of the files, in order, read one by one. Raises LogError where a file cannot be opened."""
+    """The entries of the files, in order. Raises LogError for a file that cannot be opened or has no rows."""
     for path in paths:
         if path.suffix.lower() in _DOCUMENTS:
             yield _document(path)
         else:
-            for line, row in raw_rows(path):
-                yield _row(str(path), line, row)
+            yield from _rows(path)
+
+
+def _rows(path: Path) -> Iterator[Entry]:
+    is_empty = True
+    for line, row in raw_rows(path):
+        is_empty = False
+        yield _row(str(path), line, row)
+    if is_empty:
+        raise LogError(f"{path.name} is empty: it has no rows")
 
 
 def _document(path: Path) -> Entry:
@@ -72,8 +85,21 @@ def _row(file: str, line: int, row: Mapping[str, Any] | Reason) -> Entry:
     if not isinstance(label, str | None):
         return Entry(Place(file, line), reason=Reason.WRONG_TYPE)
     place = Place(file, line, label)
-    reason = _why_no_prompt(row)
-    return _entry(place, row) if reason is None else Entry(place, reason=reason)
+    try:
+        body = _body(row)
+    except RowError as exc:
+        return Entry(place, reason=exc.reason)
+    reason = _why_no_prompt(body)
+    return _entry(place, body) if reason is None else Entry(place, reason=reason)
+
+
+def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a row asks; of a log's row nothing else that it says, as that is none of the server's."""
+    row = unpacked(row)
+    body = body_of(row)
+    if body is row and _LITELLM in row:
+        return {name: row[name] for name in _ASKED if name in row}
+    return {name: value for name, value in body.items() if name not in NAMES["answers"]}
 
 
 def _why_no_prompt(row: Mapping[str, Any]) -> Reason | None:

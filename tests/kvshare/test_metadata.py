@@ -64,7 +64,7 @@ def test_what_cannot_be_used_is_moved_aside(
     path: Path, spoil: Callable[[Path], None], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One generation, the owner's only; the warning says what, where to, what is lost."""
-    for _ in range(2):
+    for is_second in (False, True):
         spoil(path)
         before = path.read_bytes()
         caplog.clear()
@@ -74,6 +74,7 @@ def test_what_cannot_be_used_is_moved_aside(
         (message,) = warnings_of(caplog)
         assert told in message
         assert "tree.sqlite3.old" in message
+        assert (", over an earlier one" in message) is is_second
         assert "THE LOSS" in message
         old = path.with_name("tree.sqlite3.old")
         assert old.read_bytes() == before

@@ -75,9 +75,11 @@ async def test_the_scheme_is_case_insensitive(guarded: Server) -> None:
 
 
 async def test_a_key_as_anthropics_clients_send_it(guarded: Server) -> None:
-    """`x-api-key` is a key on every route; a bearer beside it counts alone."""
+    """`x-api-key` and `api-key` are keys on every route; a bearer beside it counts alone."""
     assert (await guarded.get("/v1/models", **{"x-api-key": "sk-alice"})).status == 200
     assert (await guarded.get("/v1/models", **{"x-api-key": "sk-unknown"})).status == 401
+    assert (await guarded.get("/v1/models", **{"api-key": "sk-alice"})).status == 200
+    assert (await guarded.get("/v1/models", **{"api-key": "sk-unknown"})).status == 401
     both = {"x-api-key": "sk-alice", "Authorization": "Bearer sk-unknown"}
     assert (await guarded.get("/v1/models", **both)).status == 401
 

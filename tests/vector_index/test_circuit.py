@@ -27,6 +27,10 @@ async def breaks() -> str:
     raise OSError("no route")
 
 
+async def hangs() -> str:
+    return await asyncio.sleep(60, "late")
+
+
 def circuit(clock: Clock) -> Circuit:
     return Circuit("part", failures_to_open=2, open_s=10.0, clock=clock)
 
@@ -108,9 +112,30 @@ async def test_the_log_has_one_line_when_a_part_fails_and_one_when_it_is_back(
     assert part.state is closed
     assert [record.getMessage() for record in caplog.records] == [
         "part of the index failed 2 times in a row, the last time: OSError. Prompts are served without it; "
-        "it is tried again every 10 s. If that lasts, look at the Qdrant server, or restart this one",
+        "it is tried again every 10 s. If that lasts, restart this server",
         "part of the index works again: prompts are served with it",
     ]
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ("ll", "was late 2 times in a row (no answer within 0 s) and raised no error"),
+        ("le", "failed 2 times in a row (1 of them late), the last time: OSError"),
+        ("ee", "failed 2 times in a row, the last time: OSError"),
+        ("lgee", "failed 2 times in a row, the last time: OSError"),
+    ],
+)
+async def test_the_log_tells_load_from_errors(
+    calls: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls that were late, that raised, and that were good, in their order."""
+    part = circuit(Clock())
+    for call in calls:
+        limit_s = 0 if call == "l" else 60
+        await part.attempt({"l": hangs, "e": breaks, "g": works}[call], timeout_s=limit_s)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"part of the index {told}")
 
 
 async def test_a_bad_trial_call_keeps_the_circuit_open() -> None:

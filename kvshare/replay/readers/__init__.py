@@ -10,13 +10,14 @@ A row that cannot be read is counted with its file, line and a fixed word, never
 memory at a time and its size is limited, so that memory does not grow with the file.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
 from kvshare.errors import LogError
-from kvshare.replay.readers import chats, prompts
+from kvshare.replay.readers import chats, fields, prompts
 from kvshare.replay.readers.files import Row, raw_rows
 from kvshare.replay.readers.rows import LoggedRow, ReadReport, Reason, RowError, Turn
 from kvshare.replay.requests import LoggedRequest
@@ -69,19 +70,26 @@ def read_file(
     """
     Rows of a log; `report` counts those that cannot be read. `source` is the file's name there.
 
-    Raises LogError if there is no such file or format, no row in any known format, or no content.
+    Raises LogError if there is no such file or format, no row in any known format, or no content; at the
+    end, if none of its rows holds a request that can be read.
     """
     source = source or path.name
-    rows = raw_rows(path)
+    rows = ((line, raw if isinstance(raw, Reason) else fields.unpacked(raw)) for line, raw in raw_rows(path))
     head = list(islice(rows, _NUM_DETECT))
     chosen = _named(format_name) if format_name is not None else _detected(source, head)
     report.formats[source] = chosen.name
+    num_rows, is_readable, reasons = 0, False, Counter[Reason]()
     for line, raw in chain(head, rows):
+        num_rows += 1
         for row in _converted(chosen, raw, LoggedRequest(source, line, f"{source}#{line}")):
             if isinstance(row, Reason):
+                reasons[row] += 1
                 report.count_unreadable(source, line, row)
             else:
+                is_readable = True
                 yield row
+    if not is_readable:
+        raise LogError(_why_nothing(source, chosen.name, num_rows, reasons))
 
 
 def _converted(chosen: Format, raw: Row | Reason, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
@@ -89,6 +97,16 @@ def _converted(chosen: Format, raw: Row | Reason, blank: LoggedRequest) -> Itera
         yield from (raw,) if isinstance(raw, Reason) else chosen.convert(raw, blank)
     except RowError as exc:
         yield exc.reason
+
+
+def _why_nothing(source: str, format_name: str, num_rows: int, reasons: Mapping[Reason, int]) -> str:
+    found = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    rows = "its only row does not hold" if num_rows == 1 else f"none of its {num_rows} rows holds"
+    return (
+        f"{source}: {rows} a request that can be read as {format_name} (reasons and how often: {found}); "
+        f"docs/replay.md says what each format must have; --format names another: one of {_OFFERED}, or "
+        "plain:FIELD"
+    )
 
 
 def _named(name: str) -> Format:

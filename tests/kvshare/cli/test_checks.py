@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import re
 import socket
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig
+from yarl import URL
 
 from kvshare.cli import checks, doctor, server_checks, store_checks
 from kvshare.cli.checks import State
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
+from tests.proxy.conftest import running_server
 
 _TINY: dict[str, Any] = {
     "vocab_size": 300,
@@ -64,13 +67,31 @@ def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], a
 
 def test_a_taken_port_fails(tmp_path: Path) -> None:
     """A port that somebody listens on is told with what to do; a free one is fine."""
-    assert checks.check_port(settings(tmp_path)).state is State.OK
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        check = checks.check_port(settings(tmp_path, **{"server.port": taken.getsockname()[1]}))
-    assert check.state is State.FAIL
-    assert "server.port" in check.remedy
+    (free,) = checks.check_ports(settings(tmp_path))
+    assert free.state is State.OK
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken.settimeout(0)  # it never answers
+        port = taken.getsockname()[1]
+        for setting in ("server.port", "server.admin_port"):
+            found = checks.check_ports(settings(tmp_path, **{setting: port}))
+            assert found[-1].state is State.FAIL
+            assert setting in found[-1].remedy
+
+
+async def test_the_port_of_the_server_that_is_asked_is_fine(tmp_path: Path) -> None:
+    """Found taken by the server at --url; without one it may be another server, which is a warning."""
+    async with running_server() as server:
+        port, admin = URL(server.url).port, {"server.admin_port": 0}
+        chosen = settings(tmp_path, **{"server.port": port}, **admin)
+        for url, state in [
+            (server.url, State.OK),
+            (f"http://localhost:{port}/", State.OK),
+            (None, State.WARN),
+            ("http://127.0.0.1:9", State.WARN),
+        ]:
+            found = await asyncio.to_thread(checks.check_ports, chosen, url)
+            assert [check.state for check in found] == [state, State.OK]
+            assert f"127.0.0.1:{port}" in found[0].detail
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,15 @@ def test_something_that_is_no_vllm(start: Start) -> None:
     assert states(found(other.url, other.url)) == {"version": "fail", "models": "fail", "control": "fail"}
 
 
+def test_a_kvshare_server_in_place_of_a_vllm(start: Start) -> None:
+    """It is recognised by its name, on either address, with what to give instead."""
+    ours = start(Fake({"/health": (200, {"status": "ok"})}, name="kvshare"))
+    findings = found(ours.url, ours.url)
+    assert states(findings) == {"vllm": "fail", "control": "fail"}
+    assert "is a KVShare server" in findings["vllm"][1]
+    assert "a KVShare server answers" in findings["control"][1]
+
+
 def test_an_untested_version(start: Start) -> None:
     """A version outside the range is a warning with the range."""
     findings = found(start(vllm(version=(200, {"version": "0.40.1"}))).url, start(connector()).url)

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from kvshare.cli import main, replay
 from kvshare.cli.views import draw
+from kvshare.demo import MODEL_PATH
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies.base import BatchEmbeddings
 from tests.kvshare.cli.conftest import Outcome
@@ -186,6 +187,19 @@ def test_wrong_usage_is_told(kvshare: Kvshare, arguments: tuple[str, ...], told:
     assert told in done.stderr
 
 
+@pytest.mark.parametrize("mode", [[], ["--paper"], ["--engine", "http://127.0.0.1:9"]])
+def test_a_log_without_requests_fails_and_writes_nothing(
+    kvshare: Kvshare, tmp_path: Path, mode: list[str]
+) -> None:
+    """How many rows it has and why none was read, before anything is asked; not a report of zeros."""
+    (tmp_path / "log.jsonl").write_text('{"conversations": null}\n' * 2, encoding="utf-8")
+    done = kvshare("replay", "log.jsonl", "--tokenizer", "demo", "--out", "out", *mode)
+    assert (done.code, done.stdout) == (1, "")
+    assert "log.jsonl: none of its 2 rows holds a request" in done.stderr
+    assert "missing_field 2" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.usefixtures("log")
 def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
     """With the address, the status, and what to do."""
@@ -209,6 +223,21 @@ def test_diff_of_no_results_is_told(kvshare: Kvshare) -> None:
     assert done.code == 1
     assert ".: results.json cannot be read" in done.stderr
     assert "kvshare replay --out" in done.stderr
+
+
+def test_a_replay_imports_what_it_needs(tmp_path: Path) -> None:
+    """With a tokenizer.json and no embedding neither torch nor transformers, which take seconds."""
+    rows = [json.dumps({"prompt": f"{FORM} for {name}"}) for name in ("Anna", "Bert")]
+    (tmp_path / "log.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    options = ["--tokenizer", str(MODEL_PATH / "tokenizer.json"), "--arms", "fast", "--json"]
+    program = (
+        "import sys; from kvshare.cli.main import app;"
+        f"app(['replay', 'log.jsonl', *{options}], standalone_mode=False);"
+        "sys.exit(f'imported: {found}' if (found := {'torch', 'transformers'} & sys.modules.keys()) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "replay" / "report.html").exists()
 
 
 def test_help_shows_the_options(kvshare: Kvshare) -> None:

@@ -102,13 +102,44 @@ def test_serve_fails_in_one_line(cli: Cli, option: tuple[str, str], told: str) -
     assert "Traceback" not in outcome.stderr
 
 
-def test_the_port_that_is_taken_is_named(cli: Cli, tmp_path: Path) -> None:
-    """Also where it is the admin port."""
+@pytest.mark.parametrize("setting", ["port", "admin_port"])
+def test_the_port_that_is_taken_is_named(cli: Cli, tmp_path: Path, setting: str) -> None:
+    """With its setting and what to do, before a model is looked for."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = tmp_path / "kvshare.yaml"
-        config.write_text(f"server: {{port: 0, admin_port: {port}}}\nstore: {{path: null}}\n")
-        outcome = cli("serve", "--config", config, "--engine", "vllm", "--vllm-url", "http://127.0.0.1:9")
+        config.write_text(f"server: {{port: 0, {setting}: {port}}}\nmodel: {{path: nowhere}}\n")
+        outcome = cli("serve", "--config", config)
     assert outcome.code == 1
-    assert str(port) in outcome.stderr.splitlines()[-1]
-    assert "in use" in outcome.stderr.splitlines()[-1]
+    (told,) = outcome.stderr.splitlines()
+    assert f"server.{setting}" in told
+    assert f"127.0.0.1:{port}: address already in use; stop the server there, or set another" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ("--vllm-url", "http://localhost:8411"),
+            "vllm.replicas.0.url: http://localhost:8411 is this server",
+        ),
+        (
+            ("--vllm-url", "http://127.0.0.1:8410"),
+            "vllm.replicas.0.control_url: http://127.0.0.1:8411, the port after vLLM's",
+        ),
+        (
+            ("--vllm-url", "http://127.0.0.1:8409", "--vllm-data-parallel-size", 2),
+            "vllm.replicas.0.control_url: http://127.0.0.1:8411",
+        ),
+        (
+            ("--vllm-url", "http://127.0.0.1:9", "--vllm-control-url", "http://127.0.0.1:8411"),
+            "vllm.replicas.0.control_url: http://127.0.0.1:8411 is this server itself",
+        ),
+    ],
+)
+def test_a_server_that_is_pointed_at_itself_says_so(cli: Cli, options: tuple[object, ...], told: str) -> None:
+    """At start, with the setting: also where it is the default of the connector's address."""
+    outcome = cli("serve", "--engine", "vllm", "--port", 8411, *options)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert told in outcome.stderr.splitlines()[-1]
+    assert "this server itself" in outcome.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -210,6 +211,25 @@ def test_an_open_control_server_needs_a_token(installed: Installation) -> None:
     assert "secret" not in " ".join(words)
     for loopback in ("localhost", "::1", "127.0.0.2"):
         assert installed.run("some/model", "--control-host", loopback).code == EXIT_STATUS
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_a_taken_port_is_told_before_vllm_starts(installed: Installation, offset: int) -> None:
+    """vLLM's own, the connector's, and that of another rank's: with the option and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = {"--port": port - offset - 1, "--data-parallel-size": 2}  # control ports follow
+        outcome = installed.run("some/model", *(word for pair in own.items() for word in pair))
+    assert (outcome.code, outcome.stdout) == (1, "")
+    option = "vLLM's --port" if offset == -1 else "--control-port"
+    assert f"kvshare: {option}" in outcome.stderr
+    assert f":{port}: address already in use; stop what listens there, or give another" in outcome.stderr
+
+
+def test_vllm_and_the_connector_need_two_ports(installed: Installation) -> None:
+    outcome = installed.run("some/model", "--port", 9000, "--control-port", 9000)
+    assert outcome.code == 2
+    assert "vLLM's own --port" in outcome.stderr
 
 
 def test_vllm_must_be_installed(bare: Installation) -> None:

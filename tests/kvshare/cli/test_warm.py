@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from kvshare.cli.main import app
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.cli.conftest import Cli
-from tests.kvshare.cli.served import Served, serving
+from tests.kvshare.cli.served import Served, eventually, serving
 from tests.proxy.conftest import eventually as soon
 from tests.proxy.conftest import running_server
 from tests.proxy.fake_engine import Behaviour
@@ -112,6 +112,16 @@ def test_the_first_user_finds_a_warmed_document(cli: Cli, server: Served, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.model
+@with_model
+def test_a_running_server_names_whose_prompts_are(cli: Cli, server: Served, tmp_path: Path) -> None:
+    """Next to the digests, in `stats` and `tree`; without keys all are one tenant's."""
+    server.complete(range(300, 400))
+    eventually(lambda: "owners" in server.get("/admin/stats")[1])
+    (digest,) = json.loads(server.get("/admin/stats")[1])["owners"]
+    assert f"{digest[:12]}: tenant local" in cli("stats", "--url", server.url).stdout
+    assert f"namespace {digest[:12]}: tenant local" in cli("tree", "--url", server.url).stdout
+
+
 @with_model
 def test_a_pinned_prompt_outlasts_a_full_store(cli: Cli, server: Served, tmp_path: Path) -> None:
     """It is shared as ever, and what was stored beside it is gone; unpinned, it leaves in its turn."""

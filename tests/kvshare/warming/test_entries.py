@@ -67,6 +67,22 @@ def test_a_row_is_sent_as_it_is_but_for_the_answer(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps(CHAT["messages"])},
+        {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT},
+        {"request": json.dumps(CHAT), "response": {"choices": []}},
+        {"call_type": "acompletion", "model": "m", "messages": CHAT["messages"], "api_key": "88dc"},
+        {"call_type": "acompletion", "messages": "{}", "proxy_server_request": json.dumps(CHAT)},
+        {**CHAT, "response": {"choices": []}},
+    ],
+)
+def test_of_a_log_only_the_request_is_sent(tmp_path: Path, row: object) -> None:
+    """A body in a row, or as JSON text; not what the log says of it, nor its answer."""
+    assert body_of(tmp_path, row) == {**CHAT, "kvshare": {"mode": "exact"}, "max_tokens": 1, "temperature": 0}
+
+
 def test_what_is_stored_for_others_is_exact_unless_a_row_says_otherwise(tmp_path: Path) -> None:
     assert body_of(tmp_path, CHAT)["kvshare"] == {"mode": "exact"}
     assert body_of(tmp_path, {**CHAT, "kvshare": {"mode": "approx"}})["kvshare"] == {"mode": "approx"}
@@ -90,6 +106,8 @@ def test_a_prompt_is_a_completion(tmp_path: Path, prompt: object) -> None:
         ({"prompt": {"text": "SECRET"}}, Reason.WRONG_TYPE),
         ({"prompt": ["SECRET", "two prompts"]}, Reason.WRONG_TYPE),
         ({**CHAT, "label": 7}, Reason.WRONG_TYPE),
+        ({"messages": "{}", "call_type": "acompletion"}, Reason.EMPTY),
+        ({"body": "SECRET"}, Reason.WRONG_TYPE),
         (["SECRET"], Reason.NOT_AN_OBJECT),
     ],
 )
@@ -140,3 +158,12 @@ def test_a_document_without_text_is_none(tmp_path: Path, content: bytes, reason:
 def test_a_file_that_cannot_be_opened_ends_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(LogError, match=f"{name}: cannot be opened"):
         list(read_entries([tmp_path / name]))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"[]", gzip.compress(b"")])
+def test_a_file_without_rows_ends_it(tmp_path: Path, content: bytes) -> None:
+    """Nothing to warm is an error, as it is to replay."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(LogError, match=r"rows\.jsonl is empty"):
+        list(read_entries([path]))

@@ -160,6 +160,22 @@ async def test_vllm_without_a_connector_is_served_unshared(vllm: FakeVllm, tmp_p
         assert "cache_salt" in vllm.generated[0].body
 
 
+async def test_a_proxy_in_front_of_a_proxy_says_so(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sends no requests there, which could go round; nothing it asks is a 404 in the other's log."""
+    async with running_relay(tmp_path / "a", vllm) as first:
+        there = {"url": first.url, "control_url": first.url}
+        async with running_relay(tmp_path / "b", there, wait=False) as second:
+            assert (await second.send(CHAT, chat_body("Rome"))).status == 503
+            await asyncio.sleep(0.5)
+    told = [record.getMessage() for record in caplog.records if "KVShare server" in record.getMessage()]
+    assert len(told) == 2
+    assert any("gets no requests" in line and "url must be that of a vLLM" in line for line in told)
+    assert any("shares nothing for now" in line and "control_url must be" in line for line in told)
+    assert not [record for record in caplog.records if " 404" in record.getMessage()]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [

@@ -448,3 +448,22 @@ async def test_what_was_done_instead_of_the_plan_is_said(relay: Relay, vllm: Fak
     ).json()
     assert response.headers["X-KVShare-Decision"] == "approx"
     assert document["executed"]["decision"] == "full"
+
+
+async def test_an_administrator_sees_whose_a_namespace_is(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Tenant, scope and key names of what is stored now; not of keys that have stored nothing."""
+    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
+        for name in ("alice", "carol"):
+            assert (await relay.chat("Rome", key=key_of(name))).status == 200
+        await eventually(lambda: relay.num_nodes == 2)
+        for path in ("stats", "tree"):
+            answer = await relay.send(
+                f"/admin/{path}", method="GET", Authorization=f"Bearer {key_of('root')}"
+            )
+            document = await answer.json()
+            rows = {row["namespace"] for row in document["namespaces" if path == "stats" else "roots"]}
+            assert rows == document["owners"].keys()
+            assert sorted(document["owners"].values(), key=lambda owner: owner["scope"]) == [
+                {"tenant": "acme", "scope": "private", "keys": ["carol"]},
+                {"tenant": "acme", "scope": "tenant", "keys": ["alice", "bob", "root"]},
+            ]

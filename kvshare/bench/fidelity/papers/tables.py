@@ -17,6 +17,7 @@ from kvshare.bench.fidelity.papers.answers import FULL, Answer, Answerer, Arm, S
 from kvshare.bench.fidelity.papers.prompts import EXAMPLES, QUESTIONS, REQUESTS, TEXTS, Asked, Pair, Writer
 from kvshare.bench.fidelity.scenario import Messages, tokenized_prompt
 from kvshare.bench.fidelity.stored_prompts import StoredPrompts
+from kvshare.extras import require
 from vector_index import Embedder
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def _stream(bench: Bench, name: str, pairs: Sequence[Pair], request: str, measur
 
     The two earlier prompts with the most similar text are stored; the first two have none to copy from.
     """
+    require("bench", what="this suite, which looks for similar texts,")
     sheet, wanted, embedder = Sheet(name), bench.rows + _NUM_STORED, Embedder()
     start = bench.draw(name).randint(EXAMPLES, max(EXAMPLES, len(pairs) - wanted))
     earlier: list[_Earlier] = []

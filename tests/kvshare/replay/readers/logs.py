@@ -120,6 +120,17 @@ CONVERSATION: dict[str, Any] = {
     ],
 }
 PLAIN: dict[str, Any] = {"prompt": "Once upon a time"}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "wildchat": WILDCHAT,
+    "sharegpt": SHAREGPT,
+    "lmsys": LMSYS,
+    "openai": OPENAI,
+    "mooncake": MOONCAKE,
+    "prompts": GUIDELLM,
+    "conversations": CONVERSATION,
+    "plain": PLAIN,
+}
+"""By format."""
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> Path:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvshare.errors import LogError
 from kvshare.replay.readers import Reason, files
 from kvshare.replay.readers.rows import NUM_SHOWN
 from tests.kvshare.replay.readers import logs
+from tests.kvshare.replay.readers.logs import EXAMPLES
 
 ASKED = {"role": "user", "content": "Hello"}
 BROKEN: list[tuple[str, Any, Reason]] = [
@@ -35,7 +37,12 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("plain", '{"prompt": "x", "timestamp": 1e999}', Reason.WRONG_TYPE),
     ("plain", {"token_ids": [1, 1 << 40]}, Reason.WRONG_TYPE),
     ("plain", {"token_ids": []}, Reason.EMPTY),
+    ("plain", {"messages": "[1]"}, Reason.WRONG_TYPE),
+    ("plain", {"messages": '[{"role": "user"'}, Reason.WRONG_TYPE),
     ("openai", {"body": "x"}, Reason.WRONG_TYPE),
+    ("openai", {"body": '{"model": "m"}'}, Reason.MISSING_FIELD),
+    ("openai", {"model": "m", "messages": {}, "proxy_server_request": {}, "startTime": "x"}, Reason.EMPTY),
+    ("openai", {"model": "m", "messages": "{}"}, Reason.EMPTY),
     ("openai", {"model": "m"}, Reason.MISSING_FIELD),
     (
         "openai",
@@ -45,6 +52,8 @@ BROKEN: list[tuple[str, Any, Reason]] = [
     ("wildchat", {"conversation_hash": "x"}, Reason.MISSING_FIELD),
     ("wildchat", {"conversation": None, "messages": None}, Reason.MISSING_FIELD),
     ("wildchat", {"conversation": [ASKED], "timestamp": []}, Reason.WRONG_TYPE),
+    ("sharegpt", {"conversations": None}, Reason.MISSING_FIELD),
+    ("sharegpt", {"conversations": "[]"}, Reason.EMPTY),
     ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, Reason.NO_USER_TURN),
     ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, Reason.EMPTY),
     ("lmsys", {"conversation": {"role": "user"}}, Reason.WRONG_TYPE),
@@ -62,13 +71,21 @@ BROKEN: list[tuple[str, Any, Reason]] = [
 @pytest.mark.parametrize(("name", "row", "reason"), BROKEN)
 def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, reason: Reason) -> None:
     """The rows around it are read; it is counted with its line and why."""
-    good = {"prompt": "good"} if name == "plain" else None
-    rows = [row, good] if good else [row]
-    path = logs.write_lines(tmp_path / "log", rows)
+    path = logs.write_lines(tmp_path / "log", [row, EXAMPLES[name]])
     read, report = logs.rows_of(path, name)
     assert [(each.source, each.line, each.reason) for each in report.examples] == [("log", 1, reason)]
     assert report.unreadable().reasons == {reason: 1}
-    assert len(read) == (1 if good else 0)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(("name", "row", "reason"), BROKEN)
+def test_a_log_of_broken_rows_is_an_error_that_counts_them(
+    tmp_path: Path, name: str, row: Any, reason: Reason
+) -> None:
+    """How many rows there were, and why none was read; none of their text."""
+    path = logs.write_lines(tmp_path / "log", [row, row])
+    with pytest.raises(LogError, match=rf"log: none of its 2 rows .* as {name} .*: {reason} 2\)"):
+        logs.rows_of(path, name)
 
 
 @pytest.mark.parametrize(

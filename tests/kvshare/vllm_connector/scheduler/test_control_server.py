@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Serve(Protocol):
-    def __call__(self, token: str | None = None) -> ControlServer: ...
+    def __call__(self, token: str | None = None, host: str = "127.0.0.1") -> ControlServer: ...
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def serve() -> Iterator[Serve]:
 
     servers: list[ControlServer] = []
 
-    def begin(token: str | None = None) -> ControlServer:
+    def begin(token: str | None = None, host: str = "127.0.0.1") -> ControlServer:
         events, segments = EventLog(), SegmentIndex(1000)
         for number in (1, 2):
             segments.add(SegmentId(number), HeldSegment("a", 10, 100))
@@ -51,7 +52,7 @@ def serve() -> Iterator[Serve]:
             max_model_len=64,
         )
         scheduler = ConnectorScheduler(segments=segments, events=events)
-        servers.append(ControlServer(lambda: info, scheduler, host="127.0.0.1", port=0, token=token))
+        servers.append(ControlServer(lambda: info, scheduler, host=host, port=0, token=token))
         return servers[-1]
 
     yield begin
@@ -103,6 +104,12 @@ def test_routes_answer(serve: Serve) -> None:
     assert (segments["last"], segments["segment_ids"]) == (1, [1, 2])
     assert call(server, "/drop", {"segment_ids": [2, 3]}) == (200, {"num_dropped": 1})
     assert call(server, "/segments")[1]["segment_ids"] == [1]
+
+
+def test_it_listens_on_an_ipv6_address(serve: Serve) -> None:
+    """`--control-host` may be one."""
+    with socket.create_connection(("::1", serve(host="::1").port)):
+        pass
 
 
 def test_the_token_opens_it(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,12 +133,14 @@ def test_reports_of_two_ranks_become_one() -> None:
 
 
 def test_the_connector_is_registered_once() -> None:
-    """vLLM calls the plugin in each process, and may do so again."""
+    """vLLM calls the plugin in each process, which then reports crashes, and may do so again."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from kvshare.vllm_connector.plugin import NAME, register
 
+    faulthandler.disable()
     register()
+    assert faulthandler.is_enabled()
     known = KVConnectorFactory._registry[NAME]
     register()
     assert KVConnectorFactory._registry[NAME] is known
