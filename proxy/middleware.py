@@ -13,13 +13,13 @@ from aiohttp import web
 
 from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
+from proxy.connection import SERVER_NAME, check_expectation
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, is_anthropic, to_reply
 from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _OPEN = ("/health", "/ready", "/openapi.json", "/docs", "unknown")  # routes that ask for no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
@@ -73,6 +73,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
+        check_expectation(request)
         answer = preflight(request, server.settings.server.cors_origins)
         if answer is not None:  # before keys are asked for: a browser sends none with it
             return answer
