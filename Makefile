@@ -56,7 +56,8 @@ coverage: $(VLLM_STAMP)
 # The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
 long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py \
+	  tests/proxy/test_hostile_bodies.py
 
 # Inputs made from /openapi.json, on both engines: FUZZ_INPUTS of them each. schemathesis has an environment of its own, as it
 # is a pytest plugin too and would load in every test.

@@ -1,6 +1,5 @@
 """
-Wires the server: routes, middlewares, the engine's lifetime, listeners and signals. aiohttp's runner has our
-own answer to what never becomes a request.
+Wires the server: routes, middlewares, the engine's lifetime, listeners and signals.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from aiohttp import web
 from kvshare.addresses import SERVER_NAME, check_port
 from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, GeneratingEngine
-from kvshare.errors import ErrorCode
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings
 from proxy import admin
 from proxy.auth import ANY_ORIGIN, Keyring
+from proxy.connection import FrontRunner
 from proxy.context import SERVER, ServerContext
-from proxy.errors import ErrorReply
 from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
@@ -34,11 +32,6 @@ from proxy.relay import routes as relay
 from proxy.request_log import RequestHistory
 
 log = logging.getLogger(__name__)
-_request_log = logging.getLogger("proxy.middleware")  # where requests are logged
-
-# aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
-_aiohttp_log = logging.getLogger("proxy.aiohttp")
-_aiohttp_log.setLevel(logging.CRITICAL + 1)
 
 _BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
@@ -201,58 +194,3 @@ def _warn_if_exposed(settings: Settings) -> None:
             "no API keys and server.cors_origins is '*': every web page may use this server from a browser "
             "that reaches it; list the origins that should"
         )
-
-
-class FrontRunner(web.AppRunner):
-    """
-    Runs an application on sockets.
-
-    handler_cancellation: a client that goes away must not keep its slot.
-    """
-
-    def __init__(self, app: web.Application, *, shutdown_timeout: float) -> None:
-        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None)
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return _Server(
-            server.request_handler,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            access_log=None,
-            logger=_aiohttp_log,
-        )
-
-
-class _Server(web.Server):
-    """Makes a protocol for each connection."""
-
-    def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
-
-
-class _Protocol(web.RequestHandler):
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
-        super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
-        text = "The server failed to answer; see its log."
-        client = request.remote or "-"
-        _request_log.info(
-            "request - key=- client=%s %d: bytes that are no HTTP request",
-            client,
-            status,
-            extra={"fields": {"key": "-", "status": status, "client": client}},
-        )
-        if status < 500:
-            text = "This is no HTTP request: expected HTTP/1.1, and lines and headers of at most 8 KB each."
-        code = ErrorCode.BAD_REQUEST if status < 500 else ErrorCode.INTERNAL_ERROR
-        response = ErrorReply(status, code, text).to_response()
-        response.headers["Server"] = SERVER_NAME
-        response.force_close()
-        return response

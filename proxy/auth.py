@@ -133,7 +133,11 @@ def is_local(request: web.Request) -> bool:
     foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")
     if any(header in request.headers for header in foreign):
         return False
-    return is_loopback(request.remote or "") and is_loopback(request.url.host or "")
+    try:
+        host = request.url.host
+    except ValueError:  # the header Host is no host's name
+        return False
+    return is_loopback(request.remote or "") and is_loopback(host or "")
 
 
 def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:

@@ -100,6 +100,12 @@ def forbidden(message: str) -> HttpError:
     return HttpError(403, ErrorCode.PERMISSION_DENIED, message)
 
 
+def too_large(max_bytes: int, which: str = "") -> HttpError:
+    """`which`: of the body's sizes."""
+    words = f"The request body is larger than this server accepts{which and f' {which}'}"
+    return HttpError(413, ErrorCode.REQUEST_TOO_LARGE, f"{words}: expected at most {max_bytes} bytes.")
+
+
 # The first row whose class matches counts, so a class stands before its parents.
 _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
     (ModelNotFoundError, ErrorReply(404)),

@@ -14,6 +14,7 @@ from aiohttp import web
 from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
+from proxy.connection import SERVER_NAME, check_expectation
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, is_anthropic, to_reply
 from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_request
@@ -73,6 +74,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 async def _answer(request: web.Request, handler: Handler, server: ServerContext) -> web.StreamResponse:
     try:
+        check_expectation(request)
         answer = preflight(request, server.settings.server.cors_origins)
         if answer is not None:  # before keys are asked for: a browser sends none with it
             return answer

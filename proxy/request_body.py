@@ -8,9 +8,8 @@ No error quotes the body.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -19,8 +18,11 @@ from kvshare.errors import ErrorCode, RequestError
 from kvshare.requests import SharingMode
 from kvshare.rules.rewrite import apply_rules, shape_of
 from proxy.cache_salt import divided
+from proxy.connection import send_continue
+from proxy.content_encoding import codings_of, decoded
 from proxy.context import SERVER
-from proxy.errors import HttpError
+from proxy.errors import HttpError, too_large
+from proxy.json_text import parse_object
 from proxy.request_log import RECORD
 from proxy.wrong_values import invalid, to_request_error, wrong
 
@@ -28,7 +30,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no longer than this
 MAX_KEYS = 16  # of the `kvshare` object, unknown ones included
-_LARGE_BODY = 256 * 1024  # bytes; rules rewrite larger ones off the event loop
+_BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)  # read and decoded
+_LARGE_BODY = 256 * 1024  # bytes; larger ones are read and rewritten off the event loop
 _APIS = {  # that /admin/explain takes requests of
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -37,25 +40,25 @@ _APIS = {  # that /admin/explain takes requests of
 }
 
 
-async def read_object(request: web.Request, *, strict: bool = True) -> dict[str, Any]:
+async def read_object(request: web.Request) -> dict[str, Any]:
     """
     The body as a JSON object, as the operator's rules leave it. The request's record names those that acted,
     and has the owner that the body's `cache_salt` leaves.
 
     No rule acts where the route takes no prompt, or where the body says `"kvshare": {"rules": false}`.
-    `strict`: as for `parse_object`.
-    Raises:  HttpError 408 and 415, RequestError
+    Raises:  HttpError 408, 413 and 415, RequestError
     """
     check_is_json(request)
     raw = await read_raw(request)
-    body = parse_object(raw, strict=strict)
+    is_large = len(raw) > _LARGE_BODY
+    body = await asyncio.to_thread(parse_object, raw) if is_large else parse_object(raw)
     request[RECORD].divided_owner = divided(request[RECORD].caller.owner, body)
     rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
     # What is wrong about a `kvshare` object is reported where it is read.
     is_opted_out = isinstance(options, Mapping) and options.get("rules") is False
     if not rules or shape is None or is_opted_out:
         return body
-    if len(raw) > _LARGE_BODY:
+    if is_large:
         rewritten = await asyncio.to_thread(apply_rules, rules, body, shape)
     else:
         rewritten = apply_rules(rules, body, shape)
@@ -71,61 +74,36 @@ def check_is_json(request: web.Request) -> None:
     grants to the origins of `server.cors_origins` alone.
     """
     if request.content_type != "application/json":
-        found = (
-            f"not '{request.content_type[:40]}'"
-            if "Content-Type" in request.headers
-            else "the header is missing"
-        )
+        given = request.headers.get("Content-Type", "").partition(";")[0].strip()
+        found = f"not '{given[:40]}'" if given else "the header is missing"
         message = f"Send the body with 'Content-Type: application/json', {found}."
         raise HttpError(415, ErrorCode.UNSUPPORTED_MEDIA_TYPE, message)
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """The body's bytes. Raises HttpError 408 if they do not come in time."""
+    """
+    The body's bytes, without their `Content-Encoding`. A client that waits for `100 Continue` gets it here.
+
+    Raises:  HttpError 408 if they do not come in time, 413 and 415; RequestError if they do not come whole
+    """
+    if _BODY in request:
+        return request[_BODY]
+    codings, max_bytes = codings_of(request.headers), request.app[SERVER].settings.server.max_body_bytes
+    if (request.content_length or 0) > max_bytes:
+        raise too_large(max_bytes)
+    await send_continue(request)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
+            raw = await request.read()
     except TimeoutError:
         message = f"The request body did not arrive within {BODY_TIMEOUT_S:g} s."
         raise HttpError(408, ErrorCode.REQUEST_TIMEOUT, message) from None
-
-
-def parse_object(raw: bytes, *, strict: bool = True) -> dict[str, Any]:
-    """
-    JSON in UTF-8, without nesting that exhausts the parser; a name that comes twice has its last value.
-
-    `strict`: no NaN, no Infinity, no lone surrogates either.
-    """
-    try:
-        text = raw.decode("utf-8")
-        document = json.loads(text, parse_constant=_refuse_constant if strict else None)
-        if strict:
-            _check_unicode(raw, document)
-    except RecursionError:
-        raise RequestError("The JSON body is nested too deeply.") from None
-    except UnicodeDecodeError as exc:
-        raise RequestError(f"The body is not UTF-8: byte {exc.start} cannot be decoded.") from None
-    except json.JSONDecodeError as exc:
-        raise RequestError(f"The body is not JSON: {exc.msg} at character {exc.pos}.") from None
-    except ValueError:  # an integer of thousands of digits
-        raise RequestError("The JSON body holds a number that cannot be represented.") from None
-    if not isinstance(document, dict):
-        raise RequestError("The JSON body must be an object.")
-    return document
-
-
-def _check_unicode(raw: bytes, document: object) -> None:
-    """JSON can escape half of a surrogate pair, which no tokenizer takes. UTF-8 itself cannot hold one."""
-    if b"\\ud" not in raw and b"\\uD" not in raw:
-        return
-    try:
-        json.dumps(document, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("The JSON body holds a lone surrogate, which is no Unicode text.") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"The body is not JSON: {name} is no number.")
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large(max_bytes) from None
+    except web.RequestPayloadError as exc:
+        raise RequestError(f"The request body did not arrive whole: {exc}.") from None
+    request[_BODY] = await decoded(raw, codings, max_bytes=max_bytes)
+    return request[_BODY]
 
 
 def api_of(request: web.Request) -> str:

@@ -66,7 +66,9 @@ class Behaviour:
     adapters: tuple[str, ...] = ()
     answer: str = "the answer"
     token_s: float = 0.0
-    status: int = 200  # of the generating routes
+    status: int = 200  # of the generating routes, and of those below them
+    error: bytes = b'{"object": "error", "message": "no"}'  # what it answers with another status
+    interjects: bytes = b""  # into a stream, after its first token
     die_after_chunks: int | None = None
     protocol: int = PROTOCOL
     refusals: tuple[str, ...] = ()
@@ -164,7 +166,7 @@ class FakeVllm:
     # vLLM's own routes
 
     def _api(self) -> web.Application:
-        app = web.Application(client_max_size=2**24)
+        app = web.Application(client_max_size=2**27)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
@@ -209,6 +211,8 @@ class FakeVllm:
 
     async def _other(self, request: web.Request) -> web.Response:
         await self._note(request)
+        if self.behaviour.status != 200 and request.path.startswith(tuple(EVENTS)):
+            return self._refusal()
         return web.json_response({"path": request.path}, status=203, headers={"X-Vllm": "yes"})
 
     async def _note(self, request: web.Request) -> Seen:
@@ -219,7 +223,7 @@ class FakeVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         seen = await self._note(request)
         if self.behaviour.status != 200:
-            return web.json_response({"object": "error", "message": "no"}, status=self.behaviour.status)
+            return self._refusal()
         if seen.body.get("stream"):
             return await self._stream(request, seen)
         await self._compute(seen)
@@ -227,6 +231,15 @@ class FakeVllm:
         self._end(seen, self.behaviour.answer)
         self.sent = json.dumps(document, indent=1).encode()
         return web.Response(body=self.sent, content_type="application/json")
+
+    def _refusal(self) -> web.Response:
+        behaviour = self.behaviour
+        return web.Response(
+            status=behaviour.status,
+            body=behaviour.error,
+            content_type="application/json",
+            headers=behaviour.headers,
+        )
 
     async def _compute(self, seen: Seen) -> None:
         self.running.set()
@@ -256,6 +269,8 @@ class FakeVllm:
                     return response
                 await self._pause(seen, number)
                 await self._write(response, events.text(character))
+                if not number and self.behaviour.interjects:
+                    await self._write(response, self.behaviour.interjects)
                 told += character
             await self._write(response, events.closing)
         except (ConnectionError, asyncio.CancelledError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 import yaml
@@ -402,6 +403,37 @@ def test_errors_are_vllms_own(fleet: Fleet) -> None:
         with pytest.raises(openai.BadRequestError, match="context length"):
             ask(ann, [{"role": "user", "content": "one two three " * 5000}])
         assert ask(ann, [{"role": "user", "content": "still there?"}])[1] > 0
+
+
+TOO_LONG = {
+    "model": MODEL,
+    "max_tokens": 5,
+    "messages": [{"role": "user", "content": "one two three " * 5000}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "words"),
+    [
+        ("", {"max_tokens": 0, "messages": []}, 400, "invalid_request_error", ""),
+        ("", {"model": MODEL, "max_tokens": 5}, 400, "invalid_request_error", "messages: "),
+        ("/count_tokens", {"model": MODEL}, 400, "invalid_request_error", "messages: "),
+        ("", TOO_LONG, 400, "invalid_request_error", "prompt is too long: "),
+        ("", TOO_LONG | {"stream": True}, 400, "invalid_request_error", "prompt is too long: "),
+        ("", TOO_LONG | {"model": "nothing"}, 404, "not_found_error", ""),
+        ("/nothing", {}, 404, "not_found_error", ""),
+    ],
+)
+def test_errors_below_messages_are_in_anthropics_words(
+    fleet: Fleet, path: str, body: dict[str, Any], status: int, kind: str, words: str
+) -> None:
+    """Whichever part of vLLM they come from."""
+    headers = {"x-api-key": EmbeddedServer.key("ann")}
+    answer = httpx.post(f"{fleet.proxy.url}/v1/messages{path}", json=body, headers=headers, timeout=120)
+    document = answer.json()
+    assert (answer.status_code, document["type"], document["error"]["type"]) == (status, "error", kind)
+    assert document["error"]["message"].startswith(words)
+    assert document["request_id"] == answer.headers["request-id"]
 
 
 def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:

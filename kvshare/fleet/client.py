@@ -8,6 +8,7 @@ control servers. A client's own key is never passed on.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"
+_LARGE_BODY = 1 << 18  # bytes; larger ones are sent piece by piece
 NO_ROUTE = (403, 404, 405)  # `/render` is missing; 403: vLLM has switched it off
 
 Body = Mapping[str, Any] | bytes | None
@@ -85,7 +87,7 @@ class _Client:
         """GET, or POST with a body."""
         method = "GET" if body is None else "POST"
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
-        data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+        data = _sent(json.dumps(body).encode() if isinstance(body, Mapping) else body)
         try:
             async with (
                 asyncio.timeout(self._timeout_s + wait_s),
@@ -135,16 +137,15 @@ class VllmClient(_Client):
             method,
             URL(self.url + raw_path, encoded=True),
             headers={**headers, **self._headers},
-            data=body or None,
             timeout=self._relay_timeout,
             allow_redirects=False,
         )
         try:
             try:
-                return await request()
+                return await request(data=_sent(body))
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # Most likely vLLM was closing this idle connection: try a new one.
-                return await request()
+                return await request(data=_sent(body))
         except (aiohttp.ClientError, OSError) as exc:
             if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ConnectionTimeoutError):
                 raise  # connected, but no answer
@@ -237,6 +238,11 @@ class ControlClient(_Client):
 
 def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _sent(body: bytes | None) -> bytes | io.BytesIO | None:
+    """A body as aiohttp takes it: in one piece, a large one would hold up everything else."""
+    return io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body or None
 
 
 def _describe(exc: Exception) -> str:

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from kvshare.engines.base import Delta, Event, FinishReason, GeneratingEngine, GenerationRequest, Started
 from kvshare.errors import EngineError, KVShareError
+from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer_writer import AnswerWriter, Usage
@@ -117,7 +118,9 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
             async with request.app[SERVER].lifecycle.running(), run.open():
                 if not writer.is_stream:
                     return await _collect(run, writer, record)
-                await _send(request, stream, run, writer)
+                await stream.prepare(request)
+                with probed(request, stream, writer.keep_alive, is_between=lambda: True):
+                    await _send(request, stream, run, writer)
                 await stream.write_eof()  # a drain waits for the last byte, too
                 return stream
         except ConnectionError:
@@ -149,7 +152,6 @@ async def _collect(run: Run, writer: AnswerWriter, record: RequestRecord) -> web
 
 async def _send(request: web.Request, stream: web.StreamResponse, run: Run, writer: AnswerWriter) -> None:
     record = request[RECORD]
-    await stream.prepare(request)
     await stream.write(writer.opening(_usage(record)))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):
         if delta is None:

@@ -1,8 +1,9 @@
 """
 Forwards one request: sends it to a replica, or to another if that does not answer, and passes its answer on.
 
-Status and body are vLLM's, byte for byte, and so are the headers, except hop-by-hop and CORS ones. If vLLM
-breaks off, an error event is appended: the client would take the end of the stream for success.
+Status and body are vLLM's, byte for byte, and so are the headers, except hop-by-hop and CORS ones. Only
+errors on the routes of Anthropic's API are put into its words (`anthropic_errors.py`). If vLLM breaks off, an
+error event is appended: the client would take the end of the stream for success.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
+from proxy.connection import probed
 from proxy.context import SERVER
-from proxy.errors import HttpError, to_reply
+from proxy.errors import HttpError, is_anthropic, to_reply
+from proxy.relay.anthropic_errors import MAX_BODY, ErrorEvents, reply_of
 from proxy.relay.dialects import Dialect
 from proxy.relay.sanitize import (
     headers_to_client,
@@ -33,11 +36,13 @@ from proxy.relay.sanitize import (
     with_members,
 )
 from proxy.request_log import RECORD, Failure
+from proxy.sse import KEEP_ALIVE
 
 log = logging.getLogger(__name__)
 
 _MAX_ERROR = 16 * 1024  # bytes of vLLM's own error that are looked at
 _WORD = re.compile(r"[\w.\[\]-]{1,60}")
+_TYPE = re.compile(r"[A-Za-z_]{1,40}(?: [A-Za-z]{1,20}){0,3}")  # also a status's phrase: "Bad Request"
 
 
 @dataclass(eq=False)
@@ -52,6 +57,7 @@ class RelayedRequest:
     dialect: Dialect | None = None  # of a route that generates
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
     _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far, or of an error
+    _last: bytes = field(default=b"\n\n", init=False)  # what was written last
 
     async def forward(self) -> web.StreamResponse:
         """
@@ -105,28 +111,57 @@ class RelayedRequest:
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.has_failed = response.status >= 400
+        if self.routed.has_failed and is_anthropic(self.request.path):
+            return await self._pass_on_error(response)
         answer = web.StreamResponse(
             status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
         )
         try:
             await answer.prepare(self.request)
             self._answer = answer
-            while True:
-                try:
-                    chunk = await response.content.readany()
-                except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                    name = self.routed.replica
-                    log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
-                    raise EngineError("The model server broke off this answer.") from exc
-                if not chunk:
-                    break
-                self._note_chunk(chunk)
-                await answer.write(chunk)
+            with probed(self.request, answer, KEEP_ALIVE, is_between=lambda: self._is_between_events):
+                await self._pass_on_body(response, answer)
             if self.routed.has_failed:
                 self.request[RECORD].failure = _failure_of(self._beginning)
             await answer.write_eof()
         except ConnectionError:
             self.request[RECORD].disconnected = True
+        return answer
+
+    async def _pass_on_body(self, response: aiohttp.ClientResponse, answer: web.StreamResponse) -> None:
+        """Raises EngineError where vLLM breaks off."""
+        is_messages = self._is_stream and is_anthropic(self.request.path)
+        events = ErrorEvents(self.request[RECORD].request_id) if is_messages else None
+        while chunk := await self._next_chunk(response):
+            self._note_chunk(chunk)
+            await self._write(answer, chunk if events is None else events.feed(chunk))
+        if events is not None:
+            await self._write(answer, events.flush())
+
+    async def _write(self, answer: web.StreamResponse, chunk: bytes) -> None:
+        if chunk:
+            self._last = chunk
+            await answer.write(chunk)
+
+    async def _next_chunk(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            return await response.content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            name = self.routed.replica
+            log.warning("replica %s broke off an answer: %s", name, class_and_place(exc))
+            raise EngineError("The model server broke off this answer.") from exc
+
+    async def _pass_on_error(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
+        """An error of vLLM's where the client's API has words of its own for it."""
+        raw = b""
+        while len(raw) < MAX_BODY and (chunk := await self._next_chunk(response)):
+            raw += chunk
+        record = self.request[RECORD]
+        record.failure = _failure_of(raw)
+        answer = reply_of(response.status, raw).to_response(self.request.path, record.request_id)
+        for name, value in headers_to_client(response.headers).items():
+            if name.lower() not in ("content-type", "content-length", "content-encoding"):
+                answer.headers.add(name, value)
         return answer
 
     def _note_chunk(self, chunk: bytes) -> None:
@@ -146,6 +181,10 @@ class RelayedRequest:
             return True
         self._beginning += chunk
         return self.dialect.first_token in self._beginning
+
+    @property
+    def _is_between_events(self) -> bool:
+        return self._is_stream and self._last.endswith((b"\n\n", b"\r\n\r\n"))
 
     @property
     def _is_stream(self) -> bool:
@@ -180,5 +219,7 @@ def _failure_of(body: bytes) -> Failure:
     error = document.get("error", document) if isinstance(document, dict) else None
     given = error if isinstance(error, dict) else {}
     words = {name: word for name, word in given.items() if isinstance(word, str) and _WORD.fullmatch(word)}
-    kind = words.get("type", "upstream_error")
-    return Failure(kind, "vLLM's own answer; what it says is not logged", words.get("param"))
+    named = given.get("type")
+    kind = named if isinstance(named, str) and _TYPE.fullmatch(named) else "upstream_error"
+    message = f"vLLM's own answer, of type {kind!r}; what it says is not logged"
+    return Failure(kind.replace(" ", "_"), message, words.get("param"))

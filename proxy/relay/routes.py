@@ -167,8 +167,8 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     The body to send on, sanitized, and what the client wrote, as values; both behind the operator's rules.
 
     Raises:  HttpError for another content type, RequestError for what is no JSON object: what cannot be read
-    cannot be searched. What only strict JSON forbids is for vLLM to judge
+    cannot be searched
     """
-    document = await read_object(request, strict=False)
-    raw = None if request[RECORD].rules else await request.read()
+    document = await read_object(request)
+    raw = None if request[RECORD].rules else await read_raw(request)
     return sanitized(raw, document), document

@@ -18,7 +18,8 @@ import pytest
 from aiohttp import web
 
 from kvshare.settings import Settings, load_settings
-from proxy.app import FrontRunner, build_admin_app, build_app
+from proxy.app import build_admin_app, build_app
+from proxy.connection import FrontRunner
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.proxy.fake_engine import Behaviour, FakeEngine

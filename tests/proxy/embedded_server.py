@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from proxy.app import build_app
+from proxy.connection import FrontRunner
 from proxy.context import SERVER
 from tests.proxy.conftest import settings_with
 
@@ -49,7 +50,7 @@ async def running_embedded(**overrides: object) -> AsyncIterator[EmbeddedServer]
     )
     engine = EmbeddedEngine(settings)
     app = build_app(settings, engine)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    runner = FrontRunner(app, shutdown_timeout=0.5)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

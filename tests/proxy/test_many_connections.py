@@ -22,7 +22,8 @@ from kvshare.cli.open_files import raise_open_files
 from kvshare.demo import MODEL_PATH
 from kvshare.engines.embedded.engine import EmbeddedEngine
 from kvshare.settings import Settings
-from proxy.app import FrontRunner, build_app
+from proxy.app import build_app
+from proxy.connection import FrontRunner
 from proxy.context import SERVER
 from tests.fake_vllm import MODEL, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually

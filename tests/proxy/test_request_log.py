@@ -159,12 +159,14 @@ async def test_a_full_queue_and_a_stream_that_breaks_off(caplog: pytest.LogCaptu
 
 
 async def test_bytes_that_are_no_request(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """They are logged as a 400 of nobody's, without the bytes."""
+    """They are logged as a 400 of nobody's, with the fault that they have, without the bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"SECRET\r\n\r\n")
     assert b"400" in await reader.readline()
     writer.close()
     (line,) = logged(caplog)
-    assert line["message"] == "request - key=- client=127.0.0.1 400: bytes that are no HTTP request"
+    fault = "This is no HTTP request: it does not begin with a method of HTTP in capital letters."
+    assert line["message"] == f'request - key=- client=127.0.0.1 400 "{fault}"'
+    assert line["error_message"] == fault
     assert (line["key"], line["status"], line["client"]) == ("-", 400, "127.0.0.1")

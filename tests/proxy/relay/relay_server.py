@@ -18,7 +18,8 @@ from kvshare.fleet.engine import VllmEngine
 from kvshare.namespace import Owner
 from kvshare.telemetry import Counts
 from kvshare.vllm_protocol.salts import owner_salt
-from proxy.app import FrontRunner, build_app
+from proxy.app import build_app
+from proxy.connection import FrontRunner
 from proxy.context import SERVER
 from proxy.lifecycle import Lifecycle
 from tests.fake_vllm import MODEL, FakeVllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -224,3 +225,66 @@ async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeV
     assert f'kvshare_replica_segments{{replica="{name}"}} 2.0' in text
     assert "kvshare_generated_tokens" not in text  # vLLM counts them
     assert 'kvshare_plans_executed_total{executed="full",planned="full",reason=""} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"]
+)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ('"logit_bias": {"1": NaN}', "NaN is no number"),
+        ('"temperature": Infinity', "Infinity is no number"),
+        ('"top_p": -Infinity', "-Infinity is no number"),
+        ('"temperature": 1e999', "a number that cannot be represented"),
+        (r'"user": "\ud800"', "a lone surrogate"),
+        (r'"\udfff": 1', "a lone surrogate"),
+        ('"user": "a\tb"', "found the control character U+0009"),
+        ('"user": "a",', "found '}'"),
+    ],
+)
+async def test_what_is_no_strict_json_does_not_reach_vllm(
+    relay: Relay, vllm: FakeVllm, path: str, wrong: str, words: str
+) -> None:
+    """The same words as the embedded engine's, and neither a rendering nor a request of vLLM."""
+    body = json.dumps(chat_body("Rome") | {"prompt": "a", "input": "a", "max_tokens": 5})
+    response = await relay.send(path, f"{body[:-1]}, {wrong}}}".encode())
+    assert response.status == 400
+    assert words in (await response.json())["error"]["message"]
+    assert not vllm.seen
+    assert not vllm.rendered
+
+
+async def test_a_name_in_escapes_is_the_name(relay: Relay, vllm: FakeVllm) -> None:
+    """What must not be named cannot be named by escapes either."""
+    raw = (
+        json.dumps(chat_body("Rome"))[:-1] + r', "kv_tr\u0061nsfer_params": {"x": 1}, "c\u0061che_salt": "x"}'
+    )
+    assert (await relay.send("/v1/chat/completions", raw.encode())).status == 200
+    (seen,) = vllm.generated
+    assert b"u0061" not in seen.raw
+    assert seen.body["kv_transfer_params"].keys() == {"kvshare"}
+
+
+@pytest.mark.parametrize("coding", ["gzip", "gzip, x-gzip", "identity"])
+async def test_a_compressed_body_reaches_vllm_as_it_was(relay: Relay, vllm: FakeVllm, coding: str) -> None:
+    """Without the header, and planned like any other."""
+    raw = packed = json.dumps(chat_body("Rome")).encode()
+    for _ in range(coding.count("gzip")):
+        packed = gzip.compress(packed)
+    assert (await relay.send("/v1/chat/completions", packed, Content_Encoding=coding)).status == 200
+    (seen,) = vllm.generated
+    assert seen.raw.startswith(raw[:-1])
+    assert "Content-Encoding" not in seen.headers
+    assert vllm.rendered
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 400), ("br", 400), ("foo", 415), ("gzip, foo", 415)])
+async def test_a_body_that_cannot_be_unpacked_does_not_reach_vllm(
+    relay: Relay, vllm: FakeVllm, path: str, coding: str, status: int
+) -> None:
+    """Whatever the route."""
+    response = await relay.send(path, json.dumps(chat_body("Rome")).encode(), Content_Encoding=coding)
+    assert response.status == status
+    assert not vllm.seen

@@ -1,0 +1,271 @@
+"""
+A client's connection below its requests: what is answered to bytes that are no request, to clients that wait
+for `100 Continue`, and to those that close their sending side and still read.
+
+aiohttp's own protocol answers in text, says `100 Continue` before a handler has looked at the request, and
+takes the end of what a client sends for the end of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import select
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
+from aiohttp.web_protocol import _ErrInfo
+
+from kvshare.errors import ErrorCode
+from proxy.errors import ErrorReply, HttpError
+
+SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
+
+_request_log = logging.getLogger("proxy.middleware")  # where requests are logged
+# aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
+_aiohttp_log = logging.getLogger("proxy.aiohttp")
+_aiohttp_log.setLevel(logging.CRITICAL + 1)
+
+_STREAM_PROBE: web.RequestKey[Callable[[], bytes]] = web.RequestKey("stream_probe")
+_EXPECTATION: web.RequestKey[str] = web.RequestKey("expectation", str)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_MAX_FIELD = 8190  # bytes of a header
+_MAX_LINE = _MAX_FIELD + 1  # of the request line; not the same, so that errors say which of both it was
+_WATCH_S = 0.1  # how often a half-closed connection is looked at
+_PROBE_LOOKS = 50  # looks from one probe to the next
+_PATIENT_LOOKS = 5  # and before a whole answer to the first: quick ones come without
+
+# What aiohttp's parser says -> what the client reads.
+_FAULTS: Mapping[str, str] = {
+    reason: fault
+    for fault, reasons in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
+    for reason in reasons
+}
+_DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found\.")
+
+
+async def send_continue(request: web.Request) -> None:
+    """Before the body is read, after all that is refused without it: tell a client that waits to go on."""
+    if request.get(_EXPECTATION) and request.version >= HttpVersion11 and not request.content.is_eof():
+        await request.writer.write(_CONTINUE)
+        request.writer.output_size = 0  # as aiohttp does: it is not of the answer
+
+
+@contextmanager
+def probed(
+    request: web.Request, stream: web.StreamResponse, comment: bytes, *, is_between: Callable[[], bool]
+) -> Iterator[None]:
+    """
+    While inside, `comment` may be put into a stream to find out whether its reader is there.
+
+    `is_between`: whether the stream is between two events now.
+    """
+    if stream.headers.get("Transfer-Encoding") == "chunked":
+        comment = b"%x\r\n%b\r\n" % (len(comment), comment)
+    has_end = "Content-Length" in stream.headers  # there is no room in it
+    request[_STREAM_PROBE] = lambda: comment if is_between() and not has_end else b""
+    try:
+        yield
+    finally:
+        del request[_STREAM_PROBE]
+
+
+def check_expectation(request: web.Request) -> None:
+    """Raises HttpError 417 for an expectation other than `100-continue`, the only one that HTTP has."""
+    expectation = request.get(_EXPECTATION, "100-continue")
+    if expectation.lower() != "100-continue":
+        message = "The header Expect asks for what is unknown here: expected 100-continue, or no such header."
+        raise HttpError(417, ErrorCode.BAD_REQUEST, message)
+
+
+class FrontRunner(web.AppRunner):
+    """
+    Runs an application on sockets.
+
+    handler_cancellation: a client that goes away must not keep its slot.
+    """
+
+    def __init__(self, app: web.Application, *, shutdown_timeout: float) -> None:
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout, access_log=None)
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        make_request = server.request_factory
+
+        def without_expectation(message: Any, *rest: Any) -> web.BaseRequest:
+            """aiohttp would answer it before any handler."""
+            expectation = message.headers.get("Expect")
+            if not expectation:
+                return make_request(message, *rest)
+            headers = message.headers.copy()
+            del headers["Expect"]
+            request = make_request(message._replace(headers=type(message.headers)(headers)), *rest)
+            request[_EXPECTATION] = expectation
+            return request
+
+        return _Server(
+            server.request_handler,
+            request_factory=without_expectation,
+            handler_cancellation=server.handler_cancellation,
+            access_log=None,
+            logger=_aiohttp_log,
+        )
+
+
+class _Server(web.Server):
+    """Makes a protocol for each connection."""
+
+    def __call__(self) -> web.RequestHandler:
+        limits = {"max_line_size": _MAX_LINE, "max_field_size": _MAX_FIELD}
+        return _Protocol(self, loop=self._loop, auto_decompress=False, **limits, **self._kwargs)
+
+
+class _Protocol(web.RequestHandler):
+    """
+    A connection. A client that has sent all may close its sending side ("half-close") and gets its answers.
+    One that has gone closes in the same way, and shows it only by rejecting what it is sent: so the silence
+    before an answer, and within a stream, is broken by probes, which a client skips.
+    """
+
+    __slots__ = ("_is_half_closed", "_last_body", "_num_looks", "_watch")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_half_closed = False
+        self._last_body: StreamReader | None = None  # of the last request that has come
+        self._num_looks = 0
+        self._watch: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            error = self._messages[-1][0]
+            self._end_body(_fault(error.exc, error.message or ""))
+        elif self._messages:
+            self._last_body = self._messages[-1][1]
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # aiohttp's says less than asyncio's
+        """Whether the connection stays open."""
+        if self._is_idle:
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._end_body("the client closed the connection's sending side before its end")
+            self._look()
+        return True
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is no request that still gets an answer."""
+        return self._waiter is not None and not self._messages
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        is_last = self._is_half_closed and not self._messages
+        if is_last:  # no request can follow
+            resp.force_close()
+        finished = await super().finish_response(request, resp, start_time)
+        if is_last or (self._is_half_closed and not self._messages):
+            self.close()
+        return finished
+
+    def _end_body(self, problem: str) -> None:
+        """A request that waits for the rest of its body learns that it does not come."""
+        body = self._last_body
+        if body is not None and not body.is_eof() and body.exception() is None:
+            body.set_exception(web.RequestPayloadError(problem))
+
+    def _look(self) -> None:
+        """Drop a half-closed connection that the client has closed altogether; look again soon."""
+        if self.transport is None:
+            return
+        if self._is_idle or _is_reset(self.transport):
+            self.transport.abort()
+            return
+        if self._current_request is not None:
+            self._probe(self._current_request, self.transport)
+            self._num_looks += 1
+        self._watch = self._loop.call_later(_WATCH_S, self._look)
+
+    def _probe(self, request: web.BaseRequest, transport: asyncio.Transport) -> None:
+        if request.writer.output_size:  # the answer has begun
+            probe = request.get(_STREAM_PROBE) if isinstance(request, web.Request) else None
+            if probe is not None and self._num_looks % _PROBE_LOOKS == 0:
+                transport.write(probe())
+        elif self._num_looks % _PROBE_LOOKS == _PATIENT_LOOKS and request.version >= HttpVersion11:
+            transport.write(_CONTINUE)  # RFC 9110, 15.2.1: a client that did not ask for it discards it
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
+        super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
+        reply = ErrorReply(500, ErrorCode.INTERNAL_ERROR, "The server failed to answer; see its log.")
+        said = "bytes that are no HTTP request"
+        if status < 500:
+            reply = _refusal(exc, message or "")
+            said = reply.message
+        client = request.remote or "-"
+        fields = {"key": "-", "status": reply.status, "client": client, "error_message": said}
+        _request_log.info(
+            'request - key=- client=%s %d "%s"', client, reply.status, said, extra={"fields": fields}
+        )
+        response = reply.to_response()
+        response.headers["Server"] = SERVER_NAME
+        response.force_close()
+        return response
+
+
+def _refusal(exc: BaseException | None, message: str) -> ErrorReply:
+    """What a client reads whose bytes are no request."""
+    if isinstance(exc, LineTooLong):
+        is_line = exc.args[1] == _MAX_LINE
+        text = f"The request's line is too long: expected at most {_MAX_LINE} bytes."
+        if not is_line:
+            text = f"A header of the request is too long: expected at most {_MAX_FIELD} bytes."
+        return ErrorReply(414 if is_line else 431, ErrorCode.REQUEST_TOO_LARGE, text)
+    if message.startswith("Too many headers"):
+        text = "The request has too many headers: expected at most 128."
+        return ErrorReply(431, ErrorCode.REQUEST_TOO_LARGE, text)
+    return ErrorReply(400, ErrorCode.BAD_REQUEST, f"This is no HTTP request: {_fault(exc, message)}.")
+
+
+def _fault(exc: BaseException | None, message: str) -> str:
+    """What is wrong about the bytes, without the bytes."""
+    if duplicate := _DUPLICATE.fullmatch(message):
+        return f"it has two {duplicate[1]} headers"
+    if isinstance(exc, LineTooLong):
+        return "a line or header is too long"
+    if isinstance(exc, InvalidHeader):
+        return "a header has a name or a character that it may not have"
+    if "HTTPS traffic" in message:
+        return "it is TLS, and this port speaks plain HTTP"
+    reason = message.removeprefix("Bad status line:\n  ").partition(":\n\n")[0].strip()
+    if reason in _FAULTS:
+        return _FAULTS[reason]
+    return "its address is no URL" if isinstance(exc, InvalidURLError) else "expected HTTP/1.1"
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the other side has rejected what it was sent: its socket is gone."""
+    if not hasattr(select, "poll"):
+        return False  # on Windows: a write that fails says so
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return bool(poll.poll(0))
