@@ -22,10 +22,10 @@ from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
+from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply, HttpError
 
-SERVER_NAME = "kvshare"  # in the header Server; aiohttp's default would show its version and Python's
 
 _request_log = logging.getLogger("proxy.middleware")  # where requests are logged
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.

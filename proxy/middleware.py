@@ -14,7 +14,7 @@ from aiohttp import web
 from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
-from proxy.connection import SERVER_NAME, check_expectation
+from proxy.connection import check_expectation
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, is_anthropic, to_reply
 from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_request

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvshare.errors import ModelError
+from kvshare.errors import EngineError, ModelError
 from proxy.app import serve
 from tests.proxy.conftest import chat, eventually, running_server, settings_with
 from tests.proxy.fake_engine import Behaviour, FakeEngine
@@ -103,15 +103,15 @@ async def test_serve_raises_what_the_start_raises() -> None:
 
 
 async def test_serve_raises_for_a_taken_port() -> None:
-    """A port in use is an OSError, and the engine is stopped."""
+    """Before the engine starts, with the setting's name."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         engine = FakeEngine()
         settings = settings_with(server__port=taken.getsockname()[1])
-        with pytest.raises(OSError, match="address already in use"):
+        with pytest.raises(EngineError, match=r"server\.port .*address already in use"):
             await serve(settings, engine, on_listening=lambda url: None)
-    assert engine.is_stopped
+    assert not engine.is_started
 
 
 @pytest.mark.parametrize("stream", [False, True])
