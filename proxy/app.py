@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.addresses import SERVER_NAME, check_port
+from kvshare.addresses import check_port
 from kvshare.collector import calm_collector
 from kvshare.engines.base import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine

@@ -26,7 +26,6 @@ from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply, HttpError
 
-
 _request_log = logging.getLogger("proxy.middleware")  # where requests are logged
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
 _aiohttp_log = logging.getLogger("proxy.aiohttp")
