@@ -56,6 +56,7 @@ class SchedulerSide:
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
         self._warnings = [message for message in [untested(self._vllm_version)] if message]
+        self._has_started = False
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
         self.segments = SegmentIndex(settings.max_bytes)
@@ -71,7 +72,14 @@ class SchedulerSide:
                 self._unsupported.append(_NO_ADDRESS.format(host, port, problem))
 
     def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
-        """Share if every worker can. A worker that did not get the model sends no handshake."""
+        """
+        Share if every worker can. A worker that did not get the model sends no handshake.
+
+        Later calls change nothing: workers send the same handshake again when they wake up.
+        """
+        if self._has_started:
+            return
+        self._has_started = True
         known = list(handshakes)
         self._handshakes = known
         self.scheduler.bytes_per_token = sum(worker.bytes_per_token for worker in known)  # over all ranks

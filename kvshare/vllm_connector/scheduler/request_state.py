@@ -1,8 +1,8 @@
 """
 The state of one request with a ticket, and which copies its slots hold.
 
-While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. vLLM looks
-a request up when it has no blocks, and may admit it in a later step, or never. A request that is `done` is
+While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. It looks
+a request up when that has no blocks, and may admit it in a later step, or never. A request that is `done` is
 reported to the proxy and forgotten.
 """
 

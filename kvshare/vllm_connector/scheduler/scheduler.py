@@ -86,8 +86,8 @@ class ConnectorScheduler:
         """
         vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them.
 
-        vLLM 0.33 may call it in a later step than the lookup, with the request's tokens counted as computed, and
-        may want fewer tokens than were offered.
+        vLLM 0.33 may call it in a later step than the lookup, with the tokens counted as computed, and may
+        want fewer tokens than were offered.
         """
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or (request.num_computed_tokens and not num_external):

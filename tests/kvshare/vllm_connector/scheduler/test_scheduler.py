@@ -58,7 +58,7 @@ def test_a_moved_copy_needs_keys_that_can_be_moved(may_move_keys: bool) -> None:
 
 
 class TestLoadsThatBeginLater:
-    """vLLM 0.33 may allocate blocks for a load, count its tokens as computed, and begin it some steps later."""
+    """vLLM 0.33 may allocate a load's blocks, count its tokens as computed, and begin it steps later."""
 
     COPY = WireCopy(SEGMENT, 0, 200, 100, 50)
 
@@ -108,7 +108,9 @@ class TestLoadsThatBeginLater:
         assert (load.copies, load.runs()) == ((), (Span(0, 300),))
 
     @pytest.mark.parametrize("num_output", [0, 1])
-    def test_one_that_never_begins_saves_nothing(self, scheduler: ConnectorScheduler, num_output: int) -> None:
+    def test_one_that_never_begins_saves_nothing(
+        self, scheduler: ConnectorScheduler, num_output: int
+    ) -> None:
         """Its client left. vLLM takes the blocks at once, and nobody has filled them."""
         request = self.looked_up(scheduler)
         request.append_output_token_ids([7] * num_output)  # it was preempted
