@@ -224,7 +224,7 @@ def _next_port(port: object) -> int:
 
 
 def _check_version() -> None:
-    from kvshare.vllm_protocol.versions import installed_version, untested
+    from kvshare.vllm_protocol.versions import installed_version, only_read, untested
 
     version = installed_version()
     if version is None:
@@ -235,3 +235,5 @@ def _check_version() -> None:
     reason = untested(version)
     if reason is not None:
         note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")
+    elif (reason := only_read(version)) is not None:
+        note(f"{reason}.")

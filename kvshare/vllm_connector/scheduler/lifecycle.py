@@ -24,7 +24,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS, ReplicaInfo
-from kvshare.vllm_protocol.versions import installed_version, untested
+from kvshare.vllm_protocol.versions import installed_version, only_read, untested
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -55,7 +55,8 @@ class SchedulerSide:
         port = settings.control_port and settings.control_port + (self._rank or 0)
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
-        self._warnings = [message for message in [untested(self._vllm_version)] if message]
+        about_version = untested(self._vllm_version) or only_read(self._vllm_version)
+        self._warnings = [about_version] if about_version is not None else []
         self._has_started = False
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
