@@ -105,7 +105,11 @@ def _install() -> None:
             "trtllm_batch_decode_with_kv_cache": None,
         },
         "flashinfer.prefill": {"trtllm_batch_context_with_kv_cache": None},
-        "flashinfer.utils": {"FP4Tensor": object},
+        "flashinfer.utils": {  # the functions since vLLM 0.33, for TensorRT-LLM's kernels
+            "FP4Tensor": object,
+            "get_device_sm_count": None,
+            "get_trtllm_gen_multi_ctas_kv_counter_bytes": None,
+        },
     }
     for name, attributes in contents.items():
         module = ModuleType(name)
