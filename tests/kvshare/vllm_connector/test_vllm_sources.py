@@ -1,8 +1,8 @@
 """
 What KVShare uses of vLLM is there, in the vLLM that is installed and in the sources of another version.
 
-Nothing of vLLM is imported: files are read. `make long VLLM=0.33` fetches another version and names its folder
-in KVSHARE_VLLM_SOURCES.
+Nothing of vLLM is imported: files are read. `make long VLLM=0.33` fetches another version, and names its
+folder in KVSHARE_VLLM_SOURCES.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ class Sources:
         members: dict[str, Found] = {}
         for each in self.mro(found):
             assert isinstance(each.node, ast.ClassDef)
-            for node in each.node.body:
-                names = [node.name] if isinstance(node, Function) else _assigned(node)
+            for statement in each.node.body:
+                names = [statement.name] if isinstance(statement, Function) else _assigned(statement)
                 for name in names:
-                    members.setdefault(name, Found(each.module, node))
+                    members.setdefault(name, Found(each.module, statement))
             for node in ast.walk(each.node):
                 for name in _assigned_to_self(node):
                     members.setdefault(name, Found(each.module, node))

@@ -107,8 +107,8 @@ def _install() -> None:
         "flashinfer.prefill": {"trtllm_batch_context_with_kv_cache": None},
         "flashinfer.utils": {  # the functions since vLLM 0.33, for TensorRT-LLM's kernels
             "FP4Tensor": object,
-            "get_device_sm_count": None,
-            "get_trtllm_gen_multi_ctas_kv_counter_bytes": None,
+            "get_device_sm_count": lambda _: 0,
+            "get_trtllm_gen_multi_ctas_kv_counter_bytes": lambda *_: 0,
         },
     }
     for name, attributes in contents.items():
@@ -121,4 +121,7 @@ def _install() -> None:
 
 _install()
 
-from vllm.v1.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend  # noqa: E402  needs the package
+from vllm.v1.attention.backends import flashinfer  # noqa: E402  needs the package
+
+FlashInferBackend = flashinfer.FlashInferBackend
+flashinfer._get_multi_ctas_kv_counter_buffer = lambda *_: None  # since vLLM 0.33; it would be on a GPU
