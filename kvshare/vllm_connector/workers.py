@@ -29,7 +29,7 @@ class KVShareWorker(PlatformWorker):
     When weights change, segments of the old weights are forgotten, even without a call of `reset_connector`.
     A sleep of level 2 drops the weights, and others may be loaded behind it.
 
-    vLLM 0.32 does not tell connectors that it sleeps, 0.33 does; being told twice changes nothing.
+    vLLM 0.32 does not tell connectors that it sleeps, 0.33 does; a second call changes nothing.
     """
 
     def determine_available_memory(self) -> int:

@@ -59,6 +59,13 @@ def test_a_version_that_the_index_does_not_have(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "target").iterdir()) == []
 
 
+def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(SystemExit, match="remove it"):
+        fetch_vllm.main("0.33", tmp_path)
+    assert (tmp_path / "mine").exists()
+
+
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_vllm, "_NEEDED_BYTES", 1 << 70)
     with pytest.raises(SystemExit, match="GiB are free"):

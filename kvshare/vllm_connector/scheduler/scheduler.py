@@ -356,7 +356,7 @@ def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
     Leading tokens whose KV is in the slots; 0 if nothing may be retained.
 
     The last sampled token is never computed. A preempted request has lost its slots, and one that was aborted
-    in prefill has not filled them. One whose load has not begun has slots that nobody has filled.
+    in prefill has not filled them. One whose load has not begun has empty slots.
     """
     if ticketed.state is not State.RUNNING:
         return 0
