@@ -25,7 +25,7 @@ class _Paged:
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, **options: Any) -> None:
         demand(workspace.dtype == torch.uint8, "a workspace of bytes")
-        demand(options["backend"] == "auto", "kernels of its own")
+        demand(options["backend"] in ("auto", "fa2"), "kernels of its own")
         self._kv_layout = kv_layout
         self.is_cuda_graph_enabled = bool(options.get("use_cuda_graph"))
 
