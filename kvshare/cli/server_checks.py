@@ -22,7 +22,7 @@ from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongS
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
-from kvshare.vllm_protocol.versions import TESTED, untested
+from kvshare.vllm_protocol.versions import TESTED, only_read, untested
 
 if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings
@@ -97,6 +97,8 @@ def _check_version(server: JsonClient) -> Check:
         return found("version.unknown", problem=first_line(exc))
     if (reason := untested(version)) is not None:
         return found("version.untested", reason=reason, tested=",".join(TESTED))
+    if (reason := only_read(version)) is not None:
+        return found("version.read", reason=reason, tested=",".join(TESTED))
     return found("version.tested", version=version)
 
 

@@ -242,7 +242,7 @@ def _check_ports(given: Mapping[str, Any], control_host: str, control_ports: ran
 
 
 def _check_version() -> None:
-    from kvshare.vllm_protocol.versions import installed_version, untested
+    from kvshare.vllm_protocol.versions import installed_version, only_read, untested
 
     version = installed_version()
     if version is None:
@@ -253,3 +253,5 @@ def _check_version() -> None:
     reason = untested(version)
     if reason is not None:
         note(f"WARNING: {reason}. Sharing may be refused or fail; install a tested one for production.")
+    elif (reason := only_read(version)) is not None:
+        note(f"{reason}.")

@@ -33,6 +33,7 @@ from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -85,6 +86,19 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.forget_segments()
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """vLLM 0.33 asks. It calls the next two around a sleep; for 0.32 our worker class does."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.release_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.restore_caches()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
@@ -134,7 +148,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """A connector that wraps ours passes on the metadata of its first child, which may not be ours."""
+        """
+        A connector that wraps ours passes on the metadata of its first child, which may not be ours.
+
+        vLLM 0.33 calls this again after a sleep.
+        """
         if self._scheduler_side is not None:
             self._scheduler_side.start_sharing(
                 sent if isinstance(sent, WorkerHandshake) else WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))

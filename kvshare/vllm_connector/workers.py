@@ -27,6 +27,9 @@ class KVShareWorker(PlatformWorker):
     Gives the model to the connector when it is loaded and its caches are bound, before the first request.
 
     When weights change, segments of the old weights are forgotten, even without a call of `reset_connector`.
+    A sleep of level 2 drops the weights, and others may be loaded behind it.
+
+    vLLM 0.32 does not tell connectors that it sleeps, 0.33 does; a second call changes nothing.
     """
 
     def determine_available_memory(self) -> int:
@@ -47,6 +50,32 @@ class KVShareWorker(PlatformWorker):
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         super().update_weights(*args, **kwargs)
         _forget_segments()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        _forget_segments()
+
+    def reset_weights(self) -> None:
+        super().reset_weights()
+        _forget_segments()
+
+    def sleep(self, level: int = 1) -> None:
+        if (connector := _connector()) is not None:
+            connector.unregister_kv_caches()
+        if level > 1:
+            _forget_segments()
+        super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        connector = _connector()
+        if connector is not None and "kv_cache" in tags and current_platform.is_sleep_mode_available():
+            connector.unregister_kv_caches()
+        super().discard(tags)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if (connector := _connector()) is not None and (tags is None or "kv_cache" in tags):
+            connector.restore_kv_caches()
 
 
 def _connector() -> KVShareConnector | None:

@@ -1,8 +1,10 @@
 """
-The tested versions of vLLM, and the installed one. Does not import vLLM.
+The tested versions of vLLM, those that were only read, and the installed one. Does not import vLLM.
 
 The connector uses interfaces that vLLM changes between minor versions. `kvshare vllm`, `kvshare doctor` and
-the connector therefore warn about a version outside the tested range.
+the connector therefore warn about a version outside the tested range. Of a version that was read, what the
+connector uses was compared with the tested one (tests/kvshare/vllm_connector/test_vllm_sources.py), but no
+release of it has run: the self-test at start, which no setting switches off, decides whether it shares.
 """
 
 from __future__ import annotations
@@ -12,20 +14,39 @@ import sys
 from importlib import metadata, util
 from pathlib import Path
 
-TESTED = (">=0.32", "<0.33")  # pyproject.toml's extra `vllm` says the same
+TESTED = (">=0.32", "<0.33")
+ALLOWED = (">=0.32", "<0.34")  # with what was only read; pyproject.toml's extra `vllm` says the same
 
-_FIRST, _BEYOND = (tuple(int(part) for part in bound.lstrip("<>=").split(".")) for bound in TESTED)
 _RELEASE = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 
 def untested(version: str) -> str | None:
     """The problem with an untested version, or None. 0.33.0rc1 and 0.33.0+cpu count as 0.33.0."""
-    release = _RELEASE.match(version)
-    if release is None:
+    if _RELEASE.match(version) is None:
         return f"vLLM {version!r} has no version number, tested is {','.join(TESTED)}"
-    if not _FIRST <= tuple(int(part) for part in release[1].split(".")) < _BEYOND:
+    if not _is_in(version, ALLOWED):
         return f"vLLM {version} is not a tested version, tested is {','.join(TESTED)}"
     return None
+
+
+def only_read(version: str) -> str | None:
+    """What to say of a version that was read and never run, or None."""
+    if not _is_in(version, ALLOWED) or _is_in(version, TESTED):
+        return None
+    return (
+        f"vLLM {version}: read, not run. What KVShare uses of its sources was compared with those of "
+        f"{','.join(TESTED)}, no release of it was tried: the self-test at start decides whether it shares"
+    )
+
+
+def _is_in(version: str, bounds: tuple[str, str]) -> bool:
+    release = _RELEASE.match(version)
+    first, beyond = (_numbers(bound.lstrip("<>=")) for bound in bounds)
+    return release is not None and first <= _numbers(release[1]) < beyond
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
 
 
 def installed_version() -> str | None:

@@ -161,14 +161,6 @@ CLIENTS: dict[str, tuple[By, By, By]] = {
     ),
     "a cache_salt like another tenant": (By("cid"), By("cid"), By.salted("ann", "south")),
     "a cache_salt like its own tenant": (By("ann"), By("ann"), By.salted("ann", "north")),
-    "a cache_salt in vllm_xargs": (
-        *(By("ann", {"vllm_xargs": {"cache_salt": "a"}}), By("ann", {"vllm_xargs": {"cache_salt": "a"}})),
-        By("ann", {"vllm_xargs": {"cache_salt": "b"}}),
-    ),
-    "two cache_salts": (
-        *(By("ann", {"cache_salt": "a", "vllm_xargs": {"cache_salt": "b"}}),) * 2,
-        By("ann", {"cache_salt": "b", "vllm_xargs": {"cache_salt": "a"}}),
-    ),
 }
 NAMESPACES: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
     f"field {entry.name}": ({entry.name: "a"}, {entry.name: "a"}, {entry.name: "b"})

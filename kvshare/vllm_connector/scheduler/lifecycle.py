@@ -25,7 +25,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS, ReplicaInfo
-from kvshare.vllm_protocol.versions import installed_version, untested
+from kvshare.vllm_protocol.versions import installed_version, only_read, untested
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -56,7 +56,9 @@ class SchedulerSide:
         port = settings.control_port and settings.control_port + (self._rank or 0)
         self._unsupported = list(unsupported)
         self._vllm_version = installed_version() or "unknown"
-        self._warnings = [message for message in [untested(self._vllm_version)] if message]
+        about_version = untested(self._vllm_version) or only_read(self._vllm_version)
+        self._warnings = [about_version] if about_version is not None else []
+        self._has_started = False
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
         self.segments = SegmentIndex(settings.max_bytes)
@@ -72,7 +74,14 @@ class SchedulerSide:
                 self._unsupported.append(_NO_ADDRESS.format(host, port, problem))
 
     def start_sharing(self, handshakes: Iterable[WorkerHandshake]) -> None:
-        """Share if every worker can. A worker that did not get the model sends no handshake."""
+        """
+        Share if every worker can. A worker that did not get the model sends no handshake.
+
+        Later calls change nothing: workers send the same handshake again when they wake up.
+        """
+        if self._has_started:
+            return
+        self._has_started = True
         known = list(handshakes)
         self._handshakes = known
         self.scheduler.bytes_per_token = sum(worker.bytes_per_token for worker in known)  # over all ranks

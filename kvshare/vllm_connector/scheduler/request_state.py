@@ -1,8 +1,9 @@
 """
 The state of one request with a ticket, and which copies its slots hold.
 
-While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. A request
-that is `done` is reported to the proxy and forgotten.
+While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. It looks
+a request up when that has no blocks, and may admit it in a later step, or never. A request that is `done` is
+reported to the proxy and forgotten.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 
 
 State = StrEnum("State", "WAITING RUNNING LOADING ENDING SAVING DONE")
-Event = StrEnum("Event", "ADMITTED LOAD_REQUESTED LOAD_REPORTED ENDED SAVE_REQUESTED SAVED")
+Event = StrEnum("Event", "LOOKED_UP ADMITTED LOAD_REQUESTED LOAD_REPORTED ENDED SAVE_REQUESTED SAVED")
 
 # The next state, by event (rows) and state (columns); `-` would be a bug of ours.
 TABLE = """
                 waiting  running  loading  ending   saving
+looked_up       waiting  waiting  -        -        -        it has no blocks: vLLM asks what can be loaded
 admitted        running  running  -        -        -        vLLM allocated its blocks; nothing is loaded
 load_requested  loading  loading  -        -        -        the same; copies are to be loaded
 load_reported   -        -        running  done     -        the workers report what the slots hold
 ended           done     done     ending   -        -        nothing more is saved
-save_requested  -        saving   -        -        -        the request has ended; vLLM keeps its blocks
+save_requested  saving   saving   -        -        -        the request has ended; vLLM keeps its blocks
 saved           -        -        -        -        done     its KV is retained, unless segments were dropped
 """
 
@@ -125,6 +127,11 @@ class TicketedRequest:
 
     def copy(self, index: int) -> WireCopy:
         return self.ticket.copies[index]
+
+    def look_up(self, num_found: int) -> None:
+        """vLLM found `num_found` of its tokens in its own prefix cache, and has no blocks for it yet."""
+        self._advance(Event.LOOKED_UP)
+        self.num_found = num_found
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """

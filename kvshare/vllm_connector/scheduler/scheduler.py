@@ -72,7 +72,7 @@ class ConnectorScheduler:
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0
-        ticketed.num_found = num_local
+        ticketed.look_up(num_local)
         if not ticketed.may_load:
             return 0
         ticket = ticketed.ticket
@@ -83,15 +83,21 @@ class ConnectorScheduler:
         return max(0, end - num_local)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
-        """vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them."""
+        """
+        vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them.
+
+        vLLM 0.33 may call it in a later step than the lookup, with the tokens counted as computed, and may
+        want fewer tokens than were offered.
+        """
         ticketed = self._requests.get(request.request_id)
-        if ticketed is None or request.num_computed_tokens:
+        if ticketed is None or (request.num_computed_tokens and not num_external):
             return  # vLLM calls this again after an asynchronous load
-        held = self._held(ticketed.ticket)
+        end = ticketed.num_found + num_external
+        held = self._held(ticketed.ticket, end=end)
         ticketed.admit(held, loads=num_external > 0)
         if not num_external:
             return
-        start, end = ticketed.num_local, ticketed.num_local + num_external
+        start = ticketed.num_local
         copies = [ticketed.copy(index) for index in sorted(held)]
         self.segments.touch(copy.segment_id for copy in copies)
         order = _order(ticketed.ticket, Span(start, end))
@@ -318,12 +324,13 @@ class ConnectorScheduler:
                 self._drops.extend(segment_ids)
             self.events.append(Dropped(tuple(segment_ids)))
 
-    def _held(self, ticket: Ticket) -> frozenset[int]:
-        """Indices of a ticket's copies whose segments are held."""
+    def _held(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
+        """Indices of a ticket's copies whose segments are held; with `end`, of those that end by then."""
         return frozenset(
             index
             for index, copy in enumerate(ticket.copies)
-            if self.segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
+            if (end is None or copy.target.end <= end)
+            and self.segments.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
         )
 
 
@@ -349,8 +356,10 @@ def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
     Leading tokens whose KV is in the slots; 0 if nothing may be retained.
 
     The last sampled token is never computed. A preempted request has lost its slots, and one that was aborted
-    in prefill has not filled them.
+    in prefill has not filled them. One whose load has not begun has empty slots.
     """
+    if ticketed.state is not State.RUNNING:
+        return 0
     num_computed: int = request.num_prompt_tokens + request.num_output_tokens - 1
     is_complete = request.num_output_tokens and request.num_computed_tokens >= num_computed
     return num_computed if ticketed.may_retain and is_complete else 0

@@ -55,6 +55,7 @@ class PagedCache:
         )
         self._layout: BlockLayout | None = None
         self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
+        self._form = self._current_form()
 
     @property
     def num_blocks(self) -> int:
@@ -64,6 +65,15 @@ class PagedCache:
     @property
     def layout(self) -> str:
         return self._layout.name if self._layout is not None else "unknown"
+
+    @property
+    def has_same_form(self) -> bool:
+        """Whether the layers' caches are as at the start, if in other memory: shapes, strides, dtypes."""
+        return self._form == self._current_form()
+
+    def _current_form(self) -> list[tuple[object, ...]]:
+        caches = (layer.kv_cache for layer in self._in_order)
+        return [(cache.shape, cache.stride(), cache.dtype, cache.device) for cache in caches]
 
     def find_layout(self, block_id: int) -> str | None:
         """Determine how blocks are read, with an unused block. Returns why that failed, or None."""

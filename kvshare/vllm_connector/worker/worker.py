@@ -8,6 +8,9 @@ The connector inside a worker: writes segments into vLLM's blocks, computes plac
 A step waits for no copy, except for the save of a request that it preempts, and for at most 5 ms if it has no
 forward pass. A request is scheduled when its load is reported; if the load fails, vLLM computes the prompt.
 `attach_model` is called once, before the first step.
+
+While vLLM sleeps, its KV cache has no memory: `release_caches` and `restore_caches` surround that. What is
+begun meanwhile fails, so that vLLM computes it.
 """
 
 from __future__ import annotations
@@ -140,6 +143,7 @@ class ConnectorWorker:
         self._arrived: deque[_Load] = deque()  # copied but not computed yet
         self._transfers = KVConnectorTransferResults()
         self._report = WorkerReport()
+        self._is_asleep = False  # vLLM's KV cache must not be touched
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
@@ -233,15 +237,41 @@ class ConnectorWorker:
     def forget_segments(self) -> None:
         """The weights have changed: drop all segments, fail loads under way, and tell the scheduler."""
         self._report.has_new_weights = True
+        self._end_loads()
         for _, job in self._copying:
-            job.wait()
             job.failed = True
-        for load in self._arrived:
-            self._fail(load)
-        self._arrived.clear()
         self._copying = deque(entry for entry in self._copying if not isinstance(entry[0], _Drop))
         if self._store is not None:
             self._store.clear()
+
+    def release_caches(self) -> None:
+        """
+        vLLM is about to take away the memory of its KV cache. Waits for copies under way.
+
+        What they have saved is whole. What was loaded is lost with the cache, so these loads fail. May be
+        called again.
+        """
+        self._is_asleep = True
+        self._end_loads()
+
+    def restore_caches(self) -> None:
+        """The KV cache has memory again, perhaps other tensors. May be called again."""
+        if self._store is not None and not self._cache.has_same_form:
+            log.error(
+                "kvshare: since vLLM slept, its KV cache has another layout than at the self-test: no prompt "
+                "is loaded or stored until it is started again"
+            )
+            return
+        self._is_asleep = False
+
+    def _end_loads(self) -> None:
+        """Wait for all copies, and fail the loads, whether their copies have arrived or not."""
+        for transfer, job in self._copying:
+            job.wait()
+            job.failed = job.failed or isinstance(transfer, _Load)
+        for load in self._arrived:
+            self._fail(load)
+        self._arrived.clear()
 
     def close(self) -> None:
         """Waits for copies under way, whose memory is about to be freed."""
@@ -287,6 +317,9 @@ class ConnectorWorker:
         assert self._store is not None, "there is a handshake"
         wanted = frozenset(copy.segment_id for copy in request.copies)
         load = _Load(request, wanted)
+        if self._is_asleep:
+            self._fail(load)
+            return
         act = partial(self._write_copies, load, self._store.find(wanted), self._device.mark())
         self._copying.append((load, self._copies.submit(Job("loading a request's KV", act))))
 
@@ -314,6 +347,9 @@ class ConnectorWorker:
     def _begin_save(self, request: SaveRequest) -> None:
         assert self._store is not None, "there is a handshake"
         targets: dict[SegmentId, Stored] = {}
+        if self._is_asleep:
+            self._report_saved(_Save(request, targets), is_whole=False)
+            return
         try:
             for segment_id, span in request.spans:
                 targets[segment_id] = self._store.add(segment_id, len(span))

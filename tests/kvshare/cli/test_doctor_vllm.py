@@ -226,6 +226,13 @@ def test_an_untested_version(start: Start) -> None:
     assert ">=0.32,<0.33" in findings["version"][1]
 
 
+def test_a_version_that_was_only_read(start: Start) -> None:
+    """It may be used, and it is said that nobody has run it."""
+    findings = found(start(vllm(version=(200, {"version": "0.33.0"}))).url, start(connector()).url)
+    assert states(findings) == {"version": "warn"}
+    assert "vLLM 0.33.0: read, not run" in findings["version"][1]
+
+
 def test_a_locked_vllm(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own key comes from the environment; without it the models are not told."""
     monkeypatch.delenv("KVSHARE_VLLM_API_KEY", raising=False)

@@ -248,6 +248,15 @@ def test_an_untested_version_is_told_and_runs(bare: Installation) -> None:
     assert "0.40.0 is not a tested version" in outcome.stderr
 
 
+def test_a_version_that_was_only_read_is_told_and_runs(bare: Installation) -> None:
+    """One line on stderr, and no warning."""
+    bare.put_package("0.33.0")
+    outcome = bare.run("some/model")
+    assert outcome.code == EXIT_STATUS
+    assert "0.33.0: read, not run" in outcome.stderr
+    assert "WARNING" not in outcome.stderr
+
+
 @pytest.mark.parametrize("port", ["0", "65535", "http"])
 def test_a_port_without_a_next_one(installed: Installation, port: str) -> None:
     """Where the control port cannot be derived it must be given."""

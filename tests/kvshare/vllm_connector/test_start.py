@@ -87,7 +87,8 @@ def test_a_taken_control_port_stops_nothing(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         served = start("llama", control_port=port)
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "here"]
+        errors = (record for record in caplog.records if record.levelno == logging.ERROR)
+        (line,) = [record.getMessage() for record in errors if record.name == "here"]
         assert f"127.0.0.1:{port}" in line
         assert "--control-port" in line
         assert_served_unshared(served, text(300))

@@ -43,7 +43,7 @@ def new_request(*, exact_length: int = 0, unshared: Reason | None = None) -> Tic
 def admit(
     request: TicketedRequest, *, num_local: int, held: tuple[int, ...] = (0, 1), loads: bool = True
 ) -> None:
-    request.num_found = num_local
+    request.look_up(num_local)
     request.admit(held, loads=loads)
 
 
@@ -86,8 +86,10 @@ class TestTable:
 
     def cause(self, request: TicketedRequest, event: Event) -> None:
         """What makes an event happen."""
-        if event in (Event.ADMITTED, Event.LOAD_REQUESTED):
-            admit(request, num_local=0, loads=event is Event.LOAD_REQUESTED)
+        if event is Event.LOOKED_UP:
+            request.look_up(0)
+        elif event in (Event.ADMITTED, Event.LOAD_REQUESTED):
+            request.admit((0, 1), loads=event is Event.LOAD_REQUESTED)
         elif event is Event.LOAD_REPORTED:
             request.note_load(result())
         elif event is Event.SAVED:
@@ -113,7 +115,7 @@ class TestTable:
     def test_it_is_read_as_it_is_drawn(self) -> None:
         """Every event has a row, `done` is the end, and docs/architecture.md has the same drawing."""
         assert {event for _, event in TRANSITIONS} == set(Event)
-        assert len(TRANSITIONS) == 11
+        assert len(TRANSITIONS) == 14
         assert TRANSITIONS[State.RUNNING, Event.SAVE_REQUESTED] is State.SAVING
         assert TRANSITIONS[State.ENDING, Event.LOAD_REPORTED] is State.DONE
         assert not any(state is State.DONE for state, _ in TRANSITIONS)
@@ -200,7 +202,7 @@ class TestSlots:
     def test_a_look_that_admits_nothing_changes_nothing(self) -> None:
         """vLLM looks a request up in every step in which it finds no room for it."""
         request = new_request()
-        request.num_found = 128
+        request.look_up(128)
         admit(request, num_local=0)
         request.note_load(result(failed=True))
         assert (request.num_first_local, request.placed) == (0, frozenset())
@@ -279,6 +281,20 @@ class TestReport:
         running.note_load(result())
         event = running.finished()
         assert (running.state, event.reason, event.stored) == (State.DONE, "aborted", STORED)
+
+    def test_one_that_ends_before_its_second_load_begins_leaves_its_prompt(
+        self, running: TicketedRequest
+    ) -> None:
+        """Preempted and looked up again; its prompt's save may still be under way."""
+        running.retain(frozenset([0]), STORED)
+        running.saved_early = STORED
+        running.look_up(0)
+        running.end(num_prompt=400)
+        assert running.state is State.SAVING
+        running.note_prompt_saved()
+        running.note_saved(lost=None)
+        event = running.finished()
+        assert (running.state, event.stored, event.output_ids) == (State.DONE, STORED, ())
 
     def test_why_less_was_shared(self) -> None:
         """What is not supported comes first, then a failed load, then what is missing."""

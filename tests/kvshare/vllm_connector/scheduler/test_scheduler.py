@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvshare.vllm_protocol.salts import private_salt
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvshare.vllm_connector.metadata import LoadRequest
     from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 
 TOKENS = list(range(400))
@@ -54,6 +56,92 @@ def test_a_moved_copy_needs_keys_that_can_be_moved(may_move_keys: bool) -> None:
         request = new_request(f"ticket at {copy.source_position}", copy)
         scheduler.on_new_request(request)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (300 if is_loaded else 0)
+
+
+class TestLoadsThatBeginLater:
+    """vLLM 0.33 may allocate a load's blocks, count its tokens as computed, and begin it steps later."""
+
+    COPY = WireCopy(SEGMENT, 0, 200, 100, 50)
+
+    @pytest.fixture
+    def scheduler(self) -> ConnectorScheduler:
+        return new_scheduler()
+
+    def looked_up(self, scheduler: ConnectorScheduler) -> Any:
+        """A request with blocks, whose 300 tokens are promised but not loaded."""
+        request: Any = new_request("ticket", self.COPY)
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == 300
+        request.num_computed_tokens = 300
+        return request
+
+    def loads(self, scheduler: ConnectorScheduler) -> tuple[LoadRequest, ...]:
+        from kvshare.vllm_connector.metadata import StepMetadata
+
+        step = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, total_num_scheduled_tokens=0)
+        made = scheduler.build_connector_meta(step)
+        assert isinstance(made, StepMetadata)
+        return made.loads
+
+    def test_it_begins_when_vllm_says_so(self, scheduler: ConnectorScheduler) -> None:
+        """Not before, and it is the load that was promised."""
+        request = self.looked_up(scheduler)
+        assert self.loads(scheduler) == ()
+        scheduler.update_state_after_alloc(request, [1, 2], 300)
+        (load,) = self.loads(scheduler)
+        assert (load.start, load.end, load.block_ids, load.copies) == (0, 300, (1, 2), (self.COPY,))
+
+    def test_its_end_is_no_second_load(self, scheduler: ConnectorScheduler) -> None:
+        """When the tokens are loaded vLLM calls once more, with none to load."""
+        request = self.looked_up(scheduler)
+        scheduler.update_state_after_alloc(request, [1, 2], 300)
+        self.loads(scheduler)
+        scheduler.update_state_after_alloc(request, [1, 2], 0)
+        assert self.loads(scheduler) == ()
+        assert scheduler.request_finished(request, [1, 2]) is False  # its blocks wait for the load anyway
+
+    def test_a_segment_that_left_meanwhile_is_computed(self, scheduler: ConnectorScheduler) -> None:
+        """The tokens are promised, so the worker computes them."""
+        request = self.looked_up(scheduler)
+        scheduler.drop([SEGMENT])
+        scheduler.update_state_after_alloc(request, [1, 2], 300)
+        (load,) = self.loads(scheduler)
+        assert (load.copies, load.runs()) == ((), (Span(0, 300),))
+
+    @pytest.mark.parametrize("num_output", [0, 1])
+    def test_one_that_never_begins_saves_nothing(
+        self, scheduler: ConnectorScheduler, num_output: int
+    ) -> None:
+        """Its client left. vLLM takes the blocks at once, and nobody has filled them."""
+        request = self.looked_up(scheduler)
+        request.append_output_token_ids([7] * num_output)  # it was preempted
+        request.num_computed_tokens = len(TOKENS)  # all of the prompt was promised
+        assert scheduler.request_finished(request, [1, 2]) is False
+        (finished,) = scheduler.events.read(0).events
+        assert isinstance(finished, Finished)
+        assert (finished.decision, finished.stored) == ("full", ())
+
+    def test_one_that_is_looked_up_and_not_admitted_is_looked_up_again(
+        self, scheduler: ConnectorScheduler
+    ) -> None:
+        """vLLM had no room for it; what it found in its own cache is what it found last."""
+        request = self.looked_up(scheduler)
+        request.num_computed_tokens = 0
+        assert scheduler.get_num_new_matched_tokens(request, 16) == 284
+        scheduler.update_state_after_alloc(request, [1, 2], 284)
+        (load,) = self.loads(scheduler)
+        assert (load.start, load.end) == (16, 300)
+
+    @pytest.mark.parametrize(("num_external", "copies"), [(300, (COPY,)), (288, ()), (64, ())])
+    def test_vllm_may_take_less(
+        self, scheduler: ConnectorScheduler, num_external: int, copies: tuple[WireCopy, ...]
+    ) -> None:
+        """A copy that ends behind what it wants has no slots, and counts as not placed."""
+        request = self.looked_up(scheduler)
+        scheduler.update_state_after_alloc(request, [1, 2], num_external)
+        (load,) = self.loads(scheduler)
+        assert (load.end, load.copies) == (num_external, copies)
+        assert all(span.end <= num_external for span in load.runs())
 
 
 def test_reports_about_unknown_requests_change_nothing() -> None:

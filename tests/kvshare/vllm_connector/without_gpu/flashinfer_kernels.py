@@ -25,7 +25,7 @@ class _Paged:
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, **options: Any) -> None:
         demand(workspace.dtype == torch.uint8, "a workspace of bytes")
-        demand(options["backend"] == "auto", "kernels of its own")
+        demand(options["backend"] in ("auto", "fa2"), "kernels of its own")
         self._kv_layout = kv_layout
         self.is_cuda_graph_enabled = bool(options.get("use_cuda_graph"))
 
@@ -105,7 +105,11 @@ def _install() -> None:
             "trtllm_batch_decode_with_kv_cache": None,
         },
         "flashinfer.prefill": {"trtllm_batch_context_with_kv_cache": None},
-        "flashinfer.utils": {"FP4Tensor": object},
+        "flashinfer.utils": {  # the functions since vLLM 0.33, for TensorRT-LLM's kernels
+            "FP4Tensor": object,
+            "get_device_sm_count": lambda _: 0,
+            "get_trtllm_gen_multi_ctas_kv_counter_bytes": lambda *_: 0,
+        },
     }
     for name, attributes in contents.items():
         module = ModuleType(name)
@@ -117,4 +121,7 @@ def _install() -> None:
 
 _install()
 
-from vllm.v1.attention.backends.flashinfer import FlashInferBackend as FlashInferBackend  # noqa: E402  needs the package
+from vllm.v1.attention.backends import flashinfer  # noqa: E402  needs the package
+
+FlashInferBackend = flashinfer.FlashInferBackend
+flashinfer._get_multi_ctas_kv_counter_buffer = lambda *_: None  # since vLLM 0.33; it would be on a GPU

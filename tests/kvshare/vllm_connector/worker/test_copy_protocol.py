@@ -3,7 +3,8 @@ Copies beside vLLM's steps, whenever they happen: the worker's real protocol, st
 a small cache. The thread that copies does so only when the test says; order is all that it promises.
 
 No block is given away while a copy from or to it is pending, no segment's bytes are overwritten before they
-are read, what is laid is what was saved, and everything that was begun is reported exactly once.
+are read, what is laid is what was saved, and everything that was begun is reported exactly once. Memory that
+vLLM has taken away, as when it sleeps, is not touched.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 BLOCKS, BLOCK_SIZE, HEADS, DIM, LAYERS = 24, 8, 2, 4, 3
 NUM_TOKENS = 20  # of each request: three blocks, the last not full
 BYTES_PER_TOKEN = HEADS * LAYERS * 2 * DIM * 4
+STALE = 7777.0
 
 
 class LateCopies:
@@ -148,6 +150,7 @@ class Protocol(RuleBasedStateMachine):
         self.segments: dict[SegmentId, float] = {}  # saved and reported
         self.saving: dict[str, tuple[SegmentId, float, bool]] = {}  # and whether it has ended
         self.loading: dict[str, tuple[SegmentId, bool]] = {}  # and whether it was cancelled
+        self.stale: list[torch.Tensor] = []  # caches from before a sleep
         self.step: dict[str, Any] = {
             "loads": [],
             "saves": [],
@@ -264,8 +267,35 @@ class Protocol(RuleBasedStateMachine):
         """A load or a save ends with an error, and has written something."""
         self.copies.fail()
 
-    @rule()
-    def run_step(self) -> None:
+    @rule(runs_step=st.booleans())
+    def sleep(self, runs_step: bool) -> None:
+        """
+        vLLM sleeps, and has other memory when it wakes up. In a step meanwhile nothing can be done.
+
+        vLLM is paused before it sleeps: what is to be saved has been handed over.
+        """
+        import torch
+
+        self.run_step()
+        self.copies.failed += self.loading
+        self.worker.release_caches()
+        assert not self.copies.jobs
+        for layer in self.worker._cache.layers.values():
+            self.stale.append(layer.kv_cache.fill_(STALE))
+            layer.kv_cache = torch.full_like(layer.kv_cache, -9.0)
+        if runs_step:
+            if self.segments and len(self.free) >= 3:
+                self.begin_load(min(self.segments), has_hole=False)
+            if len(self.free) >= 3:
+                self.save(ends=True)
+                self.copies.failed += [request.request_id for request in self.step["saves"]]
+            self.copies.failed += self.loading
+            self.run_step()
+        self.worker.restore_caches()
+
+    @rule(defers=st.booleans())
+    def run_step(self, defers: bool = False) -> None:
+        """It `defers`: vLLM with a drafter asks what is done before it lets us save."""
         from kvshare.vllm_connector.metadata import StepMetadata
 
         made, self.step = self.step, {key: type(value)() for key, value in self.step.items()}
@@ -277,8 +307,11 @@ class Protocol(RuleBasedStateMachine):
             if name in self.blocks:
                 self.take_blocks(name)
         self.worker.advance(step)
-        self.worker.save(step)
+        if not defers:
+            self.worker.save(step)
         transfers, report = self.worker.take_transfers(), self.worker.build_connector_worker_meta()
+        if defers:
+            self.worker.save(step)
         failed = set() if report is None else report.failed_saves
         for name in transfers.finished_sending | (set() if report is None else report.saved_prompts):
             segment_id, value, ends = self.saving.pop(name)
@@ -304,6 +337,10 @@ class Protocol(RuleBasedStateMachine):
                 laid, computed = self.content[name], positions[position]
                 assert (own == laid).all() or (position < 5 and (own == computed).all())
         self.take_blocks(name)
+
+    @invariant()
+    def memory_from_before_a_sleep_is_not_touched(self) -> None:
+        assert all((cache == STALE).all() for cache in self.stale)
 
     @invariant()
     def every_segment_is_what_was_saved(self) -> None:
