@@ -28,7 +28,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Estimate, Plan, within, without
-from kvshare.sharing.prediction import Shape, shape_of
+from kvshare.sharing.prediction import Shape, carried, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
 if TYPE_CHECKING:
@@ -171,17 +171,10 @@ class Approximation:
         )
 
     def _inherited(self, copies: Sequence[Copy]) -> float:
-        """
-        Expected KL in nats that copies carry from their donors, to which the plan's own is added.
-
-        It is the mean of the donors' deviations over copied tokens; KV in a donor's exact prefix has none.
-        """
-        carried = 0.0
-        for copy in copies:
-            donor = self._donors[copy.donor]
-            num_approximate = copy.donor_start + copy.length - max(copy.donor_start, donor.exact_length)
-            carried += donor.deviation * max(0, num_approximate)
-        return carried / max(1, _num_copied(copies))
+        """Expected KL in nats that copies carry from their donors, to which the plan's own is added."""
+        if not copies:
+            return 0.0
+        return carried(copies, self._donors, known=self._foreign, common=self._common)
 
     def _generation_after(self, copy: Copy) -> int:
         """The generation of KV that is computed over this copy."""

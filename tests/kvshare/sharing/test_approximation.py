@@ -214,13 +214,23 @@ def test_what_copies_carry_is_weighted_by_how_much_is_copied(tree: DeltaTree) ->
     """A part from a prompt that deviates, a part from one that was computed in full."""
     node = off_by(tree, TOKENS, 0, LIMIT)
     full = stored(tree, prompt(900, seed=8))
-    asked = token_ids(np.concatenate([prompt(30, seed=4), TOKENS[1000:1340], full.token_ids]))
+    asked = token_ids(np.concatenate([prompt(30, seed=4), TOKENS[:340], full.token_ids]))
     plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), asked, node, full)
     assert isinstance(plan, Plan)
     assert plan.prediction is not None
     share = plan.num_from[node.node_id] / plan.num_copied
     assert 0.2 < share < 0.4
     assert plan.prediction.inherited == pytest.approx(share * LIMIT)
+
+
+def test_copies_carry_nothing_where_the_text_in_front_of_them_was_replaced(tree: DeltaTree) -> None:
+    """Reordered passages did not deviate more in each turn: the plan's own shape has their new context."""
+    node = off_by(tree, TOKENS, 0, LIMIT)
+    asked = token_ids(np.concatenate([prompt(300, seed=4), TOKENS[1000:1340]]))
+    plan = planned(tree, limits(judged(LIMIT / 4), judged(1.0)), asked, node)
+    assert isinstance(plan, Plan)
+    assert plan.prediction is not None
+    assert (plan.decision, plan.prediction.inherited) == ("approx", 0)
 
 
 def test_what_copies_carry_leaves_less_for_chosen_repairs(tree: DeltaTree) -> None:
