@@ -137,8 +137,8 @@ async def _turns(engine: EmbeddedEngine, text: EditedText, options: Options) -> 
 
 def _row(turn: int, served: Served) -> dict[str, Any]:
     """A turn: what was shared, expected and, if it was compared, found. An exact answer does not deviate."""
-    report, prediction = served.report, served.report.prediction
-    is_approximate = report.decision is Decision.APPROX and prediction is not None
+    report = served.report
+    prediction = report.prediction if report.decision is Decision.APPROX else None
     return {
         "turn": turn,
         "tokens": report.num_prompt_tokens,
@@ -147,8 +147,8 @@ def _row(turn: int, served: Served) -> dict[str, Any]:
         "used": rounded(report.num_cached / report.num_prompt_tokens),
         "repaired": report.num_repaired,
         "donors": len(report.donors),
-        "expected": rounded(prediction.expected) if is_approximate else 0.0,
-        "inherited": rounded(prediction.inherited) if is_approximate else 0.0,
+        "expected": 0.0 if prediction is None else rounded(prediction.expected),
+        "inherited": 0.0 if prediction is None else rounded(prediction.inherited),
         "kl": served.measured.get("kl", 0.0),
         "kl_first": served.measured.get("kl_first", 0.0),
     }
