@@ -8,13 +8,14 @@ Files of earlier versions are read as well; a tree that is opened for changes re
 Version 1: a node's row held its parent and an edit script, pieces were rows, segments had a hash of what came
 before them. Scripts and hashes are ignored.
 Version 2: a node's row had no deviation.
+Version 3: a node's deviation was the largest of those that led to it, where it is now their sum.
 """
 
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from delta_tree.spans import tokens_from_bytes
 
 Row = tuple[Any, ...]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # Drops and creates all tables. A parent is a row of its own: if it is evicted, its children stay as they are.
 SCHEMA = (
@@ -113,12 +114,21 @@ def load(version: int, execute: Callable[[str], Iterable[Row]]) -> Change:
             row = (*head, table, exact_length, created_at, pinned)
             if parent is not None:
                 parents[row[0]] = parent
-        if version < SCHEMA_VERSION:
+        if version < 3:
             *head, tokens, table, exact_length, created_at, pinned = row
             deviation = 0.0 if exact_length >= len(tokens) // 4 else UNKNOWN_DEVIATION  # tokens are int32
             row = (*head, tokens, table, exact_length, deviation, created_at, pinned)
         nodes.append(_node_of(row, last_used_at, num_hits))
+    if version < SCHEMA_VERSION:
+        generations = {segment.segment_id: segment.generation for segment in segments}
+        nodes = [_summed(node, generations) for node in nodes]
     return Change(put_segments=segments, put_nodes=tuple(nodes), parents=parents)
+
+
+def _summed(node: Node, generations: Mapping[SegmentId, int]) -> Node:
+    """The node with an upper limit for the sum of as many deviations as its KV has generations."""
+    highest = max((generations.get(segment_id, 0) for segment_id in node.pieces.segment_ids), default=0)
+    return replace(node, deviation=min(UNKNOWN_DEVIATION, node.deviation * max(1, highest)))
 
 
 def _segment_of(row: Row) -> Segment:

@@ -59,7 +59,7 @@ class Prediction:
     """The expected deviation of an answer from that of a full prefill: KL in nats, before the prefill."""
 
     expected: float  # the plan's, including that of its donors
-    inherited: float  # that of the donors
+    inherited: float  # what the copies carry from their donors
     limit: float  # above it only equal prefixes are shared
     rule: str  # of repair: windows, attention, or none if all copies have their donors' context
     repaired: int  # tokens

@@ -7,27 +7,23 @@ computed as well, and the answers are compared.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from delta_tree import TokenIds
-from kvshare.bench.direct import greedy, prefilled
-from kvshare.bench.fidelity.measures import divergence, num_agreed, rounded
-from kvshare.bench.fidelity.trial import NUM_FORCED
+from kvshare.bench.fidelity.measures import rounded
 from kvshare.bench.harness import environment, running_engine
+from kvshare.bench.served import Served, full_answer, serve
 from kvshare.conversation.chat import Chat
 from kvshare.engines.embedded.engine import EmbeddedEngine
-from kvshare.kv.sequence import SequenceKV
 from kvshare.replay.requests import LoggedRequest
 from kvshare.replay.stream import RequestStream
-from kvshare.requests import Prompt, SharingMode, SharingReport
-from kvshare.sharing.memory_keeper import Computed
-from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.requests import Prompt
 
 _HIGH = 0.05  # nats: the KL above which an answer counts in `above`
 
@@ -56,15 +52,9 @@ async def run(
         with RequestStream([log]) as stream:
             for number, request in enumerate(islice(stream, requests)):
                 prompt = await _encoded(engine, request)
-                served.append(await _serve(engine, prompt, free_tokens, is_measured=number % every == 0))
+                full = partial(full_answer, engine, prompt, free_tokens) if number % every == 0 else None
+                served.append(await serve(engine, prompt, full=full, free_tokens=free_tokens))
     return {"log": log.name, **_summary(served), "environment": environment()}
-
-
-class Served(NamedTuple):
-    """One request. `measured`: KL and further figures where the full prefill was computed, else empty."""
-
-    report: SharingReport
-    measured: Mapping[str, float]
 
 
 async def _encoded(engine: EmbeddedEngine, request: LoggedRequest) -> Prompt:
@@ -73,49 +63,6 @@ async def _encoded(engine: EmbeddedEngine, request: LoggedRequest) -> Prompt:
     if request.prompt is not None:
         return await engine.encode_text(request.prompt)
     return await engine.encode_tokens(request.token_ids or ())
-
-
-async def _serve(engine: EmbeddedEngine, prompt: Prompt, free_tokens: int, *, is_measured: bool) -> Served:
-    sharing, keeper, network = engine.sharing, engine.server.runtime.keeper, engine.server.shared_model
-    namespace = engine.namespace(tenant="bench", scope="tenant").digest
-    lookup = await sharing.find_plan(namespace, prompt, SharingMode.APPROX)
-    keeper.hold(lookup.plan)
-    kv = network.new_sequence(prompt.num_tokens + NUM_FORCED + free_tokens)
-    if isinstance(lookup.plan, Plan):
-        with torch.inference_mode():
-            kv.write_copies(lookup.plan.copies, lookup.segments)
-    plan, logits = prefilled(network, prompt.token_ids, lookup.plan, kv)
-    sharing.note_use(lookup)
-    node = keeper.store(Computed(namespace, prompt.token_ids, plan, kv))
-    if node is not None:
-        await sharing.remember(node, prompt.text)
-    keeper.release(lookup.plan)
-    report = lookup.report(prompt.num_tokens)
-    is_measured = is_measured and report.decision == "approx"
-    measured = _measured(engine, prompt.token_ids, kv, logits, free_tokens) if is_measured else {}
-    return Served(report, measured)
-
-
-def _measured(
-    engine: EmbeddedEngine, tokens: TokenIds, kv: SequenceKV, logits: torch.Tensor, free_tokens: int
-) -> Mapping[str, float]:
-    """The shared arm's KV and first logits, compared with a full prefill, along that one's answer."""
-    network, size, ends = engine.server.shared_model, len(tokens), engine.server.eos_token_ids
-    full = network.new_sequence(size + NUM_FORCED + free_tokens)
-    _, first = prefilled(network, tokens, NoPlan(), full)
-    answer, exact = greedy(network, full, size, first, limit=max(NUM_FORCED, free_tokens), ends=ends)
-    places = enumerate(answer[: NUM_FORCED - 1], size)
-    found = [logits, *(network.next_logits(kv, place, token) for place, token in places)]
-    both = min(len(exact), len(found))
-    compared = divergence(
-        torch.log_softmax(torch.stack(exact[:both]).float(), dim=-1),
-        torch.log_softmax(torch.stack(found[:both]).float(), dim=-1),
-    ).as_document()
-    if not free_tokens:
-        return compared
-    own, _ = greedy(network, kv, size, logits, limit=free_tokens, ends=ends)
-    answer = answer[:free_tokens]
-    return {**compared, "equal": float(own == answer), "agreement": num_agreed(answer, own) / len(answer)}
 
 
 def _summary(served: Sequence[Served]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Estimate, Plan, within, without
-from kvshare.sharing.prediction import Shape, shape_of
+from kvshare.sharing.prediction import Shape, carried, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class Approximation:
     def cheapest(self) -> Plan:
         """
         The fastest plan whose deviation is within the limit. If there is none: a plan with settled copies
-        only; without those, the plan with the smallest deviation, which the gate then refuses.
+        only, or the plan with the smallest deviation, which the gate then refuses. It is refused where what
+        the donors carry is too much and most copies would be lost anyway: the prompt is then computed in
+        full, and carries nothing to later ones.
         """
         if self._shape is None:
             return self._plan("none", Repairs(()))
@@ -85,10 +87,17 @@ class Approximation:
         limit = self._max_deviation
         if fitting := [plan for plan in found if plan.num_copied and plan.deviation <= limit]:
             return min(fitting, key=lambda plan: plan.estimate.shared_s)
-        if self._settled:
+        if self._settled and not self._should_renew(found):
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
             return replace(self._plan("none", without_moved), reason=Reason.DEVIATES_TOO_MUCH)
         return min(found, key=lambda plan: plan.deviation)
+
+    def _should_renew(self, found: Sequence[Plan]) -> bool:
+        """Whether one of these plans is above the limit because of its donors, and most copies are moved."""
+        within_limit = (
+            plan.deviation - _inherited(plan) <= self._max_deviation for plan in found if plan.num_copied
+        )
+        return _num_copied(self._moved) > _num_copied(self._settled) and any(within_limit)
 
     def _is_settled(self, copy: Copy) -> bool:
         """
@@ -113,19 +122,15 @@ class Approximation:
     def _chosen(self, shape: Shape) -> Plan:
         """The plan with the smallest dose within the limit, or with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
-        fitting = (dose for dose in doses if self._expected("attention", dose) <= self._max_deviation)
+        allowed = self._max_deviation - self._inherited(self._foreign)
+        fitting = (dose for dose in doses if self._expected("attention", dose) <= allowed)
         repairs = repairs_to_choose(
             self._moved, num_tokens=self._size, wanted=next(fitting, doses[-1]), settings=self._settings
         )
         return self._plan("attention", repairs)
 
     def _expected(self, rule: RepairRule, repaired: float) -> float:
-        """
-        Expected KL in nats that this plan adds, as if all donors were exact.
-
-        The plan's deviation is the larger of this and its donors': over 40 successive edits deviation did not
-        accumulate (docs/fidelity.md).
-        """
+        """Expected KL in nats that this plan adds, as if all donors were exact."""
         if self._shape is None:
             return 0.0
         return self._calibration.expected(self._shape, rule, repaired)
@@ -148,7 +153,7 @@ class Approximation:
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
-        inherited = max((_deviation(copy, self._donors[copy.donor]) for copy in copied), default=0.0)
+        inherited = self._inherited(copied)
         return replace(
             plan,
             estimate=self._rates.estimate(
@@ -157,7 +162,7 @@ class Approximation:
                 num_passes=self._rates.num_extra_passes + (repairs.order is not None),
             ),
             prediction=Prediction(
-                expected=inherited if rule == "none" else max(inherited, self._expected(rule, repaired)),
+                expected=inherited + (0.0 if rule == "none" else self._expected(rule, repaired)),
                 inherited=inherited,
                 limit=self._max_deviation,
                 rule=rule,
@@ -165,12 +170,21 @@ class Approximation:
             ),
         )
 
+    def _inherited(self, copies: Sequence[Copy]) -> float:
+        """Expected KL in nats that copies carry from their donors, to which the plan's own is added."""
+        if not copies:
+            return 0.0
+        return carried(copies, self._donors, known=self._foreign, common=self._common)
+
     def _generation_after(self, copy: Copy) -> int:
         """The generation of KV that is computed over this copy."""
         generation = self._segment_of(copy.segment_id).generation
         return max(1, generation) if self._is_settled(copy) else generation + 1
 
 
-def _deviation(copy: Copy, donor: Node) -> float:
-    """The deviation that a copy inherits: its donor's, or 0 inside the donor's exact prefix."""
-    return donor.deviation if copy.donor_start + copy.length > donor.exact_length else 0.0
+def _inherited(plan: Plan) -> float:
+    return 0.0 if plan.prediction is None else plan.prediction.inherited
+
+
+def _num_copied(copies: Sequence[Copy]) -> int:
+    return sum(copy.length for copy in copies)

@@ -22,6 +22,7 @@ from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
+_ABOUT_EQUAL = 0.02  # of what a plan saves
 MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
 
 
@@ -58,11 +59,7 @@ class PlannerLimits:
         """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
         if node.deviation <= self.sharing.max_deviation:
             return node
-        if not node.exact_length:
-            return None
-        return replace(
-            node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
-        )
+        return _exact_part(node)
 
     @classmethod
     def from_settings(
@@ -117,16 +114,15 @@ def make_plan(
     composed = partial(
         compose,
         token_ids,
-        donors,
-        segment_of,
+        segment_of=segment_of,
         min_run=sharing.min_run,
         max_generation=limits.policy.max_generation,
         allow_approximate=approximate,
     )
-    composition = composed(max_donors=sharing.max_donors)
+    composition = composed(donors, max_donors=sharing.max_donors)
     refusal: Reason | None = None
     if not limits.can_move_keys and any(copy.shift for copy in composition.copies):
-        composition = composed(max_donors=sharing.max_donors, may_move=False)
+        composition = composed(donors, max_donors=sharing.max_donors, may_move=False)
         refusal = Reason.ROTATION_UNKNOWN
     exact = _exact_plan(composition, rates, min_length=sharing.min_run)
     prediction: Prediction | None = None
@@ -142,14 +138,53 @@ def make_plan(
         if len(composition.approximate_donors) == 1 or (refused is None and is_light):
             break
         # The best donor alone may need less repair than all of them together.
-        composition = composed(max_donors=1, may_move=limits.can_move_keys)
+        composition = composed(donors, max_donors=1, may_move=limits.can_move_keys)
+    if prediction is not None and prediction.inherited and any(map(_is_exact, donors)):
+        originals = [part for node in donors if (part := _exact_part(node)) is not None]
+        composition = composed(originals, max_donors=sharing.max_donors, may_move=limits.can_move_keys)
+        if composition.approximate_donors:
+            plan = Approximation(composition, originals, token_ids, segment_of, limits, rates).cheapest()
+            accepted += [plan] if _gate(plan, exact, limits) is None else []
     if accepted:
-        return min(accepted, key=lambda plan: plan.estimate.shared_s)
+        return _preferred(accepted)
     if exact is None:
         return NoPlan(refusal or Reason.NOTHING_IN_COMMON, prediction)
     if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
         return NoPlan(Reason.DOES_NOT_PAY, prediction)
     return replace(exact, reason=refusal, prediction=prediction)
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether all KV of a prompt is exact, as after a full prefill."""
+    return node.exact_length == node.num_tokens
+
+
+def _exact_part(node: Node) -> Node | None:
+    """A stored prompt's exact prefix; None if it has none."""
+    if _is_exact(node):
+        return node
+    if not node.exact_length:
+        return None
+    return replace(
+        node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
+    )
+
+
+def _preferred(accepted: Sequence[Plan]) -> Plan:
+    """The fastest plan, or one with full donors that deviates less and saves nearly as much."""
+    fastest = min(accepted, key=_seconds)
+    longest = _seconds(fastest) + _ABOUT_EQUAL * (fastest.estimate.full_s - _seconds(fastest))
+    near = (plan for plan in accepted if not _inherited(plan) and _seconds(plan) <= longest)
+    others = [plan for plan in near if plan.deviation <= fastest.deviation]
+    return min(others, key=_seconds, default=fastest)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.estimate.shared_s
+
+
+def _inherited(plan: Plan) -> float:
+    return 0.0 if plan.prediction is None else plan.prediction.inherited
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:

@@ -21,13 +21,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import Copy, NodeId
+from delta_tree import Copy, Node, NodeId
 from kvshare.sharing.plan import continues, small_shift
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
 _REACH = 32.0  # tokens after the start of a piece over which its KV approaches the donor's
 _DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
 _MOST_PIECES = 512  # pieces whose context is compared; of more, a sample
+_REPLACED = 0.2  # share of the text in front of a copy: if more is gone, its context is another one
 FLOOR = 1e-6  # nats: below it KL is rounding
 _LEAST_SLOPE = 0.05
 _STEPS = 30  # some six are enough
@@ -99,6 +100,34 @@ def shape_of(
         far=float(shares @ (shift > small_shift(num_tokens))),
         num_tokens=num_tokens,
     )
+
+
+def carried(
+    copies: Sequence[Copy],
+    donors: Mapping[NodeId, Node],
+    *,
+    known: Sequence[Copy],
+    common: Mapping[NodeId, int],
+) -> float:
+    """
+    What copies carry of their donors' expected deviation: a mean over copied tokens.
+
+    A copy carries its donor's deviation if nearly all of its donor's text in front of it is still in front of
+    it, as behind an edit in place. Where much of that text was replaced, the plan's own shape has that, and
+    deviation did not add up (docs/fidelity.md). KV in a donor's exact prefix carries nothing.
+
+    `known`: all tokens that the donors have, before repairs; `common`: see `shape_of`
+    """
+    if not any(donor.deviation for donor in donors.values()):
+        return 0.0
+    some = copies[:: 1 + len(copies) // _MOST_PIECES]
+    lost, _, _ = _churn(some, known, common)
+    ends = ((donors[copy.donor], copy.donor_start, copy.donor_start + copy.length) for copy in some)
+    deviations = [
+        donor.deviation * max(0, end - max(start, donor.exact_length)) for donor, start, end in ends
+    ]
+    is_kept = lost <= _REPLACED * np.array([copy.donor_start for copy in some])
+    return float(is_kept @ deviations) / sum(copy.length for copy in some)
 
 
 @dataclass(frozen=True, slots=True)

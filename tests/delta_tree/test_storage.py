@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,8 @@ def test_another_identity_is_refused(filled: Path) -> None:
 
 def test_a_newer_version_is_refused(filled: Path) -> None:
     """A store of a later schema is refused, not guessed at."""
-    edit(filled, "PRAGMA user_version = 4")
-    with pytest.raises(StoreMismatchError, match=r"schema version 4.*schema version 3"):
+    edit(filled, "PRAGMA user_version = 5")
+    with pytest.raises(StoreMismatchError, match=r"schema version 5.*schema version 4"):
         DeltaTree.open(filled, identity=IDENTITY)
 
 
@@ -211,6 +212,23 @@ def test_a_store_of_version_2_is_read_and_written_anew(path: Path) -> None:
     for _ in range(2):
         with DeltaTree.open(path, identity=IDENTITY) as tree:
             assert content(tree) == before
+
+
+def test_a_store_of_version_3_has_sums_of_deviations(path: Path) -> None:
+    """It knew the largest of as many deviations as there are generations: their sum is at most so many."""
+    with DeltaTree.open(path, identity=IDENTITY) as tree:
+        of_generation = {}
+        for generation in (0, 1, 3):
+            draft = fresh_draft([generation, 8, 9])
+            if generation:
+                segments = tuple(replace(each, generation=generation) for each in draft.new_segments)
+                draft = replace(draft, new_segments=segments, exact_length=0, deviation=0.01)
+            of_generation[generation] = tree.insert(draft).node.node_id
+    edit(path, "PRAGMA user_version = 3")
+    for _ in range(2):  # read as an earlier version, then as this one
+        with DeltaTree.open(path, identity=IDENTITY) as tree:
+            found = {key: tree.node(node_id).deviation for key, node_id in of_generation.items()}
+            assert found == {0: 0.0, 1: 0.01, 3: pytest.approx(0.03)}
 
 
 @pytest.mark.parametrize("grandparent", [False, True])

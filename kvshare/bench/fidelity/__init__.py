@@ -8,6 +8,7 @@
     measures.py, arms.py         what is measured of an answer and of a plan
     laboratory.py, rows.py       work that can be stopped and continued
     statistics.py, tables.py, plots.py, report.py        intervals, tests, tables, figures
+    chains.py          edits of edits at different places, served as a server serves them: `--chains`
     papers/            the tables of published papers: `kvshare bench papers`
 
 Rules get the same donors, plans and rotation; `full`, `set-cache` and `cache-craft` bring their own copies.
@@ -38,15 +39,26 @@ def run(
     device: str = "cpu",
     threads: int | None = None,
     report: bool = False,
+    chains: int | None = None,
+    turns: int = 40,
+    places: int = 0,
+    edits: int = 1,
+    prompt_tokens: int = 1500,
+    max_deviation: float | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """
     Measure what is left of the stages in `out/stages.yaml`; without that file, or with `suite`, of one stage
     made of the options. `report`: write the report, too.
 
+    `chains`: measure so many chains of edits instead, see chains.py; the options behind it are theirs.
     Raises:  ConfigError for a wrong option, or an unknown stage, suite or rule; ModelError
     """
+    import asyncio
+
     import torch
 
+    from kvshare.bench.fidelity import chains as edited
     from kvshare.bench.fidelity import laboratory as lab
     from kvshare.bench.fidelity.report import publish
     from kvshare.bench.fidelity.rows import STAGES_FILE, Shards, Stage, read_stages
@@ -58,6 +70,13 @@ def run(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    if chains is not None:
+        options = edited.Options(
+            turns=turns, places=places, edits=edits, prompt_tokens=prompt_tokens, seed=seed, half=half
+        )
+        overrides = {"model.path": model, "sharing.max_deviation": max_deviation}
+        measured = asyncio.run(edited.measure(chains, options, data=data, overrides=overrides))
+        return {"out": None, **measured}
     if suite is None and (out / STAGES_FILE).exists():
         known = read_stages(out / STAGES_FILE)
         wanted = chosen(stage or "", [each.name for each in known], "--stage")
