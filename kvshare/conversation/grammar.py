@@ -35,7 +35,7 @@ def grammar_of(
     if not must_call and chat.answer_schema is None and not any(map(_is_strict, tools)):
         return None
     schema = None if must_call else chat.answer_schema
-    lark = LarkGrammar(added_tokens, param="tools" if schema is None else "response_format")
+    lark = LarkGrammar(added_tokens, param="tools" if schema is None else chat.answer_param)
     reasoning = _reasoning(lark, in_reasoning=in_reasoning)
     answers = []
     if schema is not None:

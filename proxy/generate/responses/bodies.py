@@ -224,6 +224,7 @@ class ResponsesBody(body_parts.BodyPart):
             tool_choice=self._tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             answer_schema=self.text.answer_schema,
+            answer_param="text.format",
             template_kwargs={} if effort is None else thinking,
         )
 
