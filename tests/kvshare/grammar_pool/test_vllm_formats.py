@@ -157,7 +157,7 @@ def unsupported_in_vllm() -> Callable[[dict[str, Any]], bool]:
             "has_xgrammar_unsupported_json_features",
         }
         tree = ast.parse(source.read_text(encoding="utf-8"))
-        kept = [
+        kept: list[ast.stmt] = [
             node
             for node in tree.body
             if (isinstance(node, ast.FunctionDef) and node.name in wanted)

@@ -54,7 +54,7 @@ def places(schema: object) -> list[tuple[str, dict[str, Any]]]:
 
 
 def whole(path: str, members: dict[str, Any]) -> dict[str, Any]:
-    prompts = {
+    prompts: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "a"},
         "/v1/responses": {"input": "a"},
         "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9},
