@@ -58,13 +58,14 @@ long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
 
-# Inputs made from /openapi.json, on both engines: FUZZ_INPUTS of them each. schemathesis has an environment of its own, as it
+# Inputs made from /openapi.json, and JSON schemas, on both engines: FUZZ_INPUTS and SCHEMAS of them each. schemathesis has an environment of its own, as it
 # is a pytest plugin too and would load in every test.
 FUZZ_INPUTS ?= 10000
+SCHEMAS ?= 2000
 FUZZ := $(VENV)/fuzz
 
 fuzz: $(STAMP) $(FUZZ)/bin/schemathesis
-	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -m long tests/fuzz
+	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -m long tests/fuzz
 
 $(FUZZ)/bin/schemathesis:
 	$(PYTHON) -m venv $(FUZZ)

@@ -8,7 +8,9 @@ the end. Only the time in which all streams decode counts.
 
 import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +54,14 @@ async def run(
         prompt = await engine.encode_chat(Chat(({"role": "user", "content": _TEXTS["question"]},)))
         request = partial(ask, engine, prompt.token_ids, mode=SharingMode.OFF, ignore_eos=True)
 
-        async def tokens_per_s(num_streams: int, arm: str) -> float:
+        async def measure(num_streams: int, arm: str) -> _Measured:
+            began = time.process_time()
             answers = (request(max_tokens=tokens, grammar=grammars[arm]) for _ in range(num_streams))
-            return _rate(await asyncio.gather(*answers))
+            rate = _rate(await asyncio.gather(*answers))
+            return _Measured(rate, 1e3 * (time.process_time() - began) / (num_streams * tokens))
 
         found = {
-            number: _compared(await alternate(list(grammars), repeats, partial(tokens_per_s, number)))
+            number: _compared(await alternate(list(grammars), repeats, partial(measure, number)))
             for number in numbers
         }
         name = engine.card.model_id
@@ -89,14 +93,25 @@ def _rate(answers: Sequence[Answer]) -> float:
     return sum(start < each <= end for one in times for each in one) / (end - start)
 
 
-def _compared(rates: dict[str, list[float]]) -> dict[str, Any]:
-    pairs = list(zip(rates["free"], rates["grammar"], strict=True))
-    ratios = [held / free for free, held in pairs]
-    added = [1e3 / held - 1e3 / free for free, held in pairs]
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One arm, once."""
+
+    tokens_per_s: float
+    cpu_ms: float  # of this process for a token, prefill included; another process finds the masks
+
+
+def _compared(measured: Mapping[str, Sequence[_Measured]]) -> dict[str, Any]:
+    pairs = list(zip(measured["free"], measured["grammar"], strict=True))
+    ratios = [held.tokens_per_s / free.tokens_per_s for free, held in pairs]
+    added = [1e3 / held.tokens_per_s - 1e3 / free.tokens_per_s for free, held in pairs]
+    added_cpu = [held.cpu_ms - free.cpu_ms for free, held in pairs]
     return {
-        "tokens_per_s": {arm: median(found) for arm, found in rates.items()},
+        "tokens_per_s": {arm: median([one.tokens_per_s for one in found]) for arm, found in measured.items()},
         "ratio": median(ratios),
         "ratio_interval": interval(ratios),
         "added_ms": median(added),  # to each token of any stream
         "added_ms_interval": interval(added),
+        "added_cpu_ms": median(added_cpu),
+        "added_cpu_ms_interval": interval(added_cpu),
     }
