@@ -58,8 +58,8 @@ long: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py
 
-# Inputs made from /openapi.json, and JSON schemas, on both engines: FUZZ_INPUTS and SCHEMAS of them each. schemathesis has an environment of its own, as it
-# is a pytest plugin too and would load in every test.
+# Inputs made from /openapi.json, and JSON schemas, on both engines: FUZZ_INPUTS and SCHEMAS of them each. schemathesis has an
+# environment of its own, as it is a pytest plugin too and would load in every test.
 FUZZ_INPUTS ?= 10000
 SCHEMAS ?= 2000
 FUZZ := $(VENV)/fuzz

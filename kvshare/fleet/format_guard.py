@@ -87,7 +87,7 @@ def _digest(entry: AnswerFormat, backends: Sequence[str]) -> bytes:
 
 
 def _check_values(formats: Sequence[AnswerFormat]) -> None:
-    """What can be told without compiling. Raises UnsupportedFormatError."""
+    """What can be seen without compiling. Raises UnsupportedFormatError."""
     size = sum(len(each.text) for each in formats)
     if size > _MAX_CHARS:
         reason = f"the formats of this request have {size} characters, expected at most {_MAX_CHARS}"

@@ -2,7 +2,7 @@
 The server's end of a process that follows one grammar, for all choices of a request.
 
 `take` sends a token; `poll` gives what came back. While the process finds the next mask, the model computes.
-Nothing here waits longer than it is told to, so that a slow grammar delays its own answer only.
+Nothing here waits longer than the caller says, so that a slow grammar delays its own answer only.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RemoteMatcher:
             self._process.close()
 
     def _receive(self, frames: deque[Frame], wait_s: float) -> None:
-        """Read until there is one of these frames, not longer than told."""
+        """Read until there is one of these frames, not longer than `wait_s`."""
         until = time.monotonic() + wait_s
         process = self._process
         while not frames and not process.has_ended:

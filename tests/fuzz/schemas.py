@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-_EDGES = [sign * (2**bits + near) for sign in (1, -1) for bits in (31, 53, 63, 64) for near in range(-3, 4)]
-_SMALL = [0, 1, -1, 2, 3, 7, 10, -10, 100, 1000]
-_FLOATS = [0.5, -0.5, 1.5, 0.1, -2.25, 1e-9, 1e15, 1e22, -1e300, 5e-324, 3.0]
+_EDGES: list[int | float] = [
+    sign * (2**bits + near) for sign in (1, -1) for bits in (31, 53, 63, 64) for near in range(-3, 4)
+]
+_SMALL: list[int | float] = [0, 1, -1, 2, 3, 7, 10, -10, 100, 1000]
+_FLOATS: list[int | float] = [0.5, -0.5, 1.5, 0.1, -2.25, 1e-9, 1e15, 1e22, -1e300, 5e-324, 3.0]
 _COUNTS = [0, 1, 2, 3, 5]
 _EDGE_COUNTS = [10, 100, 10_000, 2**31, 2**32 + 1, 2**63, -1, 2.0, 2.5]
 _NAMES = ["a", "b", "name", "größe", "x y", 'quo"te', "back\\slash", "", "$ref", "minimum", "type", "naïve🙂"]
@@ -109,7 +111,7 @@ class Schemas:
         return {"type": types[0] if len(types) == 1 else types}
 
     def _bound(self) -> int | float:
-        kinds = (_SMALL, _SMALL, _SMALL, _EDGES, _FLOATS)
+        kinds: tuple[list[int | float], ...] = (_SMALL, _SMALL, _SMALL, _EDGES, _FLOATS)
         return self._random.choice(self._random.choice(kinds))
 
     def _integer(self) -> dict[str, Any]:
