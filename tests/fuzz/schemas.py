@@ -244,7 +244,7 @@ class Schemas:
             {"enum": [f"{number} " * few for number in range(many)]},
             self._doubling("anyOf", 24),
             self._doubling("allOf", 24),
-            self._nested(many // 4),
+            self._nested(min(many, 150)),
             self._wide(many),
         ]
         hostile = self._random.choice(ways)
