@@ -65,7 +65,7 @@ SCHEMAS ?= 2000
 FUZZ := $(VENV)/fuzz
 
 fuzz: $(STAMP) $(FUZZ)/bin/schemathesis
-	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -m long tests/fuzz
+	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -s -m long tests/fuzz
 
 $(FUZZ)/bin/schemathesis:
 	$(PYTHON) -m venv $(FUZZ)
