@@ -1,6 +1,7 @@
 """The pool, real compilers and hostile schemas: each costs its own request, and no other key waits for it."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -173,6 +174,26 @@ async def test_closing_ends_the_process(pool: GrammarPool) -> None:
             return
         await asyncio.sleep(0.01)
     pytest.fail("the process still runs")
+
+
+async def test_closing_while_the_first_process_starts_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As the client that waited for it has left."""
+
+    def slowly() -> dict[str, str]:
+        time.sleep(0.3)
+        return {"kind": "llguidance", "tokenizer": "{}"}
+
+    pool = GrammarPool(slowly)
+    waiting = asyncio.create_task(pool.compiled(lark(FINE), key="ann", param="tools"))
+    await asyncio.sleep(0.1)
+    await cancelled([waiting])
+    pool.close()
+    starting, pool._starting = pool._starting, None
+    assert starting is not None
+    await asyncio.wait([starting])
+    del starting, waiting
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_an_unreadable_tokenizer_is_said() -> None:
