@@ -54,6 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         | {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
         ENDLESS,
     ),
+    (of({"type": "integer", "$id": ""}), "have the same $id"),
     (of({"$ref": "#"}), ENDLESS),
     (of({"allOf": [{"type": "object"}, {"$ref": "#"}]}), ENDLESS),
     (
@@ -148,3 +149,17 @@ async def test_numbers_as_generators_bound_them_are_answered(
         text = calls[0]["function"]["arguments"] if calls else choice["message"]["content"]
         if choice["finish_reason"] != "length":
             jsonschema.validate(json.loads(text), of(schema))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("num_levels", [120, 150])
+async def test_a_deep_schema_is_refused(
+    http: aiohttp.ClientSession, server: Server, place: str, num_levels: int
+) -> None:
+    """By whichever limit it meets first; also where the answer says what the request was."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(num_levels):
+        schema = of(schema)
+    status, document = await send(http, server, place, schema)
+    assert status == 400
+    assert document["error"]["message"]
