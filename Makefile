@@ -72,13 +72,14 @@ else
 	test ! -e $(OTHER_VLLM)/has-wheel || PYTHONPATH=$(OTHER_VLLM) $(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 endif
 
-# Inputs made from /openapi.json, on both engines: FUZZ_INPUTS of them each. schemathesis has an environment of its own, as it
-# is a pytest plugin too and would load in every test.
+# Inputs made from /openapi.json, and JSON schemas, on both engines: FUZZ_INPUTS and SCHEMAS of them each. schemathesis has an
+# environment of its own, as it is a pytest plugin too and would load in every test.
 FUZZ_INPUTS ?= 10000
+SCHEMAS ?= 2000
 FUZZ := $(VENV)/fuzz
 
 fuzz: $(STAMP) $(FUZZ)/bin/schemathesis
-	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -m long tests/fuzz
+	PATH="$(abspath $(FUZZ))/bin:$$PATH" FUZZ_INPUTS=$(FUZZ_INPUTS) SCHEMAS=$(SCHEMAS) $(BIN)/python -m pytest -s -m long tests/fuzz
 
 $(FUZZ)/bin/schemathesis:
 	$(PYTHON) -m venv $(FUZZ)

@@ -436,6 +436,45 @@ def test_errors_below_messages_are_in_anthropics_words(
     assert document["request_id"] == answer.headers["request-id"]
 
 
+_CRASHING = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3}
+_ENDLESS = {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        # As xgrammar does not support `multipleOf`, llguidance gets the whole schema, and crashes.
+        (
+            {"type": "object", "properties": {"a": _CRASHING, "b": {"type": "integer", "multipleOf": 3}}},
+            "its compiler failed",
+        ),
+        ({"type": "array", "minItems": 2**40, "items": {"enum": [1]}}, "more than"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": _ENDLESS}}, "without end"),
+    ],
+)
+def test_schemas_that_would_end_vllm_do_not_reach_it(
+    fleet: Fleet, schema: dict[str, Any], reason: str
+) -> None:
+    """They are refused in the proxy's words, and vLLM answers the next request, as JSON."""
+    with fleet.client("ann") as ann:
+
+        def answer(schema: dict[str, Any]) -> str:
+            named: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            said = ann.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "A number?"}],
+                response_format=named,
+                max_tokens=20,
+                temperature=0,
+            )
+            return str(said.choices[0].message.content)
+
+        with pytest.raises(openai.BadRequestError, match=reason):
+            answer(schema)
+        assert json.loads(answer({"enum": [7]})) == 7
+        assert json.loads(answer({"type": "integer", "enum": [6, 9], "multipleOf": 3})) in (6, 9)
+
+
 def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:
     replica = fleet.replicas[0]
     found = subprocess.run(

@@ -89,6 +89,7 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
     missing = missing_modules("embedded", embeds=settings.index.dense)
     if settings.engine.kind == "vllm":
         found += server_checks.check_replicas(settings.vllm.replicas)
+        found.append(server_checks.check_formats())
     elif missing:
         found.append(checks.found("libraries.missing", modules=", ".join(missing)))
     else:

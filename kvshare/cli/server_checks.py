@@ -20,6 +20,7 @@ from kvshare.cli.checks import Check, first_line, found
 from kvshare.cli.client import AdminClient, AnswerError, JsonClient
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongServerError
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
+from kvshare.grammar_pool.vllm_formats import has_xgrammar
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, only_read, untested
@@ -42,6 +43,11 @@ def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
     """The findings of each vLLM that the settings name."""
     checks = (check_vllm(each.url, [rank.control for rank in each.ranks]) for each in replicas)
     return list(chain.from_iterable(checks)) or [found("vllm.none")]
+
+
+def check_formats() -> Check:
+    """With which libraries the proxy tries formats of answers before vLLM gets them."""
+    return found("formats.all libraries" if has_xgrammar() else "formats.one library")
 
 
 def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:

@@ -42,6 +42,7 @@ class Chat:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     answer_schema: Mapping[str, Any] | None = None  # the answer is JSON of this schema; None: any text
+    answer_param: str = "response_format"  # where in the request the schema is
     continue_final_message: bool = False  # the answer continues the last message, an assistant's
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an assistant's message
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

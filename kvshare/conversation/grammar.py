@@ -37,7 +37,7 @@ def grammar_of(
         return None
     _check_objects(tools)
     schema = None if must_call else chat.answer_schema
-    lark = LarkGrammar(added_tokens, param="tools" if schema is None else "response_format")
+    lark = LarkGrammar(added_tokens, param="tools" if schema is None else chat.answer_param)
     reasoning = _reasoning(lark, in_reasoning=in_reasoning)
     answers = []
     if schema is not None:

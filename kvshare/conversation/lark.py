@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvshare.conversation.schema_ends import can_end
+from kvshare.conversation.schema_ids import has_equal_ids
 from kvshare.conversation.schema_numbers import UnsupportedNumberError, with_exact_numbers
 from kvshare.errors import UnsupportedFormatError
 from kvshare.grammar_pool.limits import MAX_CHARS
@@ -68,6 +69,8 @@ class LarkGrammar:
             raise UnsupportedFormatError(str(exc), self._param) from exc
         if not can_end(exact):
             raise UnsupportedFormatError("each answer would contain another one, without end", self._param)
+        if has_equal_ids(exact):
+            raise UnsupportedFormatError("two of its schemas have the same $id", self._param)
         options = {**_ONE_LINE, "lenient": lenient}
         return self.rule(f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}")
 

@@ -23,7 +23,7 @@ _Member = tuple[Any, bool]
 
 
 def can_end(schema: Mapping[str, Any]) -> bool:
-    """Whether some answer is finite. What is not known, such as a reference to elsewhere, counts as yes."""
+    """Whether some answer is finite. What is unclear, such as a reference to elsewhere, counts as yes."""
     graph = _Graph(schema)
     try:
         start = graph.conjunction([(schema, True)])

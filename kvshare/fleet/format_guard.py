@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from kvshare.conversation.schema_ends import can_end
 from kvshare.errors import UnsupportedFormatError
 from kvshare.fleet.replica import Fleet
 from kvshare.grammar_pool.pool import GrammarPool
+from kvshare.grammar_pool.vllm_formats import has_xgrammar
+
+log = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 8192
 _MAX_CHARS = 2**20  # of all formats of a request
@@ -40,6 +44,8 @@ class FormatGuard:
         self._fleet = fleet
         self._pool = GrammarPool(lambda: {"kind": "vllm"})
         self._passed: OrderedDict[bytes, None] = OrderedDict()
+        if not has_xgrammar():
+            log.warning("xgrammar is not installed here: formats of answers are tried with llguidance only")
 
     def close(self) -> None:
         """End the processes that compile."""
@@ -81,7 +87,7 @@ def _digest(entry: AnswerFormat, backends: Sequence[str]) -> bytes:
 
 
 def _check_values(formats: Sequence[AnswerFormat]) -> None:
-    """What is seen without compiling. Raises UnsupportedFormatError."""
+    """What can be seen without compiling. Raises UnsupportedFormatError."""
     size = sum(len(each.text) for each in formats)
     if size > _MAX_CHARS:
         reason = f"the formats of this request have {size} characters, expected at most {_MAX_CHARS}"

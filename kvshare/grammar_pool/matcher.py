@@ -2,7 +2,7 @@
 The server's end of a process that follows one grammar, for all choices of a request.
 
 `take` sends a token; `poll` gives what came back. While the process finds the next mask, the model computes.
-Nothing here waits longer than its caller says, so that a slow grammar delays its own answer only.
+Nothing here waits longer than the caller says, so that a slow grammar delays its own answer only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from contextlib import suppress
 
 from kvshare.errors import UnsupportedFormatError
 from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, take
-from kvshare.grammar_pool.limits import MASK_S
+from kvshare.grammar_pool.limits import MASK_WAIT_S
 
-_GIVE_UP_S = MASK_S + 1.0  # the process ends itself before
 _SEND_S = 1.0
 _READ_BYTES = 262_144
 
@@ -84,10 +83,12 @@ class RemoteMatcher:
             return frame
         if self._process.has_ended:
             raise UnsupportedFormatError("its next tokens took too much time or memory to find", self._param)
-        if time.monotonic() - self._sent_at.get(choice, time.monotonic()) > _GIVE_UP_S:
+        if time.monotonic() - self._sent_at.get(choice, time.monotonic()) > MASK_WAIT_S:
             with self._lock:
                 self._process.kill()
-            raise UnsupportedFormatError(f"its next tokens took more than {MASK_S:g} s to find", self._param)
+            raise UnsupportedFormatError(
+                f"its next tokens took more than {MASK_WAIT_S:g} s to find", self._param
+            )
         return None
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class RemoteMatcher:
             self._process.close()
 
     def _receive(self, frames: deque[Frame], wait_s: float) -> None:
-        """Read until there is one of these frames, for `wait_s` at most."""
+        """Read until there is one of these frames, not longer than `wait_s`."""
         until = time.monotonic() + wait_s
         process = self._process
         while not frames and not process.has_ended:

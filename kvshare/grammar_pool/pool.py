@@ -92,6 +92,7 @@ class GrammarPool:
         for _ in range(2):  # the first process may have died since
             if self._starting is None:
                 self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+                self._starting.add_done_callback(_look_at)  # all who wait for it may have left
             starting = self._starting
             try:
                 # Others wait for it, too: a client that leaves does not end it.
@@ -118,6 +119,12 @@ class GrammarPool:
             template = self._spawned = _Template()
         template.set_up(self._setup())
         return template
+
+
+def _look_at(starting: asyncio.Future[_Template]) -> None:
+    """Else asyncio logs an error that no task has waited for."""
+    if not starting.cancelled():
+        starting.exception()
 
 
 async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame:

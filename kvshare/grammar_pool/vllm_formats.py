@@ -33,6 +33,11 @@ _OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains")
 _END = "</s>"
 
 
+def has_xgrammar() -> bool:
+    """Whether formats are tried with what vLLM tries first; if not, with llguidance only."""
+    return importlib.util.find_spec("xgrammar") is not None
+
+
 class VllmFormats:
     """Compiles as vLLM does, for a vocabulary as large as a model's, which is what takes long."""
 

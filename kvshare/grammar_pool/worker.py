@@ -116,7 +116,7 @@ def _serve(compiler: Compiler, connection: socket.socket) -> None:
 def _take(matcher: Matcher, frame: Frame, connection: socket.socket) -> None:
     """Take a token; then find which may be next, while the model computes."""
     try:
-        with _time_limit(MASK_S):
+        with _cpu_limit(MASK_S):
             ended = matcher.take(frame.number)
             connection.sendall(Frame(Kind.ENDED if ended else Kind.TAKEN, frame.choice).packed())
             if not ended:
@@ -147,16 +147,27 @@ def _niced(compile_: Callable[[], Matcher | None]) -> Matcher | None:
 
 
 @contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Inside, the process ends after computing for so long: a busy machine ends no answer."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Inside, the process ends after this time, wherever it is."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = int(used.ru_utime + used.ru_stime + 2 * seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + 2 * seconds) + 1, most))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
 
 
 def _limit_memory() -> None:

@@ -111,7 +111,7 @@ def _chat_reader(
 
 async def _completion(request: web.Request) -> AnswerWriter:
     engine, body = request.app[ENGINE], await read_body(request, CompletionBody)
-    chat = Chat((), answer_schema=body.answer_schema)
+    chat = Chat((), answer_schema=body.answer_schema, answer_param=body.answer_param)
     grammar = await asyncio.to_thread(grammar_of, chat, engine.tool_format)
     encoding = (
         engine.encode_text(entry) if isinstance(entry, str) else engine.encode_tokens(entry)

@@ -129,7 +129,7 @@ class ConstrainedChoice:
         """Whether the answer is complete with the last token."""
         if self._is_pending:
             frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
-            while frame is not None and frame.kind is Kind.MASK:  # of the token before, which was not needed
+            while frame is not None and frame.kind is Kind.MASK:  # of an earlier token
                 frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
             if frame is None:
                 return State.PENDING

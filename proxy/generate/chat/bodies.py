@@ -91,6 +91,11 @@ class GenerationBody(Body):
     def answer_schema(self) -> Mapping[str, Any] | None:
         return _answer_schema(self.response_format, self.guided_json, self.structured_outputs)
 
+    @property
+    def answer_param(self) -> str:
+        own = {"guided_json": self.guided_json, "structured_outputs": self.structured_outputs}
+        return next((name for name, given in own.items() if given is not None), "response_format")
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""

@@ -54,6 +54,11 @@ class TemplateBody(Body):
         return None
 
     @property
+    def answer_param(self) -> str:
+        """Where that is."""
+        return "response_format"
+
+    @property
     def chat(self) -> Chat:
         """Raises RequestError naming the field."""
         tools, choice = read_tools(self.tools, self.tool_choice, self.functions, self.function_call)
@@ -68,6 +73,7 @@ class TemplateBody(Body):
             # The older API has room for one call.
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
             answer_schema=self.answer_schema,
+            answer_param=self.answer_param,
             continue_final_message=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
             template_kwargs=kwargs,

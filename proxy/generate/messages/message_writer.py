@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic_core import from_json
@@ -93,7 +94,19 @@ def _parsed(arguments: str) -> dict[str, Any]:
         document = from_json(arguments, allow_partial=True)
     except ValueError:
         return {}
-    return document if isinstance(document, dict) else {}
+    return _writable(document) if isinstance(document, dict) else {}
+
+
+def _writable(value: Any) -> Any:
+    """A number beyond all floats, such as 1e400, is null, as in JavaScript: JSON has no infinity."""
+    match value:
+        case dict():
+            return {name: _writable(each) for name, each in value.items()}
+        case list():
+            return [_writable(each) for each in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def _document(usage: Usage) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, mode
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engines.base import SamplingParams
-from kvshare.errors import UnsupportedParameterError
+from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
 from proxy.generate.fields import Name, refuse_unsupported
@@ -226,6 +226,7 @@ class ResponsesBody(body_parts.BodyPart):
             tool_choice=self._tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             answer_schema=self.text.answer_schema,
+            answer_param="text.format",
             template_kwargs={} if effort is None else thinking,
         )
 
@@ -237,8 +238,11 @@ class ResponsesBody(body_parts.BodyPart):
 
     @property
     def echo(self) -> dict[str, Any]:
-        """What a response object says of the request that it answers."""
-        given = self.model_dump(mode="json", by_alias=True, include=_ECHOED)
+        """What a response object says of the request that it answers. Raises RequestError if it cannot."""
+        try:
+            given = self.model_dump(mode="json", by_alias=True, include=_ECHOED)
+        except ValueError:  # pydantic takes more than 255 levels for a circle
+            raise RequestError("The JSON body is nested too deeply to be answered.") from None
         extra = self.model_extra or {}
         return {
             **given,

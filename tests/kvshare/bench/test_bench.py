@@ -175,11 +175,21 @@ async def test_the_front_is_measured_against_the_bare_model() -> None:
 
 async def test_formatted_answers_are_measured_beside_free_ones() -> None:
     """As many tokens in both arms, each decoded at some rate."""
-    document = await grammar.run(model="demo", tokens=30, repeats=2)
-    assert set(document["tokens_per_s"]) == {"free", "grammar"}
-    assert min(document["tokens_per_s"].values()) > 0
-    assert document["ratio"] > 0
-    assert document["ratio_interval"]["low"] < document["ratio"] < document["ratio_interval"]["high"]
+    document = await grammar.run(model="demo", tokens=150, repeats=2, streams="1,2")
+    assert set(document["by_streams"]) == {"1", "2"}
+    for found in (document, *document["by_streams"].values()):
+        assert set(found["tokens_per_s"]) == {"free", "grammar"}
+        assert min(found["tokens_per_s"].values()) > 0
+        assert found["ratio"] > 0
+        assert found["ratio_interval"]["low"] < found["ratio"] < found["ratio_interval"]["high"]
+        assert found["added_ms_interval"]["low"] < found["added_ms"] < found["added_ms_interval"]["high"]
+
+
+@pytest.mark.parametrize("streams", ["", "0", "1,,8", "a", "1;8", "-1"])
+async def test_numbers_of_streams_are_read_strictly(streams: str) -> None:
+    """Before the model is loaded."""
+    with pytest.raises(ConfigError, match="expected numbers with commas"):
+        await grammar.run(model="demo", streams=streams)
 
 
 @pytest.mark.slow

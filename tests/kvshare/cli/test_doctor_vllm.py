@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -316,3 +319,16 @@ def test_cached_tokens_that_are_not_told(start: Start, answer: Route) -> None:
     """Where the connector cannot know it, a completion of one token shows whether cached tokens are told."""
     findings = found(start(vllm(completions=answer)).url, start(connector()).url)
     assert states(findings) == {"details": "warn"}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_proxy_without_xgrammar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """Is told that formats of answers are tried with one library only."""
+    module = ModuleType("xgrammar")
+    module.__spec__ = ModuleSpec("xgrammar", None)
+    monkeypatch.setitem(sys.modules, "xgrammar", module if installed else None)  # None: it is not found
+    config = tmp_path / "kvshare.yaml"
+    config.write_text(f"engine: {{kind: vllm}}\nstore: {{path: {tmp_path / 'store'}}}\n")
+    (check,) = [check for check in run_checks(config) if check.name == "formats"]
+    assert check.state == ("ok" if installed else "warn")
+    assert ("pip install xgrammar" in check.remedy) is not installed

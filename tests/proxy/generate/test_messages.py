@@ -249,6 +249,17 @@ async def test_a_call_that_is_cut_off() -> None:
     assert use_of(whole.content[0]).input == use_of(streamed.content[0]).input
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "2.5E+999"])
+async def test_a_number_beyond_all_floats_is_null(number: str) -> None:
+    """As JSON has no infinity, and an answer must be JSON."""
+    says = ONE.replace('"Paris"', f'{{"at": [{number}, 1]}}')
+    body = {**ASK, "tools": TOOLS}
+    async with running_server(Behaviour(says=says)) as server:
+        response = await server.http.post(f"{server.url}/v1/messages", json=body)
+        text = await response.text()
+    assert json.loads(text, parse_constant=pytest.fail)["content"][0]["input"] == {"city": {"at": [None, 1]}}
+
+
 async def test_thoughts_are_blocks_of_their_own() -> None:
     """What a reasoning model thinks comes as a thinking block before the text."""
     says = "<think>\nHm.\n</think>\n\nYes."

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from proxy.relay.formats import formats_of
 from tests.fake_vllm import MODEL, FakeVllm
-from tests.proxy.relay.relay_server import Relay
+from tests.proxy.relay.relay_server import Relay, running_relay
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # In vLLM llguidance compiles it, as xgrammar does not support `multipleOf`, and ends the process.
@@ -115,3 +119,20 @@ def test_what_is_no_format_is_left_for_vllm(members: dict[str, Any]) -> None:
     """Wrong types, and tools that may not be called."""
     kinds = [each.kind for each in formats_of(members)]
     assert kinds in ([], ["choice"])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+async def test_a_proxy_without_xgrammar_says_so_once(
+    tmp_path: Path,
+    vllm: FakeVllm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    installed: bool,
+) -> None:
+    """When it starts."""
+    module = ModuleType("xgrammar")
+    module.__spec__ = ModuleSpec("xgrammar", None)
+    monkeypatch.setitem(sys.modules, "xgrammar", module if installed else None)  # None: it is not found
+    async with running_relay(tmp_path, vllm):
+        pass
+    assert caplog.text.count("tried with llguidance only") == (not installed)

@@ -210,5 +210,5 @@ async def test_what_cannot_be_followed_is_refused(grammars: Grammars, grammar: G
 async def test_an_ambiguous_grammar_is_refused_before_the_answer(grammars: Grammars) -> None:
     """It compiles, and its first mask exceeds the limits of llguidance: what 400 schemas have in common."""
     many: dict[str, Any] = {"anyOf": [{"properties": {f"{j}": {} for j in range(30)}} for _ in range(400)]}
-    with pytest.raises(UnsupportedFormatError, match=r"too long to find which tokens|more than 8 s"):
+    with pytest.raises(UnsupportedFormatError, match=r"too long to find which tokens|took more than"):
         await grammars.compiled(of_schema(many))
