@@ -27,17 +27,20 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# vLLM binds threads and keeps global state: its tests have processes of their own, beside the others. Both sides wait
-# more than they compute, and together they take two thirds of the time. vLLM's outcome is printed at the end.
+# Three processes beside each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
+# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end.
 VLLM_LOG := $(VENV)/vllm-tests.log
+COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
+COMMAND_TESTS := tests/kvshare/bench tests/kvshare/cli tests/kvshare/replay tests/isolation tests/test_smallest_installation.py
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
 	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
-	status=0; $(BIN)/python -m pytest --durations=10 --ignore=$(COMPILED_TESTS) || status=$$?; \
-	wait $$vllm || status=$$?; cat $(VLLM_LOG); exit $$status
+	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
+	status=0; $(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS:%=--ignore=%) --ignore=$(COMPILED_TESTS) || status=$$?; \
+	wait $$commands || status=$$?; wait $$vllm || status=$$?; cat $(COMMANDS_LOG) $(VLLM_LOG); exit $$status
 else
 	$(BIN)/python -m pytest
 endif

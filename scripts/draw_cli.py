@@ -134,7 +134,7 @@ def outline(lines: list[str]) -> list[str]:
             shown.append(words[1])
         else:
             shown.append(line.strip() if words[0] in _HEADERS and len(words) > 2 else words[0])
-    return [re.sub(" +", " ", each) for each in shown]
+    return [re.sub(r"\b[0-9a-f]{12,}\b", "DIGEST", re.sub(" +", " ", each)) for each in shown]
 
 
 def redrawn(page: str, found: Mapping[str, list[str]]) -> str:
