@@ -124,8 +124,7 @@ class VllmFormats:
         matcher.compute_bitmask()
 
     def _outlines(self, kind: str, text: str) -> None:
-        import outlines_core  # type: ignore[import-untyped]  # ships no types
-
+        outlines_core = importlib.import_module("outlines_core")  # ships no types
         schema = importlib.import_module("outlines_core.json_schema")
         match kind:
             case "json":
