@@ -9,10 +9,12 @@ graph. Keywords that are on one object, by `allOf` or `$ref`, are read together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
+
+from kvshare.conversation.schema_references import NoTargetError, References
 
 _MAX_CONDITIONS = 100_000  # beyond it the answer is not looked for; compiling has its own limits
 _CONTAINERS = frozenset(("object", "array"))
@@ -39,9 +41,9 @@ class _TooLarge(Exception):
 
 @dataclass(slots=True)
 class _Condition:
-    """Ends if all of `needs` do, or, for an `is_any`, if one does."""
+    """Ends if so many of `needs` do; None: all."""
 
-    is_any: bool = False
+    at_least: int | None = None
     needs: list[int] = field(default_factory=list)
 
 
@@ -49,8 +51,7 @@ class _Graph:
     """The conditions of one document, by number."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._anchors: dict[str, Any] | None = None
+        self._references = References(root)
         self._conditions: list[_Condition] = []
         self._numbers: dict[frozenset[tuple[int, bool]], int] = {}
         self._waiting: list[tuple[int, list[_Member]]] = []
@@ -72,7 +73,7 @@ class _Graph:
 
     def ending(self) -> set[int]:
         """The conditions that can be met by something finite."""
-        missing = [1 if each.is_any else len(each.needs) for each in self._conditions]
+        missing = [len(each.needs) if each.at_least is None else each.at_least for each in self._conditions]
         users: list[list[int]] = [[] for _ in self._conditions]
         for number, condition in enumerate(self._conditions):
             for need in condition.needs:
@@ -93,7 +94,7 @@ class _Graph:
         return len(self._conditions) - 1
 
     def _any(self, needs: list[int]) -> int:
-        return self._new(_Condition(is_any=True, needs=needs))
+        return self._new(_Condition(at_least=1, needs=needs))
 
     def _count(self) -> None:
         self._steps += 1
@@ -136,9 +137,8 @@ class _Graph:
                 continue
             if isinstance(schema.get("allOf"), list):
                 waiting += [(each, reads_choices) for each in schema["allOf"]]
-            for key in ("$ref", "$dynamicRef"):
-                if isinstance(schema.get(key), str):
-                    waiting.append((self._resolved(schema[key]), reads_choices))
+            with suppress(NoTargetError):  # what is elsewhere counts as an end
+                waiting += [(each, reads_choices) for each in self._references.targets(schema)]
             if reads_choices:
                 choices += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
         return flat, choices
@@ -147,11 +147,32 @@ class _Graph:
         """A condition for each property that must be there."""
         required = {name for schema in schemas for name in _names(schema.get("required"))}
         for name in required:
-            yield self.conjunction([(each, True) for each in _of_property(schemas, name)])
+            yield self._property(schemas, name)
         fewest = max((_count_of(schema, "minProperties") for schema in schemas), default=0)
-        named = {name for schema in schemas for name in _mapping(schema.get("properties"))}
-        if fewest > len(named | required):
-            yield self.conjunction([(each, True) for each in _of_property(schemas, None)])
+        optional = {name for schema in schemas for name in _mapping(schema.get("properties"))} - required
+        if (more := min(fewest - len(required), len(optional) + 1)) > 0:
+            yield self._some_of(schemas, optional, more)
+
+    def _some_of(self, schemas: Sequence[Mapping[str, Any]], optional: Iterable[str], count: int) -> int:
+        """So many further properties: each optional one once, and as many others as needed."""
+        other = self._property(schemas, None)
+        needs = [*(self._property(schemas, name) for name in optional), *([other] * count)]
+        return self._new(_Condition(at_least=count, needs=needs))
+
+    def _property(self, schemas: Sequence[Mapping[str, Any]], name: str | None) -> int:
+        """The condition of the value of a property; None: of one that no schema names."""
+        needs = []
+        named: list[_Member] = []
+        for schema in schemas:
+            properties, others = _mapping(schema.get("properties")), schema.get("additionalProperties", True)
+            if name is not None and name in properties:
+                named.append((properties[name], True))
+            elif patterns := _mapping(schema.get("patternProperties")):  # whichever of them the name matches
+                ways = [*patterns.values(), others]
+                needs.append(self._any([self.conjunction([(each, True)]) for each in ways]))
+            else:
+                named.append((others, True))
+        return self._new(_Condition(needs=[self.conjunction(named), *needs]))
 
     def _array_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
         """A condition for each kind of item that must be there."""
@@ -164,42 +185,6 @@ class _Graph:
         for schema in schemas:
             if "contains" in schema and schema.get("minContains", 1) != 0:
                 yield self.conjunction([(schema["contains"], True)])
-
-    def _resolved(self, reference: str) -> Any:
-        """The schema that is meant; true, which always ends, if it is not in this document."""
-        own = self._root.get("$id")
-        if isinstance(own, str) and own and reference.startswith(own.rstrip("#")):
-            reference = reference[len(own.rstrip("#")) :] or "#"
-        before, mark, fragment = reference.partition("#")
-        if before or not mark:
-            return self._anchored(reference)
-        if fragment and not fragment.startswith("/"):
-            return self._anchored(fragment)
-        found: Any = self._root
-        for part in unquote(fragment).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(found):
-                found = found[int(part[:9])]
-            else:
-                return True
-        return found
-
-    def _anchored(self, name: str) -> Any:
-        if self._anchors is None:
-            self._anchors = {}
-            waiting: list[Any] = [self._root]
-            while waiting:
-                each = waiting.pop()
-                if isinstance(each, dict):
-                    for key in ("$anchor", "$dynamicAnchor", "$id"):
-                        if isinstance(each.get(key), str):
-                            self._anchors.setdefault(each[key], each)
-                    waiting += each.values()
-                elif isinstance(each, list):
-                    waiting += each
-        return self._anchors.get(name, True)
 
 
 def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -215,18 +200,6 @@ def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
                 known.add("integer")
             types &= known
     return types
-
-
-def _of_property(schemas: Sequence[Mapping[str, Any]], name: str | None) -> list[Any]:
-    """What the value of a property must follow; None: of one that no schema names."""
-    found: list[Any] = []
-    for schema in schemas:
-        properties = _mapping(schema.get("properties"))
-        if name is not None and name in properties:
-            found.append(properties[name])
-        elif "additionalProperties" in schema and not schema.get("patternProperties"):
-            found.append(schema["additionalProperties"])
-    return found
 
 
 def _head_and_rest(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
