@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from kvshare.demo import MODEL_PATH
-from kvshare.errors import OverloadedError, UnsupportedFormatError
+from kvshare.errors import EngineError, OverloadedError, ShuttingDownError, UnsupportedFormatError
 from kvshare.grammar_pool.frames import Frame, Kind
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher
@@ -159,6 +159,41 @@ async def test_a_dead_first_process_is_replaced(pool: GrammarPool) -> None:
     running.take(0, TOKEN_OF_QUOTE)
     assert (await reply(running)).kind is Kind.TAKEN
     running.close()
+
+
+async def test_a_first_process_that_ends_before_it_forks_is_replaced(pool: GrammarPool) -> None:
+    """The schema is not blamed for it: it compiles in the next one."""
+    await compiles(pool, FINE)
+    template = pool._spawned
+    assert template is not None
+    template._process.send_signal(signal.SIGSTOP)  # it takes the request, and does nothing
+    waiting = asyncio.create_task(compiles(pool, FINE))
+    await asyncio.sleep(0.1)
+    template._process.kill()
+    await waiting
+
+
+async def test_faults_of_the_server_are_not_the_schemas(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first process that starts slowly, or not at all, or that is being stopped."""
+
+    def slowly() -> dict[str, str]:
+        time.sleep(0.5)
+        return {}
+
+    slow = GrammarPool(slowly)
+    monkeypatch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 0.1)
+    with pytest.raises(OverloadedError, match="still starts"):
+        await compiles(slow, FINE)
+    slow.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="does not start"):
+        await compiles(pool, FINE)
+    pool.close()
+    with pytest.raises(ShuttingDownError):
+        await compiles(pool, FINE)
 
 
 async def test_closing_ends_the_process(pool: GrammarPool) -> None:
