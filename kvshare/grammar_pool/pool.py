@@ -289,7 +289,8 @@ class _Template:
         """
         Blocks until the tokenizer is read.
 
-        Raises, and closes:  UnsupportedFormatError if the tokenizer cannot be, EngineError if it does not start
+        Raises, and closes:  UnsupportedFormatError if the tokenizer cannot be read, EngineError if it does not
+                             start
         """
         answer = None
         try:
