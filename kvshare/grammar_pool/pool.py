@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvshare.errors import (
@@ -31,6 +32,7 @@ from kvshare.errors import (
     UnsupportedFormatError,
 )
 from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed, frames_of
+from kvshare.grammar_pool.held_memory import HeldMemory, private_bytes
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher, WorkerProcess
 
@@ -61,6 +63,7 @@ class GrammarPool:
         self._closing = threading.Lock()
         self._is_closed = False
         self._turns = _Turns()
+        self._held = HeldMemory()
 
     def close(self) -> None:
         """End the first process. Those that compile end with their sockets."""
@@ -79,7 +82,8 @@ class GrammarPool:
         asked for.
 
         Raises:  UnsupportedFormatError for `param`: it cannot be followed, or takes too much time or memory;
-                 OverloadedError if too many of this key are waiting, or it could not be begun in time;
+                 OverloadedError if too many of this key are waiting or hold too much memory, or it could
+                 not be begun in time;
                  EngineError if no process can be started, ShuttingDownError after `close`
         """
         deadline = asyncio.get_running_loop().time() + ANSWER_S
@@ -91,13 +95,20 @@ class GrammarPool:
                     frame = await _answer(process, message, turn, deadline)
                     if frame is not None and frame.kind is Kind.FAILED:
                         raise UnsupportedFormatError(frame.text, param)
+                    if frame is not None:
+                        return self._held_matcher(process, key, param), frame.payload
                 except BaseException:
                     process.kill()
                     raise
-                if frame is not None:
-                    return RemoteMatcher(process, param=param), frame.payload
                 process.close()
         raise EngineError(_NOT_RUNNING)
+
+    def _held_matcher(self, process: WorkerProcess, key: str, param: str) -> RemoteMatcher:
+        """Raises OverloadedError if the answers of this key hold too much memory."""
+        template = None if self._spawned is None else self._spawned.pid
+        num_bytes = max(0, private_bytes(process.pid) - private_bytes(template))
+        self._held.add(key, num_bytes)
+        return RemoteMatcher(process, param=param, on_close=partial(self._held.release, key, num_bytes))
 
     async def _forked_by(self, deadline: float) -> socket.socket:
         try:
@@ -285,12 +296,15 @@ class _Template:
                 pass_fds=[theirs.fileno()],
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def set_up(self, setup: Mapping[str, Any]) -> None:
         """
         Blocks until the tokenizer is read.
 
-        Raises, and closes:  UnsupportedFormatError if the tokenizer cannot be read, EngineError if it does not
-                             start
+        Raises:  UnsupportedFormatError if it cannot be, EngineError if it does not start; it is closed then
         """
         answer = None
         try:

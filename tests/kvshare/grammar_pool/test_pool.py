@@ -119,6 +119,24 @@ async def test_the_prompts_of_one_request_wait_together(pool: GrammarPool) -> No
     await asyncio.gather(*(compiles(pool, FINE) for _ in range(3 * MAX_WAITING)))
 
 
+async def test_what_the_answers_of_a_key_hold_is_limited(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one key, whatever it is; what its answers held is free when they end."""
+    monkeypatch.setattr("kvshare.grammar_pool.held_memory.HELD_BYTES", 12 * 2**20)
+    holds_memory = lark({"type": "array", "minItems": 200_000, "items": FINE})  # about 25 MiB
+    first, _ = await pool.compiled(holds_memory, key="ann", param="tools")
+    with pytest.raises(OverloadedError, match="12 MiB"):
+        await pool.compiled(holds_memory, key="ann", param="tools")
+    other, _ = await pool.compiled(holds_memory, key="bob", param="tools")
+    first.close()
+    first.close()
+    again, _ = await pool.compiled(holds_memory, key="ann", param="tools")
+    again.close()
+    other.close()
+    assert not pool._held._bytes
+
+
 async def test_a_client_that_leaves_frees_the_turn_of_its_key(pool: GrammarPool) -> None:
     """The process that compiles is ended at once."""
     await compiles(pool, FINE)
