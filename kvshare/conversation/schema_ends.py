@@ -188,17 +188,15 @@ class _Graph:
 
 
 def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The types that a value of all these schemas may have."""
+    """The types that a value of all these schemas may have. What is not a type counts as any."""
     types = _CONTAINERS | _SCALARS
     for schema in schemas:
         given = schema.get("type")
         if isinstance(given, str):
             given = [given]
-        if isinstance(given, list):
-            known = {each for each in given if isinstance(each, str)}
-            if "number" in known:
-                known.add("integer")
-            types &= known
+        if isinstance(given, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, given)):
+            known = frozenset(map(str, given))
+            types &= known | {"integer"} if "number" in known else known
     return types
 
 

@@ -122,6 +122,8 @@ def test_a_schema_whose_answers_contain_answers_without_end(schema: dict[str, An
         {"$ref": "https://example.com/elsewhere"},
         {"$ref": "#/$defs/missing"},
         {"type": "array", "minItems": 10**12, "items": TEXT},
+        {"type": "json"},
+        {"type": ["array", 5], "items": ROOT, "minItems": 1},
         {"type": 5, "required": 3, "properties": [], "items": None, "minItems": "x"},
     ],
 )
