@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _SHARE_S = 1.0  # of compiling, before one gives way to others
 _TOO_LATE = "earlier schemas of this key took all of the time; try again later"
+_OTHERS_COMPILE = "schemas of other keys took all of the time; try again later"
 _NOT_RUNNING = "the process that compiles grammars does not run"
 ANSWER_S = 9.5  # after which every request has its answer, waiting included
 MAX_WAITING = 4  # of one key, behind the one that compiles
@@ -253,7 +254,11 @@ class _Turns:
             queue.waiting += Counter()  # without those that do not wait any longer
             self._forget(key, queue)
         try:
-            await self._make_room()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._make_room()
+            except TimeoutError:
+                raise OverloadedError(_OTHERS_COMPILE) from None
             turn = _Turn()
             self._compiling.append(turn)
             try:

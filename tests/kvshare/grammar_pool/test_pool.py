@@ -114,6 +114,19 @@ async def test_hostile_schemas_of_many_keys_delay_no_other(pool: GrammarPool) ->
     await cancelled(hostile)
 
 
+async def test_a_wait_for_other_keys_ends(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them compile."""
+    monkeypatch.setattr("kvshare.grammar_pool.pool.MAX_COMPILING", 1)
+    monkeypatch.setattr("kvshare.grammar_pool.pool._SHARE_S", 60.0)
+    compiling = asyncio.create_task(compiles(pool, TAKES_LONG))
+    await asyncio.sleep(0.2)
+    monkeypatch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 0.2)
+    async with asyncio.timeout(2):
+        with pytest.raises(OverloadedError, match="other keys"):
+            await compiles(pool, FINE, key="bob")
+    await cancelled([compiling])
+
+
 async def test_the_prompts_of_one_request_wait_together(pool: GrammarPool) -> None:
     """Equal grammars count once, so that a list of prompts with one schema is not refused."""
     await asyncio.gather(*(compiles(pool, FINE) for _ in range(3 * MAX_WAITING)))
