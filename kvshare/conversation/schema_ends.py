@@ -4,19 +4,18 @@ the same schema has none that is finite.
 
 The schemas of a document and their references are a graph of conditions: all of some, or any of some, must
 be able to end. What can end is found from the leaves upwards (as in Horn clauses), in time linear in the
-graph. Keywords that are on one object, by `allOf` or `$ref`, are read together.
+graph, whose size is limited. Keywords that are on one object, by `allOf` or `$ref`, are read together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.conversation.schema_references import NoTargetError, References
+from kvshare.conversation.schema_references import References
 
-_MAX_CONDITIONS = 100_000  # beyond it the answer is not looked for; compiling has its own limits
+_MAX_STEPS = 300_000  # beyond them the answer is not looked for; compiling has its own limits
 _CONTAINERS = frozenset(("object", "array"))
 _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 
@@ -96,9 +95,9 @@ class _Graph:
     def _any(self, needs: list[int]) -> int:
         return self._new(_Condition(at_least=1, needs=needs))
 
-    def _count(self) -> None:
-        self._steps += 1
-        if self._steps > _MAX_CONDITIONS:
+    def _count(self, steps: int = 1) -> None:
+        self._steps += steps
+        if self._steps > _MAX_STEPS:
             raise _TooLarge
 
     def _needs(self, members: Sequence[_Member]) -> list[int]:
@@ -110,6 +109,7 @@ class _Graph:
         if listed or any("const" in schema for schema in objects):
             return [] if all(listed) else [self._any([])]
         base: list[_Member] = [(schema, False) for schema in objects]
+        self._count(len(base) * sum(map(len, choices)))
         needs = [self._any([self.conjunction([*base, (each, True)]) for each in ways]) for ways in choices]
         types = _types(objects)
         if types & _SCALARS:
@@ -130,15 +130,15 @@ class _Graph:
             schema, reads_choices = waiting.pop()
             if id(schema) in seen:
                 continue
-            self._count()
             seen.add(id(schema))
             flat.append(schema)
             if not isinstance(schema, dict):
+                self._count()
                 continue
+            self._count(1 + sum(len(each) for each in schema.values() if isinstance(each, list | dict)))
             if isinstance(schema.get("allOf"), list):
                 waiting += [(each, reads_choices) for each in schema["allOf"]]
-            with suppress(NoTargetError):  # what is elsewhere counts as an end
-                waiting += [(each, reads_choices) for each in self._references.targets(schema)]
+            waiting += [(each, reads_choices) for each in self._references.targets(schema)]
             if reads_choices:
                 choices += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
         return flat, choices
@@ -156,11 +156,13 @@ class _Graph:
     def _some_of(self, schemas: Sequence[Mapping[str, Any]], optional: Iterable[str], count: int) -> int:
         """So many further properties: each optional one once, and as many others as needed."""
         other = self._property(schemas, None)
+        self._count(count)
         needs = [*(self._property(schemas, name) for name in optional), *([other] * count)]
         return self._new(_Condition(at_least=count, needs=needs))
 
     def _property(self, schemas: Sequence[Mapping[str, Any]], name: str | None) -> int:
         """The condition of the value of a property; None: of one that no schema names."""
+        self._count(len(schemas))
         needs = []
         named: list[_Member] = []
         for schema in schemas:
@@ -180,6 +182,7 @@ class _Graph:
         heads = [_head_and_rest(schema) for schema in schemas]
         longest = max((len(head) for head, _ in heads), default=0)
         for place in range(min(fewest, longest + 1)):
+            self._count(len(heads))
             items = [head[place] if place < len(head) else rest for head, rest in heads]
             yield self.conjunction([(each, True) for each in items])
         for schema in schemas:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from kvshare.conversation.schema_references import KEYWORDS, NoTargetError, References
+from kvshare.conversation.schema_references import KEYWORDS, References
 
 # The largest float below 2^63. Beyond it llguidance overflows: its process ends.
 LARGEST = 2**63 - 1024
@@ -71,10 +70,8 @@ def _check_references(document: dict[str, Any], schemas: Sequence[Mapping[str, A
         return
     references, known = References(document), set(map(id, schemas))
     for schema in schemas:
-        with suppress(NoTargetError):
-            for target in references.targets(schema):
-                if isinstance(target, dict) and id(target) not in known:
-                    raise UnsupportedNumberError("a reference in it points to what is not a schema")
+        if any(isinstance(each, dict) and id(each) not in known for each in references.targets(schema)):
+            raise UnsupportedNumberError("a reference in it points to what is not a schema")
 
 
 def _leave(names: dict[str, Any]) -> None:

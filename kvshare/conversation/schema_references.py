@@ -5,7 +5,8 @@ its own, which is the base of all addresses inside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -15,7 +16,7 @@ _ANCHORS = ("$anchor", "$dynamicAnchor")
 NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))  # what is in them is no schema
 
 
-class NoTargetError(LookupError):
+class _NoTargetError(LookupError):
     """A reference points to nothing in this document, or its address is written in a way that is not read."""
 
 
@@ -24,19 +25,21 @@ class References:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._bases: dict[int, str] = {}  # by the id of each object
+        self._targets: dict[int, list[Any]] = {}
         self._addressed: dict[str, Any] = {DOCUMENT: root}
         self._id_keyword = "id" if "draft-04" in str(root.get("$schema")) else "$id"
         self._find_addresses(root)
 
-    def targets(self, schema: Mapping[str, Any]) -> Iterator[Any]:
-        """
-        What the references on this object point to, which may be any value.
-
-        Raises:  NoTargetError
-        """
-        for keyword in KEYWORDS:
-            if isinstance(schema.get(keyword), str):
-                yield self._target(schema[keyword], self._bases.get(id(schema), DOCUMENT))
+    def targets(self, schema: Mapping[str, Any]) -> Sequence[Any]:
+        """What the references on this object point to in this document; it may be any value."""
+        if id(schema) not in self._targets:
+            base = self._bases.get(id(schema), DOCUMENT)
+            found = self._targets[id(schema)] = []
+            for reference in (schema.get(keyword) for keyword in KEYWORDS):
+                if isinstance(reference, str):
+                    with suppress(_NoTargetError):
+                        found.append(self._target(reference, base))
+        return self._targets[id(schema)]
 
     def _find_addresses(self, root: Mapping[str, Any]) -> None:
         waiting: list[tuple[Any, str, bool]] = [(root, DOCUMENT, True)]
@@ -63,7 +66,7 @@ class References:
             return self._addressed[address]
         document, _, fragment = address.partition("#")
         if document not in self._addressed or not fragment.startswith("/"):
-            raise NoTargetError(reference)
+            raise _NoTargetError(reference)
         found = self._addressed[document]
         for part in unquote(fragment).split("/")[1:]:
             found = _member(found, part.replace("~1", "/").replace("~0", "~"))
@@ -82,9 +85,9 @@ def resolved(reference: str, base: str) -> str:
 
 
 def _member(value: object, name: str) -> Any:
-    """Raises NoTargetError."""
+    """Raises _NoTargetError."""
     if isinstance(value, Mapping) and name in value:
         return value[name]
     if isinstance(value, list) and name.isascii() and name.isdigit() and int(name[:9]) < len(value):
         return value[int(name[:9])]
-    raise NoTargetError(name)
+    raise _NoTargetError(name)

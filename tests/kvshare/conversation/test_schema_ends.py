@@ -1,5 +1,6 @@
 """Whether some answer of a schema is finite: through every keyword and every way to refer to a schema."""
 
+import time
 from typing import Any
 
 import pytest
@@ -140,3 +141,20 @@ def test_a_long_chain_of_references_is_followed_to_its_end(link: Any) -> None:
     assert can_end({"$ref": "#/$defs/0", "$defs": {**chain, str(size): TEXT}})
     if link({}) != {"allOf": [{}, {}]}:  # a schema that only refers to itself allows anything
         assert not can_end({"$ref": "#/$defs/0", "$defs": {**chain, str(size): {"$ref": "#/$defs/0"}}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "allOf": [{"required": [f"a{i}"]} for i in range(3000)]},
+        {"type": "object", "required": ["a"] * 20_000},
+        {"type": "array", "minItems": 10**9, "prefixItems": [{}] * 20_000},
+        {"type": "object", "minProperties": 9000, "properties": {f"a{i}": {} for i in range(5000)}},
+        {"$ref": f"#/{'a/' * 30_000}"},
+    ],
+)
+def test_a_schema_that_is_made_to_take_long(schema: dict[str, Any]) -> None:
+    """Some seconds at most, also on a slow machine: it is looked at in the server's own process."""
+    began = time.thread_time()
+    assert can_end({**schema, "anyOf": [{} for _ in range(5000)]})
+    assert time.thread_time() - began < 5
