@@ -54,7 +54,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         | {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
         ENDLESS,
     ),
+    (of({"$ref": "#/default"}) | {"default": {"const": BIG}}, "points to what is not a schema"),
     (of({"type": "integer", "$id": ""}), "have the same $id"),
+    (of({"$ref": "json-schema:///"}), ENDLESS),
     (of({"$ref": "#"}), ENDLESS),
     (of({"allOf": [{"type": "object"}, {"$ref": "#"}]}), ENDLESS),
     (

@@ -4,17 +4,18 @@ the same schema has none that is finite.
 
 The schemas of a document and their references are a graph of conditions: all of some, or any of some, must
 be able to end. What can end is found from the leaves upwards (as in Horn clauses), in time linear in the
-graph. Keywords that are on one object, by `allOf` or `$ref`, are read together.
+graph, whose size is limited. Keywords that are on one object, by `allOf` or `$ref`, are read together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
-_MAX_CONDITIONS = 100_000  # beyond it the answer is not looked for; compiling has its own limits
+from kvshare.conversation.schema_references import References
+
+_MAX_STEPS = 300_000  # beyond them the answer is not looked for; compiling has its own limits
 _CONTAINERS = frozenset(("object", "array"))
 _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 
@@ -39,9 +40,9 @@ class _TooLarge(Exception):
 
 @dataclass(slots=True)
 class _Condition:
-    """Ends if all of `needs` do, or, for an `is_any`, if one does."""
+    """Ends if so many of `needs` do; None: all."""
 
-    is_any: bool = False
+    at_least: int | None = None
     needs: list[int] = field(default_factory=list)
 
 
@@ -49,8 +50,7 @@ class _Graph:
     """The conditions of one document, by number."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._anchors: dict[str, Any] | None = None
+        self._references = References(root)
         self._conditions: list[_Condition] = []
         self._numbers: dict[frozenset[tuple[int, bool]], int] = {}
         self._waiting: list[tuple[int, list[_Member]]] = []
@@ -72,7 +72,7 @@ class _Graph:
 
     def ending(self) -> set[int]:
         """The conditions that can be met by something finite."""
-        missing = [1 if each.is_any else len(each.needs) for each in self._conditions]
+        missing = [len(each.needs) if each.at_least is None else each.at_least for each in self._conditions]
         users: list[list[int]] = [[] for _ in self._conditions]
         for number, condition in enumerate(self._conditions):
             for need in condition.needs:
@@ -93,11 +93,11 @@ class _Graph:
         return len(self._conditions) - 1
 
     def _any(self, needs: list[int]) -> int:
-        return self._new(_Condition(is_any=True, needs=needs))
+        return self._new(_Condition(at_least=1, needs=needs))
 
-    def _count(self) -> None:
-        self._steps += 1
-        if self._steps > _MAX_CONDITIONS:
+    def _count(self, steps: int = 1) -> None:
+        self._steps += steps
+        if self._steps > _MAX_STEPS:
             raise _TooLarge
 
     def _needs(self, members: Sequence[_Member]) -> list[int]:
@@ -109,6 +109,7 @@ class _Graph:
         if listed or any("const" in schema for schema in objects):
             return [] if all(listed) else [self._any([])]
         base: list[_Member] = [(schema, False) for schema in objects]
+        self._count(len(base) * sum(map(len, choices)))
         needs = [self._any([self.conjunction([*base, (each, True)]) for each in ways]) for ways in choices]
         types = _types(objects)
         if types & _SCALARS:
@@ -129,16 +130,15 @@ class _Graph:
             schema, reads_choices = waiting.pop()
             if id(schema) in seen:
                 continue
-            self._count()
             seen.add(id(schema))
             flat.append(schema)
             if not isinstance(schema, dict):
+                self._count()
                 continue
+            self._count(1 + sum(len(each) for each in schema.values() if isinstance(each, list | dict)))
             if isinstance(schema.get("allOf"), list):
                 waiting += [(each, reads_choices) for each in schema["allOf"]]
-            for key in ("$ref", "$dynamicRef"):
-                if isinstance(schema.get(key), str):
-                    waiting.append((self._resolved(schema[key]), reads_choices))
+            waiting += [(each, reads_choices) for each in self._references.targets(schema)]
             if reads_choices:
                 choices += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
         return flat, choices
@@ -147,11 +147,34 @@ class _Graph:
         """A condition for each property that must be there."""
         required = {name for schema in schemas for name in _names(schema.get("required"))}
         for name in required:
-            yield self.conjunction([(each, True) for each in _of_property(schemas, name)])
+            yield self._property(schemas, name)
         fewest = max((_count_of(schema, "minProperties") for schema in schemas), default=0)
-        named = {name for schema in schemas for name in _mapping(schema.get("properties"))}
-        if fewest > len(named | required):
-            yield self.conjunction([(each, True) for each in _of_property(schemas, None)])
+        optional = {name for schema in schemas for name in _mapping(schema.get("properties"))} - required
+        if (more := min(fewest - len(required), len(optional) + 1)) > 0:
+            yield self._some_of(schemas, optional, more)
+
+    def _some_of(self, schemas: Sequence[Mapping[str, Any]], optional: Iterable[str], count: int) -> int:
+        """So many further properties: each optional one once, and as many others as needed."""
+        other = self._property(schemas, None)
+        self._count(count)
+        needs = [*(self._property(schemas, name) for name in optional), *([other] * count)]
+        return self._new(_Condition(at_least=count, needs=needs))
+
+    def _property(self, schemas: Sequence[Mapping[str, Any]], name: str | None) -> int:
+        """The condition of the value of a property; None: of one that no schema names."""
+        self._count(len(schemas))
+        needs = []
+        named: list[_Member] = []
+        for schema in schemas:
+            properties, others = _mapping(schema.get("properties")), schema.get("additionalProperties", True)
+            if name is not None and name in properties:
+                named.append((properties[name], True))
+            elif patterns := _mapping(schema.get("patternProperties")):  # whichever of them the name matches
+                ways = [*patterns.values(), others]
+                needs.append(self._any([self.conjunction([(each, True)]) for each in ways]))
+            else:
+                named.append((others, True))
+        return self._new(_Condition(needs=[self.conjunction(named), *needs]))
 
     def _array_needs(self, schemas: Sequence[Mapping[str, Any]]) -> Iterator[int]:
         """A condition for each kind of item that must be there."""
@@ -159,74 +182,25 @@ class _Graph:
         heads = [_head_and_rest(schema) for schema in schemas]
         longest = max((len(head) for head, _ in heads), default=0)
         for place in range(min(fewest, longest + 1)):
+            self._count(len(heads))
             items = [head[place] if place < len(head) else rest for head, rest in heads]
             yield self.conjunction([(each, True) for each in items])
         for schema in schemas:
             if "contains" in schema and schema.get("minContains", 1) != 0:
                 yield self.conjunction([(schema["contains"], True)])
 
-    def _resolved(self, reference: str) -> Any:
-        """The schema that is meant; true, which always ends, if it is not in this document."""
-        own = self._root.get("$id")
-        if isinstance(own, str) and own and reference.startswith(own.rstrip("#")):
-            reference = reference[len(own.rstrip("#")) :] or "#"
-        before, mark, fragment = reference.partition("#")
-        if before or not mark:
-            return self._anchored(reference)
-        if fragment and not fragment.startswith("/"):
-            return self._anchored(fragment)
-        found: Any = self._root
-        for part in unquote(fragment).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(found):
-                found = found[int(part[:9])]
-            else:
-                return True
-        return found
-
-    def _anchored(self, name: str) -> Any:
-        if self._anchors is None:
-            self._anchors = {}
-            waiting: list[Any] = [self._root]
-            while waiting:
-                each = waiting.pop()
-                if isinstance(each, dict):
-                    for key in ("$anchor", "$dynamicAnchor", "$id"):
-                        if isinstance(each.get(key), str):
-                            self._anchors.setdefault(each[key], each)
-                    waiting += each.values()
-                elif isinstance(each, list):
-                    waiting += each
-        return self._anchors.get(name, True)
-
 
 def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The types that a value of all these schemas may have."""
+    """The types that a value of all these schemas may have. What is not a type counts as any."""
     types = _CONTAINERS | _SCALARS
     for schema in schemas:
         given = schema.get("type")
         if isinstance(given, str):
             given = [given]
-        if isinstance(given, list):
-            known = {each for each in given if isinstance(each, str)}
-            if "number" in known:
-                known.add("integer")
-            types &= known
+        if isinstance(given, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, given)):
+            known = frozenset(map(str, given))
+            types &= known | {"integer"} if "number" in known else known
     return types
-
-
-def _of_property(schemas: Sequence[Mapping[str, Any]], name: str | None) -> list[Any]:
-    """What the value of a property must follow; None: of one that no schema names."""
-    found: list[Any] = []
-    for schema in schemas:
-        properties = _mapping(schema.get("properties"))
-        if name is not None and name in properties:
-            found.append(properties[name])
-        elif "additionalProperties" in schema and not schema.get("patternProperties"):
-            found.append(schema["additionalProperties"])
-    return found
 
 
 def _head_and_rest(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:

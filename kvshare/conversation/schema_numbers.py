@@ -10,8 +10,10 @@ number is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from kvshare.conversation.schema_references import KEYWORDS, References
 
 # The largest float below 2^63. Beyond it llguidance overflows: its process ends.
 LARGEST = 2**63 - 1024
@@ -28,20 +30,24 @@ _UPPER = ("maximum", "exclusiveMaximum")
 
 
 class UnsupportedNumberError(ValueError):
-    """A number of a schema that an answer could not give back."""
+    """A number of a schema that an answer could not give back, or that is where it cannot be looked for."""
 
 
 def with_exact_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     The same schema with bounds that floats hold; the rest is not copied.
 
-    Raises:  UnsupportedNumberError for a value that would change, and for bounds without a number in between
+    Raises:  UnsupportedNumberError for a value that would change, for bounds without a number in between, and
+             for a reference to what is not a schema, such as a `default`
     """
     copied: dict[str, Any] = dict(schema)
     waiting: list[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]] = [(copied, _narrow)]
+    schemas: list[dict[str, Any]] = []
     while waiting:
         node, narrow = waiting.pop()
         narrow(node)
+        if narrow is _narrow:
+            schemas.append(node)
         for key, value in node.items():
             if narrow is _narrow and key in _VALUES:
                 _check_values(value)
@@ -54,7 +60,18 @@ def with_exact_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(value, list):
                 node[key] = [dict(each) if isinstance(each, dict) else each for each in value]
                 waiting += [(each, _narrow) for each in node[key] if isinstance(each, dict)]
+    _check_references(copied, schemas)
     return copied
+
+
+def _check_references(document: dict[str, Any], schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Those that point outside of the document are for the compiler to refuse."""
+    if not any(keyword in each for each in schemas for keyword in KEYWORDS):
+        return
+    references, known = References(document), set(map(id, schemas))
+    for schema in schemas:
+        if any(isinstance(each, dict) and id(each) not in known for each in references.targets(schema)):
+            raise UnsupportedNumberError("a reference in it points to what is not a schema")
 
 
 def _leave(names: dict[str, Any]) -> None:

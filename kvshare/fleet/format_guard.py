@@ -2,7 +2,7 @@
 Keeps formats of answers from vLLM that would end or choke it: they are compiled here first, where that costs
 one request (`kvshare.grammar_pool`).
 
-What has compiled once is remembered, as clients send the same schemas and tools with each request.
+What has compiled once is remembered, as clients send the same schema or list of tools with each request.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ class FormatGuard:
             }
             or {_DEFAULT_BACKEND}
         )
-        new = {digest: entry for entry in formats if (digest := _digest(entry, backends)) not in self._passed}
-        for digest in {_digest(entry, backends) for entry in formats} - set(new):
+        digest = _digest(formats, backends)
+        if digest in self._passed:
             self._passed.move_to_end(digest)
-        if not new:
             return
-        await asyncio.to_thread(_check_values, list(new.values()))
-        request = {"formats": [(each.kind, each.text) for each in new.values()], "backends": backends}
-        param = next(iter(new.values())).param
-        matcher, _ = await self._pool.compiled(request, key=key, param=param)
+        await asyncio.to_thread(_check_values, formats)
+        pairs = list(dict.fromkeys((each.kind, each.text) for each in formats))
+        request = {"formats": pairs, "backends": backends}
+        matcher, _ = await self._pool.compiled(request, key=key, param=formats[0].param)
         matcher.close()
-        self._passed.update(dict.fromkeys(new))
+        self._passed[digest] = None
         while len(self._passed) > _MAX_REMEMBERED:
             self._passed.popitem(last=False)
 
 
-def _digest(entry: AnswerFormat, backends: Sequence[str]) -> bytes:
-    parts = json.dumps([entry.kind, entry.text, *backends]).encode()
+def _digest(formats: Sequence[AnswerFormat], backends: Sequence[str]) -> bytes:
+    """Of all formats of a request together: vLLM makes one schema of its tools."""
+    parts = json.dumps([sorted({(each.kind, each.text) for each in formats}), backends]).encode()
     return hashlib.sha256(parts).digest()
 
 

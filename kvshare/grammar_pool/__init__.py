@@ -6,6 +6,7 @@ compiler costs one request, not the server.
     matcher.py   the server's end of one process: tokens go in, masks come back
     worker.py    the processes: the first one reads the tokenizer, and forks one for each grammar
     limits.py    what one grammar may cost
+    held_memory.py  what the grammars of a key may cost together
     frames.py    what they send each other
     compilers.py llguidance and xgrammar, which only this package imports
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvshare.errors import UnsupportedFormatError
@@ -47,9 +48,16 @@ class WorkerProcess:
 class RemoteMatcher:
     """A grammar that compiled. One thread takes tokens; another may close it at any time."""
 
-    def __init__(self, process: WorkerProcess, *, param: str | None) -> None:
-        """`param`: of the request, that errors name."""
+    def __init__(
+        self,
+        process: WorkerProcess,
+        *,
+        param: str | None,
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`param`: of the request, that errors name. `on_close`: called once, when it is closed."""
         self._process = process
+        self._on_close: Callable[[], object] | None = on_close
         self._param = param
         self._reader = FrameReader()
         self._frames: dict[int, deque[Frame]] = {}
@@ -95,6 +103,9 @@ class RemoteMatcher:
         """The process ends. Waits some milliseconds at most."""
         with self._lock:
             self._process.close()
+            on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _receive(self, frames: deque[Frame], wait_s: float) -> None:
         """Read until there is one of these frames, not longer than `wait_s`."""

@@ -21,10 +21,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from kvshare.errors import OverloadedError, UnsupportedFormatError
+from kvshare.errors import (
+    EngineError,
+    KVShareError,
+    OverloadedError,
+    ShuttingDownError,
+    UnsupportedFormatError,
+)
 from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed, frames_of
+from kvshare.grammar_pool.held_memory import HeldMemory, private_bytes
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher, WorkerProcess
 
@@ -32,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _SHARE_S = 1.0  # of compiling, before one gives way to others
 _TOO_LATE = "earlier schemas of this key took all of the time; try again later"
+_OTHERS_COMPILE = "schemas of other keys took all of the time; try again later"
+_NOT_RUNNING = "the process that compiles grammars does not run"
 ANSWER_S = 9.5  # after which every request has its answer, waiting included
 MAX_WAITING = 4  # of one key, behind the one that compiles
 MAX_COMPILING = 8  # of all keys
@@ -54,6 +64,7 @@ class GrammarPool:
         self._closing = threading.Lock()
         self._is_closed = False
         self._turns = _Turns()
+        self._held = HeldMemory()
 
     def close(self) -> None:
         """End the first process. Those that compile end with their sockets."""
@@ -72,23 +83,45 @@ class GrammarPool:
         asked for.
 
         Raises:  UnsupportedFormatError for `param`: it cannot be followed, or takes too much time or memory;
-                 OverloadedError if too many of this key are waiting
+                 OverloadedError if too many of this key are waiting or hold too much memory, or it could
+                 not be begun in time;
+                 EngineError if no process can be started, ShuttingDownError after `close`
         """
         deadline = asyncio.get_running_loop().time() + ANSWER_S
         message = json.dumps(request).encode()
         async with self._turns.turn(key, message, deadline) as turn:
-            process = WorkerProcess(await self._fork())
-            try:
-                frame = await _answer(process, message, turn, deadline)
-                if frame.kind is Kind.FAILED:
-                    raise UnsupportedFormatError(frame.text, param)
-            except BaseException:
-                process.kill()
-                raise
-            return RemoteMatcher(process, param=param), frame.payload
+            for _ in range(2):  # the first process may end before it forks
+                process = WorkerProcess(await self._forked_by(deadline))
+                try:
+                    frame = await _answer(process, message, turn, deadline)
+                    if frame is not None and frame.kind is Kind.FAILED:
+                        raise UnsupportedFormatError(frame.text, param)
+                    if frame is not None:
+                        return self._held_matcher(process, key, param), frame.payload
+                except BaseException:
+                    process.kill()
+                    raise
+                process.close()
+        raise EngineError(_NOT_RUNNING)
+
+    def _held_matcher(self, process: WorkerProcess, key: str, param: str) -> RemoteMatcher:
+        """Raises OverloadedError if the answers of this key hold too much memory."""
+        template = None if self._spawned is None else self._spawned.pid
+        num_bytes = max(0, private_bytes(process.pid) - private_bytes(template))
+        self._held.add(key, num_bytes)
+        return RemoteMatcher(process, param=param, on_close=partial(self._held.release, key, num_bytes))
+
+    async def _forked_by(self, deadline: float) -> socket.socket:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._fork()
+        except TimeoutError:
+            raise OverloadedError(
+                "the process that compiles grammars still starts; try again later"
+            ) from None
 
     async def _fork(self) -> socket.socket:
-        """A connection to a new process. Raises UnsupportedFormatError."""
+        """A connection to a new process. Raises EngineError, and what `_start` does."""
         for _ in range(2):  # the first process may have died since
             if self._starting is None:
                 self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
@@ -99,21 +132,21 @@ class GrammarPool:
                 return (await asyncio.shield(starting)).fork()
             except OSError:
                 log.warning("the process that compiles grammars has ended; another one is started")
-            except UnsupportedFormatError:
+            except KVShareError:
                 self._forget(starting)
                 raise
             self._forget(starting)
-        raise UnsupportedFormatError("the process that compiles grammars does not run", None)
+        raise EngineError(_NOT_RUNNING)
 
     def _forget(self, starting: asyncio.Future[_Template]) -> None:
         if self._starting is starting:
             self._starting = None
 
     def _start(self) -> _Template:
-        """Runs in a thread, until the tokenizer is read. Raises UnsupportedFormatError if it cannot be."""
+        """Runs in a thread, until the tokenizer is read. Raises what `set_up` does; ShuttingDownError."""
         with self._closing:
             if self._is_closed:
-                raise UnsupportedFormatError("this server is stopping", None)
+                raise ShuttingDownError("this server is stopping")
             if self._spawned is not None:
                 self._spawned.close()
             template = self._spawned = _Template()
@@ -127,9 +160,10 @@ def _look_at(starting: asyncio.Future[_Template]) -> None:
         starting.exception()
 
 
-async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame:
+async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame | None:
     """
-    What came of compiling what `message` asks for, also if the process dies or is too slow.
+    What came of compiling what `message` asks for, also if the process dies or is too slow. None if there
+    never was a process.
 
     Raises:  OverloadedError if so long a wait came before that it had less time than others
     """
@@ -142,10 +176,10 @@ async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline:
             [receiving, give_way], timeout=deadline - began, return_when=asyncio.FIRST_COMPLETED
         )
         if receiving.done():
-            return receiving.result() or _death(loop.time() - began)
+            return receiving.result() or (None if process.pid is None else _death(loop.time() - began))
         if give_way.done():
             return failed("it takes long to compile, and other clients' schemas waited for that")
-        if deadline - began < COMPILE_S:
+        if process.pid is None or deadline - began < COMPILE_S:
             raise OverloadedError(_TOO_LATE)
         return failed(f"it took more than {COMPILE_S:g} s to compile")
     finally:
@@ -220,7 +254,11 @@ class _Turns:
             queue.waiting += Counter()  # without those that do not wait any longer
             self._forget(key, queue)
         try:
-            await self._make_room()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._make_room()
+            except TimeoutError:
+                raise OverloadedError(_OTHERS_COMPILE) from None
             turn = _Turn()
             self._compiling.append(turn)
             try:
@@ -263,21 +301,31 @@ class _Template:
                 pass_fds=[theirs.fileno()],
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def set_up(self, setup: Mapping[str, Any]) -> None:
-        """Blocks until the tokenizer is read. Raises UnsupportedFormatError, and closes, if it cannot be."""
-        reason: str | None = "the process that compiles grammars does not start"
+        """
+        Blocks until the tokenizer is read.
+
+        Raises:  UnsupportedFormatError if it cannot be, EngineError if it does not start; it is closed then
+        """
+        answer = None
         try:
             self._control.settimeout(_START_S)
             self._control.sendall(Frame(Kind.COMPILE, payload=json.dumps(setup).encode()).packed())
             answer = next(frames_of(self._control), None)
-            if answer is not None:
-                reason = answer.text if answer.kind is Kind.FAILED else None
             self._control.setblocking(False)
         except OSError as exc:
+            answer = None
             log.warning("the process that compiles grammars does not start: %s", type(exc).__name__)
-        if reason is not None:
-            self.close()
-            raise UnsupportedFormatError(reason, None)
+        if answer is not None and answer.kind is not Kind.FAILED:
+            return
+        self.close()
+        if answer is None:
+            raise EngineError("the process that compiles grammars does not start")
+        raise UnsupportedFormatError(answer.text, None)
 
     def fork(self) -> socket.socket:
         """A connection to a new process, which waits for a grammar. Raises OSError if this one has ended."""

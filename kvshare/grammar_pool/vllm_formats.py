@@ -32,6 +32,8 @@ _LENGTHS = ("minLength", "maxLength")
 _OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains")
 _END = "</s>"
 
+_Compile = Callable[[str, str], None]  # what gets a kind and a text
+
 
 def has_xgrammar() -> bool:
     """Whether formats are tried with what vLLM tries first; if not, with llguidance only."""
@@ -43,7 +45,7 @@ class VllmFormats:
 
     def __init__(self) -> None:
         self._vocabulary = list(_vocabulary())
-        self._libraries: dict[str, Callable[[str, str], None]] = {}
+        self._libraries: dict[str, _Compile] = {}
         for name, (module, compile_) in {
             "xgrammar": ("xgrammar", self._xgrammar),
             "guidance": ("llguidance", self._llguidance),
@@ -57,14 +59,19 @@ class VllmFormats:
 
     def compile(self, request: Mapping[str, Any]) -> None:
         """`request`: `formats`, pairs of kind and text; `backends`: of `--structured-outputs-config`."""
+        tried: dict[str, set[_Compile]] = {text: set() for kind, text in request["formats"] if kind == "json"}
         for kind, text in request["formats"]:
             for backend in request["backends"]:
                 for library in self._chosen(kind, text, backend):
-                    # Whatever they say: vLLM says it too, where the client reads it.
-                    with suppress(Exception):
-                        library(kind, text)
+                    _try(library, kind, text)
+                    tried.get(text, set()).add(library)
+        # vLLM joins the schemas of tools to one: what it chooses for one of them compiles all.
+        chosen = set().union(*tried.values())
+        for text, libraries in tried.items():
+            for library in chosen - libraries:
+                _try(library, "json", text)
 
-    def _chosen(self, kind: str, text: str, backend: str) -> Iterator[Callable[[str, str], None]]:
+    def _chosen(self, kind: str, text: str, backend: str) -> Iterator[_Compile]:
         """The libraries that vLLM will compile this with."""
         if backend in self._libraries:
             yield self._libraries[backend]
@@ -175,6 +182,11 @@ class VllmFormats:
             eos_token=end,
             n_vocab=end + 1,
         )
+
+
+def _try(library: _Compile, kind: str, text: str) -> None:
+    with suppress(Exception):  # whatever they say: vLLM says it too, where the client reads it
+        library(kind, text)
 
 
 def _vocabulary() -> Iterator[bytes]:

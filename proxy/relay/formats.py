@@ -45,10 +45,12 @@ def _of_format(given: object, param: str) -> Iterator[AnswerFormat]:
     given = _mapping(given)
     if given.get("type") == "structural_tag":
         yield from _given("structural_tag", given, param)
-    for place in (given, _mapping(given.get("json_schema"))):
-        for name in ("schema", "json_schema"):
-            if "schema" not in _mapping(place.get(name)):  # the level between them has a name and a schema
-                yield from _given("json", place.get(name), param)
+    named = _mapping(given.get("json_schema"))  # as a rule the level of a name and a schema
+    levels = [(given, "schema"), (named, "schema"), (named, "json_schema")]
+    if named.keys().isdisjoint(("schema", "json_schema")):
+        levels.append((given, "json_schema"))
+    for place, name in levels:
+        yield from _given("json", place.get(name), param)
 
 
 def _of_tool(tool: object, param: str) -> Iterator[AnswerFormat]:

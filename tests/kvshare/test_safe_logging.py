@@ -107,6 +107,21 @@ def test_a_computation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     check(caplog.text)
 
 
+class Panic(BaseException):
+    """As pyo3 raises it where Rust code panics."""
+
+
+def test_a_computation_whose_library_panics() -> None:
+    """Its request ends: a client would wait for ever otherwise."""
+    released: SimpleQueue[object] = SimpleQueue()
+    scheduler = Scheduler(chunk_tokens=8, on_release=lambda _, error: released.put(error))
+    panicking = Mock(cancelled=False, prefilled=False)
+    panicking.advance.side_effect = Panic
+    scheduler.submit(panicking)
+    assert type(released.get(timeout=10)) is Panic
+    scheduler.stop()
+
+
 class TornSequence(WeightlessSequence):
     """KV that cannot be cut."""
 

@@ -229,7 +229,7 @@ class Scheduler:
             more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
         except RequestError as exc:  # its grammar cannot be followed any further
             error = exc
-        except Exception as exc:  # noqa: BLE001  logged, without its message
+        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are no Exception
             log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc
         if more:

@@ -21,6 +21,7 @@ BIG = 1234567890123456789  # more than 53 bits
         {"default": BIG, "examples": [BIG], "title": str(BIG)},
         {"exclusiveMinimum": True, "minimum": 3},
         {"minimum": "3", "maximum": None},
+        {"$ref": "#/x/a", "x": {"a": {"$ref": "http://elsewhere/#/default"}}, "$anchor": "b", "default": {}},
     ],
 )
 def test_numbers_that_floats_hold_stay(schema: dict[str, Any]) -> None:
@@ -70,6 +71,23 @@ def test_bounds_are_moved_inwards(schema: dict[str, Any], expected: dict[str, An
 def test_numbers_that_would_come_back_as_others_are_refused(schema: dict[str, Any]) -> None:
     """Also deep inside, and below names that are keywords."""
     with pytest.raises(UnsupportedNumberError, match="bits"):
+        with_exact_numbers(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/default", "default": {"const": BIG}},
+        {"$ref": "#/examples/0", "examples": [{"const": BIG}]},
+        {"$ref": "#/x/0/0", "x": [[{"const": BIG}]]},
+        {"$ref": "#/$defs", "$defs": {"const": BIG}},
+        {"$ref": "#/properties/a/default", "properties": {"a": {"default": {"enum": [BIG]}}}},
+        {"$id": "http://x/a", "items": {"$ref": "HTTP://X/a#/d%65fault"}, "default": {"const": BIG}},
+    ],
+)
+def test_a_reference_to_what_is_not_a_schema_is_refused(schema: dict[str, Any]) -> None:
+    """Its numbers are not looked at: in a default they are not part of an answer."""
+    with pytest.raises(UnsupportedNumberError, match="not a schema"):
         with_exact_numbers(schema)
 
 

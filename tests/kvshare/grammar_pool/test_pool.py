@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from kvshare.demo import MODEL_PATH
-from kvshare.errors import OverloadedError, UnsupportedFormatError
+from kvshare.errors import EngineError, OverloadedError, ShuttingDownError, UnsupportedFormatError
 from kvshare.grammar_pool.frames import Frame, Kind
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher
@@ -114,9 +114,40 @@ async def test_hostile_schemas_of_many_keys_delay_no_other(pool: GrammarPool) ->
     await cancelled(hostile)
 
 
+async def test_a_wait_for_other_keys_ends(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them compile."""
+    monkeypatch.setattr("kvshare.grammar_pool.pool.MAX_COMPILING", 1)
+    monkeypatch.setattr("kvshare.grammar_pool.pool._SHARE_S", 60.0)
+    compiling = asyncio.create_task(compiles(pool, TAKES_LONG))
+    await asyncio.sleep(0.2)
+    monkeypatch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 0.2)
+    async with asyncio.timeout(2):
+        with pytest.raises(OverloadedError, match="other keys"):
+            await compiles(pool, FINE, key="bob")
+    await cancelled([compiling])
+
+
 async def test_the_prompts_of_one_request_wait_together(pool: GrammarPool) -> None:
     """Equal grammars count once, so that a list of prompts with one schema is not refused."""
     await asyncio.gather(*(compiles(pool, FINE) for _ in range(3 * MAX_WAITING)))
+
+
+async def test_what_the_answers_of_a_key_hold_is_limited(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one key, whatever it is; what its answers held is free when they end."""
+    monkeypatch.setattr("kvshare.grammar_pool.held_memory.HELD_BYTES", 12 * 2**20)
+    holds_memory = lark({"type": "array", "minItems": 200_000, "items": FINE})  # about 25 MiB
+    first, _ = await pool.compiled(holds_memory, key="ann", param="tools")
+    with pytest.raises(OverloadedError, match="12 MiB"):
+        await pool.compiled(holds_memory, key="ann", param="tools")
+    other, _ = await pool.compiled(holds_memory, key="bob", param="tools")
+    first.close()
+    first.close()
+    again, _ = await pool.compiled(holds_memory, key="ann", param="tools")
+    again.close()
+    other.close()
+    assert not pool._held._bytes
 
 
 async def test_a_client_that_leaves_frees_the_turn_of_its_key(pool: GrammarPool) -> None:
@@ -159,6 +190,41 @@ async def test_a_dead_first_process_is_replaced(pool: GrammarPool) -> None:
     running.take(0, TOKEN_OF_QUOTE)
     assert (await reply(running)).kind is Kind.TAKEN
     running.close()
+
+
+async def test_a_first_process_that_ends_before_it_forks_is_replaced(pool: GrammarPool) -> None:
+    """The schema is not blamed for it: it compiles in the next one."""
+    await compiles(pool, FINE)
+    template = pool._spawned
+    assert template is not None
+    template._process.send_signal(signal.SIGSTOP)  # it takes the request, and does nothing
+    waiting = asyncio.create_task(compiles(pool, FINE))
+    await asyncio.sleep(0.1)
+    template._process.kill()
+    await waiting
+
+
+async def test_faults_of_the_server_are_not_the_schemas(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first process that starts slowly, or not at all, or that is being stopped."""
+
+    def slowly() -> dict[str, str]:
+        time.sleep(0.5)
+        return {}
+
+    slow = GrammarPool(slowly)
+    monkeypatch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 0.1)
+    with pytest.raises(OverloadedError, match="still starts"):
+        await compiles(slow, FINE)
+    slow.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="does not start"):
+        await compiles(pool, FINE)
+    pool.close()
+    with pytest.raises(ShuttingDownError):
+        await compiles(pool, FINE)
 
 
 async def test_closing_ends_the_process(pool: GrammarPool) -> None:

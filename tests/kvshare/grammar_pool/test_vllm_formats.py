@@ -33,9 +33,9 @@ async def pool() -> AsyncIterator[GrammarPool]:
     opened.close()
 
 
-async def tried(pool: GrammarPool, kind: str, format_: object, *, backend: str = "auto") -> None:
-    text = format_ if isinstance(format_, str) else json.dumps(format_)
-    request = {"formats": [(kind, text)], "backends": [backend]}
+async def tried(pool: GrammarPool, kind: str, *formats: object, backend: str = "auto") -> None:
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in formats]
+    request = {"formats": [(kind, text) for text in texts], "backends": [backend]}
     matcher, mask = await pool.compiled(request, key="ann", param="tools")
     matcher.close()
     assert not mask
@@ -103,6 +103,15 @@ async def test_what_would_end_vllm_does_not_reach_it(
     """It ends a process of the pool, or grows without limit there."""
     with pytest.raises(UnsupportedFormatError):
         await tried(pool, kind, format_, backend=backend)
+
+
+@needs_xgrammar
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("formats", [(CRASHES, OTHER_LIBRARY), (OTHER_LIBRARY, {}, CRASHES)])
+async def test_what_one_tool_needs_is_tried_with_all(pool: GrammarPool, formats: tuple[object]) -> None:
+    """vLLM makes one schema of them, which another library compiles if one tool needs it."""
+    with pytest.raises(UnsupportedFormatError):
+        await tried(pool, "json", *formats)
 
 
 _keywords = st.sampled_from(

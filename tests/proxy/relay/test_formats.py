@@ -18,13 +18,11 @@ from tests.proxy.relay.relay_server import Relay, running_relay
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # In vLLM llguidance compiles it, as xgrammar does not support `multipleOf`, and ends the process.
-CRASHES = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3},
-        "b": {"type": "integer", "multipleOf": 3},
-    },
+PROPERTIES = {
+    "a": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3},
+    "b": {"type": "integer", "multipleOf": 3},
 }
+CRASHES = {"type": "object", "properties": PROPERTIES}
 ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}}
 
 
@@ -68,12 +66,28 @@ def whole(path: str, members: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_schema_that_ends_a_compiler_is_refused_on_every_route(relay: Relay, vllm: FakeVllm) -> None:
     """With 400 and the reason; nothing was sent, not even to be rendered."""
-    for path, members in places(CRASHES):
+    # Keywords that are not JSON Schema's do not hide it, also those that formats have at other levels.
+    hidden = {**CRASHES, "schema": {"type": "string"}, "json_schema": {"schema": {}}, "type": "object"}
+    for path, members in [*places(CRASHES), *places(hidden)]:
         response = await relay.send(path, whole(path, members))
         assert response.status == 400, (path, members, await response.text())
         message = (await response.json())["error"]["message"]
         assert "the answer cannot be constrained to this format: its compiler failed" in message
     assert not [seen for seen in [*vllm.seen, *vllm.rendered] if seen.method == "POST"]
+
+
+async def test_tools_are_tried_together(relay: Relay, vllm: FakeVllm) -> None:
+    """Each of them had passed alone: vLLM compiles all of them as one schema."""
+    first, second = (
+        function({"type": "object", "properties": {name: each}}) for name, each in PROPERTIES.items()
+    )
+    path = "/v1/chat/completions"
+    for tool in (first, second):
+        await relay.send(path, whole(path, {"tools": [tool]}))
+    members = {"tools": [first, second], "tool_choice": "required"}
+    response = await relay.send(path, whole(path, members))
+    assert response.status == 400
+    assert "its compiler failed" in await response.text()
 
 
 async def test_a_schema_without_a_finite_answer_is_refused(relay: Relay) -> None:
