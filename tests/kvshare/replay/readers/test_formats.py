@@ -28,6 +28,12 @@ def test_a_format_is_recognised_by_its_rows(tmp_path: Path, name: str) -> None:
     assert report.formats == {"log": name}
 
 
+def test_a_row_of_another_format_does_not_decide(tmp_path: Path) -> None:
+    """A field that a format is known by may be empty: what can be read counts."""
+    path = logs.write_lines(tmp_path / "log", [EXAMPLES["plain"], {"conversations": None}])
+    assert logs.rows_of(path)[1].formats == {"log": "plain"}
+
+
 @pytest.mark.parametrize("row", [logs.BATCH, logs.AIBRIX, {"prompt": "x", "output_tokens": 4}])
 def test_variants_are_recognised(tmp_path: Path, row: dict[str, Any]) -> None:
     """Batch API lines, AIBrix's grouped requests and vLLM's custom data set."""
