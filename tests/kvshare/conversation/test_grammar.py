@@ -226,6 +226,7 @@ NO_PARAMETERS: list[dict[str, Any] | None] = [
     {"type": "object", "properties": None},
     {"properties": {}, "required": [], "title": "Nothing", "description": "None."},
     {"type": "object", "additionalProperties": False},
+    {"type": "object", "properties": {}, "$comment": "x", "examples": [{}], "default": {}, "x-order": 1},
 ]
 ANY_PARAMETERS: list[dict[str, Any]] = [
     {"type": "object"},
@@ -233,6 +234,9 @@ ANY_PARAMETERS: list[dict[str, Any]] = [
     {"type": "object", "properties": {}, "additionalProperties": True},
     {"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}},
     {"properties": {}, "patternProperties": {"^a": {"type": "integer"}}},
+    {"properties": {}, "anyOf": [{"type": "object"}]},
+    {"properties": {}, "$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}},
+    {"properties": {}, "minProperties": 1},
 ]
 
 
