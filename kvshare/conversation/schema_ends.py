@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+NO_END = "no answer follows it, or each answer would contain another one, without end"  # why it is refused
 _MAX_CONDITIONS = 100_000  # beyond it the answer is not looked for; compiling has its own limits
 _CONTAINERS = frozenset(("object", "array"))
 _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
