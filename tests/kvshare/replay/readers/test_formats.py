@@ -77,8 +77,10 @@ def test_an_empty_file_is_called_empty(tmp_path: Path, rows: list[str | bytes]) 
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="cannot be opened"):
+    with pytest.raises(LogError, match="none: cannot be opened"):
         list(read_file(tmp_path / "none", ReadReport()))
+    with pytest.raises(LogError, match=r"^\.: cannot be opened"):  # a folder whose name has no last part
+        list(read_file(Path(), ReadReport()))
 
 
 def test_wildchat_has_a_request_per_user_turn_with_its_history(tmp_path: Path) -> None:
