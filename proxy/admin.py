@@ -95,10 +95,12 @@ def _owners(server: ServerContext, digests: AbstractSet[str]) -> dict[str, dict[
 
 async def requests(request: web.Request) -> web.Response:
     """GET /admin/requests?limit=N: what happened to the last N generating requests, newest first."""
+    if unknown := sorted(request.query.keys() - {"limit"}):
+        raise RequestError(f"{unknown[0][:40]}: unknown argument; expected limit", param=unknown[0][:40])
     limit = request.query.get("limit", "20")
     is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MOST_LISTED))
     if not (is_number and 1 <= int(limit) <= _MOST_LISTED):
-        raise RequestError(f"limit is 1 to {_MOST_LISTED}, not {limit!r}", param="limit")
+        raise RequestError(f"limit: expected 1 to {_MOST_LISTED}, got {limit!r}", param="limit")
     return web.json_response({"requests": request.app[SERVER].history.latest(int(limit))})
 
 

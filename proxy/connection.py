@@ -36,6 +36,7 @@ _EXPECTATION: web.RequestKey[str] = web.RequestKey("expectation", str)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _MAX_FIELD = 8190  # bytes of a header
 _MAX_LINE = _MAX_FIELD + 1  # of the request line; not the same, so that errors say which of both it was
+_MAX_QUOTED = 40  # characters of a header
 _WATCH_S = 0.1  # how often a half-closed connection is looked at
 _PROBE_LOOKS = 50  # looks from one probe to the next
 _PATIENT_LOOKS = 5  # and before a whole answer to the first: quick ones come without
@@ -79,7 +80,7 @@ def check_expectation(request: web.Request) -> None:
     """Raises HttpError 417 for an expectation other than `100-continue`, the only one that HTTP has."""
     expectation = request.get(_EXPECTATION, "100-continue")
     if expectation.lower() != "100-continue":
-        message = "The header Expect asks for what is unknown here: expected 100-continue, or no such header."
+        message = f"Invalid header Expect: expected 100-continue, got '{expectation[:_MAX_QUOTED]}'."
         raise HttpError(417, ErrorCode.BAD_REQUEST, message)
 
 

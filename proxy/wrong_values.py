@@ -26,6 +26,7 @@ _MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one 
 # pydantic's type of an error -> what was expected.
 EXPECTED: Mapping[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
+_TAGS = ("type", "role")  # which branch of a union is meant
 _ABSENT = ("missing", "union_tag_not_found")
 _UNKNOWN = "extra_forbidden"
 
@@ -155,14 +156,18 @@ def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
     """
     The first problem, and all that say what else its field may be.
 
-    A union has problems for each of its branches. A branch with another word in a field of few words, mostly
-    `type`, is not what the client meant; of the others it is the one that got furthest.
+    A union has problems for each of its branches. A branch with another `type` is not what the client meant;
+    of the others it is the one that got furthest.
     """
     first = problems[0]
     if not first.branch:
         return first, [first]
     alternatives = [problem for problem in problems if problem.place[:1] == first.place[:1]]
-    depths = {problem.branch: len(problem.place) for problem in alternatives if problem.kind in _OF_WORDS}
+    depths = {
+        problem.branch: len(problem.place)
+        for problem in alternatives
+        if problem.kind in _OF_WORDS and problem.place[-1] in _TAGS
+    }
     depth = max(depths.values(), default=0)
     fitting = [each for each in alternatives if each.branch not in depths and len(each.place) >= depth]
     fitting = fitting or alternatives

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvshare.conversation.schema_ends import can_end
+from kvshare.conversation.schema_ends import NO_END, can_end
 from kvshare.conversation.schema_ids import has_equal_ids
 from kvshare.conversation.schema_numbers import UnsupportedNumberError, with_exact_numbers
 from kvshare.errors import UnsupportedFormatError
@@ -68,7 +68,7 @@ class LarkGrammar:
         except UnsupportedNumberError as exc:
             raise UnsupportedFormatError(str(exc), self._param) from exc
         if not can_end(exact):
-            raise UnsupportedFormatError("each answer would contain another one, without end", self._param)
+            raise UnsupportedFormatError(NO_END, self._param)
         if has_equal_ids(exact):
             raise UnsupportedFormatError("two of its schemas have the same $id", self._param)
         options = {**_ONE_LINE, "lenient": lenient}

@@ -15,8 +15,12 @@ _TYPE_NAMES = {
 }
 
 
-# Keywords of a schema that add no properties to those that it lists.
-_ADD_NONE = {"type", "properties", "required", "title", "description", "$schema", "$id", *_DEFINITIONS}
+# Keywords of a schema that may add properties to those that it lists.
+_MAY_ADD = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties"),
+    *("$ref", "$dynamicRef", "$recursiveRef", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+    *("enum", "const", "dependencies", "dependentRequired", "dependentSchemas"),
+}
 
 
 def takes_nothing(schema: object) -> bool:
@@ -29,7 +33,7 @@ def takes_nothing(schema: object) -> bool:
     """
     given = _mapping(schema)
     is_empty = "properties" in given and not given["properties"] and not given.get("required")
-    return not given or (is_empty and given.keys() <= _ADD_NONE)
+    return not given or (is_empty and given.keys().isdisjoint(_MAY_ADD))
 
 
 class Parameters:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvshare.conversation.schema_references import References
 
+NO_END = "no answer follows it, or each answer would contain another one, without end"  # why it is refused
 _MAX_STEPS = 300_000  # beyond them the answer is not looked for; compiling has its own limits
 _CONTAINERS = frozenset(("object", "array"))
 _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvshare.conversation.schema_ends import can_end
+from kvshare.conversation.schema_ends import NO_END, can_end
 from kvshare.errors import UnsupportedFormatError
 from kvshare.fleet.replica import Fleet
 from kvshare.grammar_pool.pool import GrammarPool
@@ -96,4 +96,4 @@ def _check_values(formats: Sequence[AnswerFormat]) -> None:
         if each.kind == "json":
             schema = json.loads(each.text)
             if isinstance(schema, dict) and not can_end(schema):
-                raise UnsupportedFormatError("each answer would contain another one, without end", each.param)
+                raise UnsupportedFormatError(NO_END, each.param)

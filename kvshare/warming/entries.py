@@ -72,7 +72,7 @@ def _document(path: Path) -> Entry:
     except UnicodeDecodeError:
         return Entry(place, reason=Reason.BAD_UTF8)
     except OSError as exc:
-        raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
+        raise LogError(f"{path}: cannot be opened: {exc.strerror}") from exc
     if not text.strip():
         return Entry(place, reason=Reason.EMPTY)
     return _entry(place, {"messages": [{"role": "user", "content": text}]})

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from proxy.generate.fields import INT32, Body, Whole
-from proxy.wrong_values import found, invalid
+from proxy.wrong_values import found, invalid, wrong
 
 MAX_TOOLS = 1024  # coding agents with many MCP servers send hundreds
 NO_CALL = "no call before it has this id; send the call along with its result"
@@ -57,9 +57,18 @@ def check_type(*types: str, default: str | None = None, hint: str) -> Callable[[
 
 def text_as(part_type: str) -> BeforeValidator:
     """A plain string means a list with one part of this type."""
-    return BeforeValidator(
-        lambda content: [{"type": part_type, "text": content}] if isinstance(content, str) else content
-    )
+    return text_or_list(lambda text: {"type": part_type, "text": text})
+
+
+def text_or_list(entry_of: Callable[[str], object]) -> BeforeValidator:
+    """A plain string means a list with one entry."""
+
+    def listed(given: object) -> object:
+        if not isinstance(given, str | list):
+            raise wrong("a string or a list", given)
+        return [entry_of(given)] if isinstance(given, str) else given
+
+    return BeforeValidator(listed)
 
 
 def joined(texts: Iterable[str]) -> str:

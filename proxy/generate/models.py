@@ -106,18 +106,25 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _texts(given: object) -> object:
+    if not given or not isinstance(given, str | list):
+        raise wrong("text or a list of texts, none of them empty", given)
+    return [given] if isinstance(given, str) else given
+
+
+def _text(given: object) -> object:
     """Token ids would be of a vocabulary that client and server would have to agree on: refused."""
-    texts = given if isinstance(given, list) else [given]
-    if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise wrong("text or a list of texts, none of them empty; token ids are not taken", given)
-    return texts
+    if not given or not isinstance(given, str):
+        raise wrong("text that is not empty; token ids are not taken", given)
+    return given
 
 
 class EmbeddingBody(Body):
     """POST /v1/embeddings"""
 
     model: Name
-    input: Annotated[list[str], BeforeValidator(_texts), at_most(MAX_TEXTS)]
+    input: Annotated[
+        list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_texts), at_most(MAX_TEXTS)
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = None
 

@@ -81,7 +81,10 @@ async def test_unknown_ids_and_wrong_limits_are_refused_in_words(server: Server)
     for wrong in ("0", "-1", "x", "1001", ""):
         response = await server.get(f"/admin/requests?limit={wrong}")
         assert response.status == 400
-        assert (await response.json())["error"]["param"] == "limit"
+        error = (await response.json())["error"]
+        assert (error["param"], error["message"]) == ("limit", f"limit: expected 1 to 1000, got {wrong!r}")
+    error = (await (await server.get("/admin/requests?limt=5")).json())["error"]
+    assert (error["param"], error["message"]) == ("limt", "limt: unknown argument; expected limit")
 
 
 async def test_a_refused_request_is_there_with_its_status(server: Server) -> None:

@@ -29,6 +29,16 @@ class ImagePart(Strict):
     image: str
 
 
+class NamedChoice(Strict):
+    type: Literal["one"]
+    name: str
+
+
+class SomeChoice(Strict):
+    type: Literal["some"]
+    mode: Literal["auto", "required"]
+
+
 def refuse(value: object) -> object:
     raise wrong("something else", value)
 
@@ -38,6 +48,7 @@ class Body(Strict):
     id: Annotated[str, Field(min_length=1, max_length=8)] = "x"
     content: str | list[TextPart | ImagePart] | None = None
     parts: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] = []
+    choice: Literal["none", "auto"] | NamedChoice | SomeChoice = "auto"
     role: Literal["user", "system"] = "user"
     n: Annotated[int, Field(ge=1, le=8)] | None = None
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -106,6 +117,25 @@ def test_a_wrong_value(document: dict[str, object], param: str, message: str) ->
 def test_a_union_speaks_of_the_branch_that_was_meant(content: object, param: str, message: str) -> None:
     """Branches that the client did not mean are not mentioned, and their names are not in the path."""
     assert refusal({"content": content}) == (message, param, None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "param", "message"),
+    [
+        ("all", "choice", "Invalid 'choice': expected 'none' or 'auto' or an object, got 'all'."),
+        (3, "choice", "Invalid 'choice': expected 'none' or 'auto' or an object, got 3."),
+        (
+            {"type": "some", "mode": "none"},
+            "choice.mode",
+            "Invalid 'choice.mode': expected 'auto' or 'required', got 'none'.",
+        ),
+        ({"type": "all"}, "choice.type", "Invalid 'choice.type': expected 'one' or 'some', got 'all'."),
+        ({"type": "one"}, "choice.name", "'choice.name' is missing, and this request needs it."),
+    ],
+)
+def test_a_union_of_words_and_objects(choice: object, param: str, message: str) -> None:
+    """Both are named where neither was meant; a wrong word inside of an object is that object's."""
+    assert refusal({"choice": choice}) == (message, param, None)
 
 
 @pytest.mark.parametrize(

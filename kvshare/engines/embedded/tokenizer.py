@@ -123,7 +123,11 @@ class PromptEncoder:
         return True
 
     def _rendered(self, chat: Chat) -> str:
-        """The first form of the chat that the template takes and shows whole; else the first error."""
+        """
+        The first form of the chat that the template takes and shows whole.
+
+        Else the last error: the last form adds least to what the client sent.
+        """
         texts, errors = [], []
         for form in forms_for_template(chat, self._tokenizer.chat_template):
             try:
@@ -135,7 +139,7 @@ class PromptEncoder:
                 return text
             texts.append(text)  # a template may drop what it does not know, or change its words
         if not texts:
-            raise errors[0]
+            raise errors[-1]
         return texts[0]
 
     def _rendered_form(self, chat: Chat) -> str:

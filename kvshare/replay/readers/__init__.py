@@ -120,16 +120,21 @@ def _named(name: str) -> Format:
 
 
 def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
-    """The first format that fits any of these rows."""
+    """The first format as which any of these rows can be read; if none can be, the first that fits any."""
     if not head:
         raise LogError(f"{source} is empty: it has no rows")
     rows = [raw for _, raw in head if not isinstance(raw, Reason)]
-    found = next((each for each in FORMATS.values() if any(map(each.matches, rows))), None)
-    if found is None:
+    fitting = [each for each in FORMATS.values() if any(map(each.matches, rows))]
+    if not fitting:
         reasons = sorted({str(raw) for _, raw in head if isinstance(raw, Reason)})
         seen = f" ({', '.join(reasons)})" if reasons else ""
         raise LogError(
             f"{source}: none of the first {len(head)} rows{seen} is in a known format; name the format with "
             f"--format: one of {_OFFERED}, or plain:FIELD with the field of the prompt"
         )
-    return found
+    blank = LoggedRequest(source, 0, source)
+    return next((each for each in fitting if _reads_any(each, rows, blank)), fitting[0])
+
+
+def _reads_any(chosen: Format, rows: list[Row], blank: LoggedRequest) -> bool:
+    return any(not isinstance(row, Reason) for raw in rows for row in _converted(chosen, raw, blank))

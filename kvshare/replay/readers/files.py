@@ -53,7 +53,7 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
             magic = file.peek(4)[:4]
             yield from _parquet_rows(path) if magic == _PARQUET else _json_rows(_unpacked(file, magic))
     except (FileNotFoundError, IsADirectoryError, PermissionError) as exc:
-        raise LogError(f"{path.name}: cannot be opened: {exc.strerror}") from exc
+        raise LogError(f"{path}: cannot be opened: {exc.strerror}") from exc
 
 
 def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip.GzipFile:

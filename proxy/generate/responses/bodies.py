@@ -100,12 +100,11 @@ Item = Annotated[
 ]
 
 
-def _as_items(given: object) -> object:
-    """A string is short for one message of the user."""
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-
-
-Input = Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(_as_items)]
+Input = Annotated[
+    list[Item],
+    Field(min_length=1, fail_fast=True),
+    body_parts.text_or_list(lambda text: {"type": "message", "role": "user", "content": text}),
+]
 
 
 class Tool(body_parts.BodyPart):

@@ -226,6 +226,7 @@ NO_PARAMETERS: list[dict[str, Any] | None] = [
     {"type": "object", "properties": None},
     {"properties": {}, "required": [], "title": "Nothing", "description": "None."},
     {"type": "object", "additionalProperties": False},
+    {"type": "object", "properties": {}, "$comment": "x", "examples": [{}], "default": {}, "x-order": 1},
 ]
 ANY_PARAMETERS: list[dict[str, Any]] = [
     {"type": "object"},
@@ -233,6 +234,9 @@ ANY_PARAMETERS: list[dict[str, Any]] = [
     {"type": "object", "properties": {}, "additionalProperties": True},
     {"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}},
     {"properties": {}, "patternProperties": {"^a": {"type": "integer"}}},
+    {"properties": {}, "anyOf": [{"type": "object"}]},
+    {"properties": {}, "$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}},
+    {"properties": {}, "minProperties": 1},
 ]
 
 
@@ -262,6 +266,13 @@ def test_arguments_that_are_no_object_are_refused(given: object) -> None:
             grammar_of(chat, HERMES)
         assert refusal.value.param == "tools"
     assert grammar_of(Chat((), tools), HERMES) is None
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"type": "text"}, {"anyOf": []}, {"allOf": [False]}])
+def test_a_schema_without_any_answer_is_not_said_to_be_endless_only(schema: dict[str, object]) -> None:
+    """The reason names both ways in which no answer is finite."""
+    with pytest.raises(RequestError, match="no answer follows it, or each answer would contain"):
+        grammar_of(Chat((), answer_schema=schema), HERMES)
 
 
 @pytest.mark.parametrize("schema", [{}, {"type": "object"}])

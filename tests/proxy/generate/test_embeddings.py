@@ -49,9 +49,10 @@ async def test_two_names_lead_to_it(server: Server, model: str) -> None:
     [
         ({"input": ""}, 400, "input", None),
         ({"input": []}, 400, "input", None),
-        ({"input": ["a", ""]}, 400, "input", None),
-        ({"input": [1, 2]}, 400, "input", None),
-        ({"input": [[1, 2]]}, 400, "input", None),
+        ({"input": ["a", ""]}, 400, "input[1]", None),
+        ({"input": ["a", None]}, 400, "input[1]", None),
+        ({"input": [1, 2]}, 400, "input[0]", None),
+        ({"input": [[1, 2]]}, 400, "input[0]", None),
         ({"input": None}, 400, "input", None),
         ({"input": ["a"] * 2049}, 400, "input", None),
         ({"dimensions": 4}, 400, "dimensions", "unsupported_parameter"),

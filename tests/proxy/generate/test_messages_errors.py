@@ -101,6 +101,24 @@ async def test_bad_input_names_the_field(server: Server, change: dict[str, Any],
     assert not server.engine.requests
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        (MESSAGES, {"system": 3}, "system"),
+        (MESSAGES, {"messages": [{"role": "user", "content": {}}]}, "messages[0].content"),
+        (MESSAGES, {"messages": [{"role": "assistant", "content": 3}]}, "messages[0].content"),
+        ("/v1/responses", {"input": 3}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+    ],
+)
+async def test_where_text_may_stand_for_a_list_both_are_named(
+    server: Server, path: str, change: dict[str, Any], field: str
+) -> None:
+    """Of what was expected nothing is left out."""
+    error = (await (await server.post(path, {**ASK, **change})).json())["error"]
+    assert error["message"].startswith(f"Invalid '{field}': expected a string or a list, got ")
+
+
 async def test_images_are_refused_clearly(server: Server) -> None:
     """The message says what was found and what is read."""
     error = await error_of(await server.post(MESSAGES, {**ASK, **said(IMAGE)}))

@@ -15,6 +15,7 @@ RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"model": "echo", "input": "hello"}
 TOOL = {"type": "function", "name": "time", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "time", "arguments": "{}"}
+NAMED = {"type": "function", "name": "x"}
 
 
 def said(*content: object) -> dict[str, Any]:
@@ -56,11 +57,15 @@ def said(*content: object) -> dict[str, Any]:
                 "tool_choice": {
                     "type": "allowed_tools",
                     "mode": "auto",
-                    "tools": [{"type": "function", "name": "x"}],
+                    "tools": [NAMED],
                 },
                 "tools": [TOOL],
             },
             "tool_choice.tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [NAMED]}, "tools": [TOOL]},
+            "tool_choice.mode",
         ),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

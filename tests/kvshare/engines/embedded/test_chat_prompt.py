@@ -220,6 +220,13 @@ def test_results_that_a_template_drops_come_as_text(shown: str, as_text: bool) -
         (NO_SYSTEM, ({"role": "system", "content": ""}, QUESTION), (WEATHER,), "messages", "System role not"),
         (ALTERNATING, (QUESTION, QUESTION), (WEATHER,), "messages", "these messages: Roles must"),
         (
+            NO_SYSTEM.replace(TURN, ALTERNATING),
+            (QUESTION, QUESTION),
+            (WEATHER,),
+            "messages",
+            "these messages: Roles must",
+        ),
+        (
             "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + TURN,
             (QUESTION,),
             (WEATHER,),

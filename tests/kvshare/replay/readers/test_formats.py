@@ -28,6 +28,12 @@ def test_a_format_is_recognised_by_its_rows(tmp_path: Path, name: str) -> None:
     assert report.formats == {"log": name}
 
 
+def test_a_row_of_another_format_does_not_decide(tmp_path: Path) -> None:
+    """A field that a format is known by may be empty: what can be read counts."""
+    path = logs.write_lines(tmp_path / "log", [EXAMPLES["plain"], {"conversations": None}])
+    assert logs.rows_of(path)[1].formats == {"log": "plain"}
+
+
 @pytest.mark.parametrize("row", [logs.BATCH, logs.AIBRIX, {"prompt": "x", "output_tokens": 4}])
 def test_variants_are_recognised(tmp_path: Path, row: dict[str, Any]) -> None:
     """Batch API lines, AIBrix's grouped requests and vLLM's custom data set."""
@@ -71,8 +77,10 @@ def test_an_empty_file_is_called_empty(tmp_path: Path, rows: list[str | bytes]) 
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="cannot be opened"):
+    with pytest.raises(LogError, match="none: cannot be opened"):
         list(read_file(tmp_path / "none", ReadReport()))
+    with pytest.raises(LogError, match=r"^\.: cannot be opened"):  # a folder whose name has no last part
+        list(read_file(Path(), ReadReport()))
 
 
 def test_wildchat_has_a_request_per_user_turn_with_its_history(tmp_path: Path) -> None:
