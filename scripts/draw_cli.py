@@ -37,6 +37,7 @@ _REPORT = (
 )
 _CONFIG = "index: {dense: false}\n"  # nothing here is about meaning
 _STATES = ("ok", "warn", "fail")  # of a check
+_EDITS = ("keep", "insert", "delete", "replace")  # lines of an edit script, of which there may be any number
 _HEADERS = ("namespace", "prompt", "tokens", "edit", "positions", "node", "file")  # of tables
 _FILES = {
     "handbook.md": "# Handbook\n\n"
@@ -129,6 +130,8 @@ def outline(lines: list[str]) -> list[str]:
     for before, line in pairwise(lines):
         words = line.split()
         if not words or words[0] == "->" or re.search(r"\d", words[0]) or len(before) > _WRAPPED:
+            continue
+        if words[0] in _EDITS:
             continue
         if words[0] in _STATES:
             shown.append(words[1])
