@@ -21,6 +21,7 @@ from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, take
 from kvshare.grammar_pool.limits import MASK_WAIT_S
 
 _SEND_S = 1.0
+_ONE_ROUND_S = 0.001  # in which all choices of a request are polled
 _READ_BYTES = 262_144
 
 
@@ -63,6 +64,7 @@ class RemoteMatcher:
         self._frames: dict[int, deque[Frame]] = {}
         self._sent_at: dict[int, float] = {}
         self._lock = threading.Lock()  # held for as long as `poll` waits
+        self._waits_again_at = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -82,8 +84,12 @@ class RemoteMatcher:
         Raises:  UnsupportedFormatError if the grammar can be followed no further
         """
         frames = self._frames.setdefault(choice, deque())
+        # Choices are polled one after the other: where one has waited in vain, the others do not wait, too.
+        waits = time.monotonic() >= self._waits_again_at
         with self._lock:
-            self._receive(frames, wait_s)
+            self._receive(frames, wait_s if waits else 0.0)
+        if waits and not frames:
+            self._waits_again_at = time.monotonic() + _ONE_ROUND_S
         if frames:
             frame = frames.popleft()
             if frame.kind is Kind.FAILED:

@@ -179,6 +179,22 @@ async def test_an_answer_whose_process_ends_is_broken_off(pool: GrammarPool) -> 
     other.close()
 
 
+async def test_a_slow_process_holds_its_caller_up_once(pool: GrammarPool) -> None:
+    """Not once for each choice: other requests have their turn after that."""
+    matcher, _ = await pool.compiled(lark({"type": "string"}), key="ann", param="tools")
+    assert matcher.pid is not None
+    os.kill(matcher.pid, signal.SIGSTOP)
+    choices, wait_s = range(8), 0.1
+    for choice in choices:
+        matcher.take(choice, TOKEN_OF_QUOTE)
+    began = time.monotonic()
+    assert [matcher.poll(choice, wait_s=wait_s) for choice in choices] == [None] * len(choices)
+    assert time.monotonic() - began < wait_s * len(choices) / 2
+    os.kill(matcher.pid, signal.SIGCONT)
+    assert (await reply(matcher, 7)).kind is Kind.TAKEN
+    matcher.close()
+
+
 async def test_a_dead_first_process_is_replaced(pool: GrammarPool) -> None:
     """The next schema compiles; what runs in other processes goes on."""
     running, _ = await pool.compiled(lark({"type": "string"}), key="ann", param="tools")
