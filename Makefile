@@ -67,7 +67,7 @@ long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py \
-	  tests/proxy/test_hostile_bodies.py
+	  tests/kvshare/bench/test_calibrate.py tests/kvshare/bench/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
 	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/test_vllm_sources.py

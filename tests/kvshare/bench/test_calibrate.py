@@ -44,6 +44,7 @@ def test_what_is_noise_is_not_explained() -> None:
     assert found["explained"]["other_sources"] < 0.05
 
 
+@pytest.mark.long
 def test_a_model_is_measured_and_the_file_is_read(tmp_path: Path) -> None:
     """The forms model, end to end: plans of the project's own samples and of a log, a file, and its use."""
     log, out = tmp_path / "log.jsonl", tmp_path / "own.json"

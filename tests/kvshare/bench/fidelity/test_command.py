@@ -43,6 +43,7 @@ def test_a_run_measures_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "report-0" / "report.md").read_text().startswith("#")
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert _run(tmp_path, "--minutes", "0")["left"] == 4
     assert _run(tmp_path, "--part", "0/2")["left"] == 0
