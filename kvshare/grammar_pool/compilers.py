@@ -65,9 +65,8 @@ class LlguidanceCompiler:
             )
         except ValueError:
             raise UnsupportedGrammarError("no grammar can be followed with this model's tokenizer") from None
-        self._limits = LLParserLimits(
-            verbose_errors=False
-        )  # the default ones; errors do not quote the grammar
+        # The default limits. Errors do not quote the grammar.
+        self._limits = LLParserLimits(verbose_errors=False)
 
     def compile(self, request: Mapping[str, Any]) -> LlguidanceMatcher:
         """`request`: `lark`."""

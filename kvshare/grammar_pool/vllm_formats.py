@@ -95,23 +95,22 @@ class VllmFormats:
         match kind:
             case "json":
                 library.Grammar.from_json_schema(text)
-                compiled = compiler.compile_json_schema(text)
+                compiler.compile_json_schema(text)
             case "regex":
                 library.Grammar.from_regex(text)
-                compiled = compiler.compile_regex(text)
+                compiler.compile_regex(text)
             case "choice":
                 options = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-                compiled = compiler.compile_grammar(f"root ::= {options}")
+                compiler.compile_grammar(f"root ::= {options}")
             case "grammar" if "::=" in text:
                 library.Grammar.from_ebnf(text)
-                compiled = compiler.compile_grammar(text)
+                compiler.compile_grammar(text)
             case "grammar":
                 library.Grammar.from_lark(text)
-                compiled = compiler.compile_lark(text)
+                compiler.compile_lark(text)
             case _:
                 library.Grammar.from_structural_tag(text)
-                compiled = compiler.compile_structural_tag(text)
-        del compiled
+                compiler.compile_structural_tag(text)
 
     def _llguidance(self, kind: str, text: str) -> None:
         import llguidance
