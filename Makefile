@@ -32,7 +32,7 @@ types: $(STAMP)
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
-COMMAND_TESTS := tests/kvshare/bench tests/kvshare/cli
+COMMAND_TESTS := tests/lab/src/kvshare_lab/bench tests/kvshare/cli
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
@@ -66,8 +66,8 @@ OTHER_VLLM := $(abspath $(VENV))/vllm-$(VLLM)
 long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py tests/kvshare/bench/test_gpu.py \
-	  tests/kvshare/bench/test_calibrate.py tests/kvshare/bench/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/test_gpu.py \
+	  lab/tests/bench/test_calibrate.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
 	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/test_vllm_sources.py

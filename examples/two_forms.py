@@ -5,7 +5,7 @@ import sys
 
 import openai
 
-from kvshare.demo.pairs import near_duplicate_pairs
+from kvshare_lab.demo_model.pairs import near_duplicate_pairs
 
 client = openai.OpenAI(
     base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from delta_tree import DeltaTree, Node
+from kvshare.admin import QUESTIONS
 from kvshare.background import Background
-from kvshare.engines.base import Engine, EngineStatus
+from kvshare.engine import Engine, EngineStatus
 from kvshare.errors import ShuttingDownError
-from kvshare.inspection import QUESTIONS
 from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvshare.addresses import check_port
 from kvshare.collector import calm_collector
-from kvshare.engines.base import Engine, GeneratingEngine
+from kvshare.engine import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvshare.engines.base import Engine
+from kvshare.engine import Engine
 from kvshare.settings import RuleSettings, Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
-from kvshare.engines.base import Engine
+from kvshare.engine import Engine
 from kvshare.errors import ErrorCode, ShuttingDownError
 from proxy.errors import HttpError
 

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from kvshare import __version__
-from kvshare.engines.base import EngineStatus
+from kvshare.engine import EngineStatus
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.telemetry import EvictionCause

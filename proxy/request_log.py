@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.engines.base import Delta, Finished
+from kvshare.engine import Delta, Finished
 from kvshare.errors import RequestError
 from kvshare.namespace import Owner
 from kvshare.reasons import Reason, cache_miss_reason

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvshare.demo.pairs import Pair, near_duplicate_pairs
+from kvshare_lab.demo_model.pairs import Pair, near_duplicate_pairs
 from tests.conftest import Server
 
 MODEL = "kvshare-demo"

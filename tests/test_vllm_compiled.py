@@ -18,8 +18,8 @@ import openai
 import pytest
 import yaml
 
-from kvshare.bench.vllm.servers import Server, free_ports, running
-from kvshare.demo.pairs import near_duplicate_pairs
+from kvshare_lab.demo_model.pairs import near_duplicate_pairs
+from kvshare_lab.vllm.servers import Server, free_ports, running
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvshare.bench.random_models import write_model
-from kvshare.bench.vllm.prompts import near_duplicate, unrelated_prompt
-from kvshare.bench.vllm.servers import Server, VllmOptions, proxy, running, shared_vllm
-from kvshare.bench.vllm.stack import ALWAYS_SHARE
 from kvshare.cli.checks import State
 from kvshare.cli.doctor import run_vllm_checks
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
+from kvshare_lab.bench.random_models import write_model
+from kvshare_lab.vllm.prompts import near_duplicate, unrelated_prompt
+from kvshare_lab.vllm.servers import Server, VllmOptions, proxy, running, shared_vllm
+from kvshare_lab.vllm.stack import ALWAYS_SHARE
 
 pytestmark = [
     pytest.mark.long,

@@ -19,13 +19,13 @@ import openai
 import pytest
 import yaml
 
-from kvshare.bench.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
-from kvshare.demo.pairs import Pair, near_duplicate_pairs
 from kvshare.replay.live import LIVE_POLICIES, LiveOptions, replay_live
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings
 from kvshare.vllm_protocol.messages import PROTOCOL
+from kvshare_lab.demo_model.pairs import Pair, near_duplicate_pairs
+from kvshare_lab.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
 from tests.conftest import KEYS
 from tests.conftest import Server as EmbeddedServer
 

@@ -1,8 +1,8 @@
 """
 `kvshare bench ...`: the commands behind the project's published figures. bench.toml has their options.
 
-A command calls `run(**options)` of `kvshare.bench.<name>`, or with vLLM `run(Config(**options))` of
-`kvshare.bench.vllm.<name>`. It passes only options that were given: those functions have the defaults. A
+A command calls `run(**options)` of `kvshare_lab.bench.<name>`, or with vLLM `run(Config(**options))` of
+`kvshare_lab.vllm.<name>`. It passes only options that were given: those functions have the defaults. A
 result with `"passed": false` ends with exit code 1. In a git checkout a result carries its `commit`.
 """
 
@@ -104,7 +104,7 @@ def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
-    package = "kvshare.bench.vllm" if engine == VLLM else "kvshare.bench"
+    package = "kvshare_lab.vllm" if engine == VLLM else "kvshare_lab.bench"
     return f"{package}.{benchmark.name}"
 
 

@@ -137,7 +137,7 @@ def check_tokenizer(settings: Settings) -> Check:
 
 def check_geometry(settings: Settings) -> Check:
     """KV of this kind of model can be moved: tested on one layer of each kind with random weights."""
-    from kvshare.engines.embedded.loading import served
+    from kvshare.embedded.loading import served
 
     try:
         model = served(_smallest(_model_config(settings)), name="the model")

@@ -45,8 +45,8 @@ def explain_offline(
              in the temporary folder; ModelError, RequestError if the prompt cannot be encoded
     """
     require("embedded", what="`kvshare explain` on a stopped store", embeds=False)
-    from kvshare.engines.embedded.stored_model import may_move_keys, stored_fingerprint
-    from kvshare.engines.embedded.tokenizer import PromptEncoder
+    from kvshare.embedded.stored_model import may_move_keys, stored_fingerprint
+    from kvshare.embedded.tokenizer import PromptEncoder
 
     model_path = find_model(settings.model.path).path
     rewritten = apply_rules(settings.rules, {"messages": list(messages)}, CHAT)

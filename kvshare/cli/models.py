@@ -42,8 +42,8 @@ def verify(
     same on its own model when it starts; `kvshare doctor --vllm-url` says what came of it.
     """
     require("embedded", what="`kvshare verify`", embeds=False)
-    from kvshare.engines.embedded.decoder import load_network
-    from kvshare.engines.embedded.loading import served, verification_document
+    from kvshare.embedded.decoder import load_network
+    from kvshare.embedded.loading import served, verification_document
     from kvshare.served_model import find_model
 
     source = find_model(model, download=True)
@@ -55,7 +55,7 @@ def verify(
 def calibrate(*, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
     """Measure what reused KV costs a model, and write what the server needs to know of it."""
     require("bench", what="`kvshare calibrate`", embeds=False)
-    from kvshare.bench import calibrate as calibration
+    from kvshare_lab.bench import calibrate as calibration
 
     show("bench", calibration.run(**options), output_format)
     note(f"written: set sharing.calibration to {options['out']}")

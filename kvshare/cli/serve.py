@@ -25,7 +25,7 @@ from kvshare.errors import ConfigError, EngineError
 from kvshare.extras import require
 
 if TYPE_CHECKING:
-    from kvshare.engines.base import Engine
+    from kvshare.engine import Engine
     from kvshare.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
     else:
         what = "`kvshare serve` with the embedded engine"
         require("embedded", what=what, embeds=settings.index.dense)
-        from kvshare.engines.embedded.engine import EmbeddedEngine
+        from kvshare.embedded.engine import EmbeddedEngine
 
         engine, doing = EmbeddedEngine(settings), "loading the model"
 

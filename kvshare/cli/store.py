@@ -3,7 +3,7 @@
 a stopped one. Both answer alike.
 
 Commands get `ask(what, arguments)`, which shows the document of a question: a key of
-`kvshare.inspection.QUESTIONS`, or "explain" with a request. An argument of None is as good as not given.
+`kvshare.admin.QUESTIONS`, or "explain" with a request. An argument of None is as good as not given.
 """
 
 import json
@@ -205,7 +205,7 @@ def _ask_store(folder: Path, config: Path | None, what: str, arguments: Mapping[
         return explain_offline(folder, load_settings(config), arguments["messages"])
     if what == "pin":
         raise StoreError("how much may be pinned is known to a running server only: ask it with --url")
-    from kvshare.inspection import QUESTIONS
+    from kvshare.admin import QUESTIONS
     from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
 
     path = folder / METADATA_FILE

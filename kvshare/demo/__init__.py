@@ -1,5 +1,5 @@
 """
-The demo model that ships with KVShare, and the forms and questions that it was trained on.
+The demo model that ships with KVShare.
 
 Importing this package loads neither torch nor transformers.
 """

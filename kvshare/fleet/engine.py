@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from delta_tree import DeltaTree
 from kvshare.addresses import is_own
 from kvshare.background import Background
-from kvshare.engines.base import EngineStatus, ModelCard, ReplicaStatus
+from kvshare.engine import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.format_guard import FormatGuard

@@ -1,7 +1,6 @@
 """
 Replay: what sharing would save on real traffic, from a log file, without a GPU and without a model.
 
-    readers/      files of the published formats -> `LoggedRequest`s; unreadable rows are counted by line
     stream.py     several files -> one stream in time order, every turn after the turns it builds on
     tokens.py     requests -> `TokenizedRequest`s
     policies/     what each cache policy would have reused of every request, on the same stream

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from kvshare.logs.unreadable import Unreadable
 from kvshare.replay import results as schema
 from kvshare.replay.results import SHARES
 
@@ -102,7 +103,7 @@ def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
 
 
 def describe_data(
-    rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: schema.Unreadable
+    rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: Unreadable
 ) -> schema.Data:
     """What of the log was replayed; `rows` are those of any policy."""
     numbered = ("conversation", "user", "namespace")

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from kvshare.logs.unreadable import Unreadable
+
 SCHEMA_VERSION: Final = 1
 RESULTS_FILE: Final = "results.json"
 REQUESTS_FILE: Final = "requests.parquet"
@@ -187,20 +189,6 @@ class LogFile(Part):
     name: str = "?"  # without folders
     num_bytes: int = 0
     sha256: str = ""
-
-
-class UnreadableLine(Part):
-    source: str
-    line: int
-    reason: str
-
-
-class Unreadable(Part):
-    """Rows that could not be read, by reason, and the first of them."""
-
-    num_rows: int = 0
-    reasons: dict[str, int] = {}
-    lines: tuple[UnreadableLine, ...] = ()
 
 
 class Data(Part):

@@ -26,8 +26,8 @@ from typing import Final, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from kvshare.replay.readers import LoggedRow, ReadReport, read_file
-from kvshare.replay.requests import LoggedRequest
+from kvshare.logs import LoggedRow, ReadReport, read_file
+from kvshare.logs.requests import LoggedRequest
 
 _REPORT_EVERY = 1000  # requests
 _MAX_CACHED_BYTES = 64 << 20  # of rows, as they stand on disk

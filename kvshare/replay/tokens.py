@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from delta_tree import TokenIds, token_ids
 from kvshare.conversation.chat import Chat
 from kvshare.errors import LogError, ModelError, RequestError
-from kvshare.replay.requests import LoggedRequest, Message, TokenizedRequest, batches
+from kvshare.logs.requests import LoggedRequest, Message, TokenizedRequest, batches
 from kvshare.served_model import DEFAULT, DEMO, find_model
 from vector_index.prompt_text import WINDOW_CHARS
 
 if TYPE_CHECKING:
-    from kvshare.engines.embedded.tokenizer import PromptEncoder
+    from kvshare.embedded.tokenizer import PromptEncoder
 
 _BATCH = 64
 _ELLIPSIS = "\n"
@@ -63,7 +63,7 @@ class RequestTokenizer:
                 f"({DEMO}: the bundled forms model's, of 1,536 tokens)"
             ) from exc
         # It imports transformers, and that torch: seconds that a tokenizer.json does without.
-        from kvshare.engines.embedded.tokenizer import PromptEncoder
+        from kvshare.embedded.tokenizer import PromptEncoder
 
         encoder = PromptEncoder.load(model.path)
         return cls(encoder.backend, encoder=encoder, name=model.name)

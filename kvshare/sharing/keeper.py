@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from delta_tree import DeltaTree, DeltaTreeError, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from kvshare.admin import Answer, Question
 from kvshare.errors import KVShareError
-from kvshare.inspection import Answer, Question
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from kvshare.replay.live_client import error_code, served_model, session
+from kvshare.http_client import error_code, served_model, session
 from kvshare.warming.entries import Entry, Place
 
 _BUSY = 429

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.errors import LogError
-from kvshare.replay.readers.fields import NAMES, unpacked
-from kvshare.replay.readers.files import raw_rows
-from kvshare.replay.readers.prompts import body_of
-from kvshare.replay.readers.rows import Reason, RowError
+from kvshare.logs.fields import NAMES, unpacked
+from kvshare.logs.files import raw_rows
+from kvshare.logs.prompts import body_of
+from kvshare.logs.rows import Reason, RowError
 
 _DOCUMENTS = (".txt", ".md")
 _OF_THE_ANSWER = ("label", "stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kvshare.conversation.chat import CallArguments, CallBegins, Part, Reasoning, Text
 from kvshare.conversation.formats.json_value import is_object
 from kvshare.conversation.parser import AnswerParser
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest
+from kvshare.engine import Delta, FinishReason, GenerationRequest
 from kvshare.errors import EngineError
 from kvshare.reasons import cache_miss_reason
 from kvshare.requests import SharingReport

@@ -14,7 +14,7 @@ from aiohttp import web
 from pydantic import BeforeValidator, model_validator
 
 import kvshare
-from kvshare.engines.base import GeneratingEngine
+from kvshare.engine import GeneratingEngine
 from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
 from proxy.generate.chat.template import TemplateBody
 from proxy.generate.fields import Body, Name, TokenIds, Whole, refuse_unsupported

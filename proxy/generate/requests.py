@@ -15,7 +15,7 @@ from aiohttp import web
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
 from kvshare.conversation.parser import AnswerParser, parser_for
-from kvshare.engines.base import GeneratingEngine, GenerationRequest, SamplingParams
+from kvshare.engine import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.generate.fields import Body

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
-from kvshare.engines.base import GeneratingEngine
+from kvshare.engine import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
 from proxy.errors import HttpError, is_anthropic
 from proxy.generate import models

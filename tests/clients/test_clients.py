@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvshare.bench.vllm import servers
-from kvshare.bench.vllm.servers import Server, VllmOptions
 from kvshare.chat_model.prepare import prepare
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
+from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.servers import Server, VllmOptions
 
 pytestmark = pytest.mark.long
 

@@ -20,9 +20,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvshare.bench.harness import bench_settings
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.embedded.engine import EmbeddedEngine
+from kvshare_lab.bench.harness import bench_settings
 from proxy.app import serve
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.relay.relay_server import running_relay

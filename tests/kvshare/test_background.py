@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvshare.background import Background
-from kvshare.engines.embedded.engine import Admission
+from kvshare.embedded.engine import Admission
 from kvshare.errors import OverloadedError
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
-from kvshare.engines.embedded.scheduler import Scheduler
+from kvshare.embedded.scheduler import Scheduler
 from kvshare.reasons import Reason
 from kvshare.replay.policies.sharing import UNLIMITED, WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places

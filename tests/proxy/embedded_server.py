@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.embedded.engine import EmbeddedEngine
 from proxy.app import build_app
 from proxy.connection import FrontRunner
 from proxy.context import SERVER

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
-from kvshare.engines.base import (
+from kvshare.engine import (
     Delta,
     Embeddings,
     EngineStatus,

@@ -17,11 +17,11 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from kvshare.bench.harness import bench_settings
 from kvshare.cli.open_files import raise_open_files
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.settings import Settings
+from kvshare_lab.bench.harness import bench_settings
 from proxy.app import build_app
 from proxy.connection import FrontRunner
 from proxy.context import SERVER

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvshare.engines.base import EngineStatus, IndexStatus
+from kvshare.engine import EngineStatus, IndexStatus
 from kvshare.reasons import Reason
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
 from proxy.metrics import Metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.engines.base import EngineStatus, Finished, IndexStatus, ReplicaStatus
+from kvshare.engine import EngineStatus, Finished, IndexStatus, ReplicaStatus
 from kvshare.errors import ErrorCode
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvshare.replay.requests import Message
+from kvshare.logs.requests import Message
 from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.sources import WorkloadRow

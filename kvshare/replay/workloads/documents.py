@@ -7,7 +7,7 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import TypeVar
 
-from kvshare.replay.requests import Message
+from kvshare.logs.requests import Message
 from kvshare.replay.stream import take_turns
 from kvshare.replay.workloads import sources
 from kvshare.replay.workloads.chats import reworded

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from kvshare.replay.readers import ReadReport, Reason, read_file
-from kvshare.replay.readers.files import raw_rows
-from kvshare.replay.requests import Message
+from kvshare.logs import ReadReport, Reason, read_file
+from kvshare.logs.files import raw_rows
+from kvshare.logs.requests import Message
 
 _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_text", "dialogue")
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from kvshare.engines.base import SamplingParams
+from kvshare.engine import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.cache_salt import CacheSalt
 from proxy.generate.chat.template import TemplateBody

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, TokenLogprob
+from kvshare.engine import Delta, FinishReason, TokenLogprob
 from proxy.generate.answer_writer import BlockKind, Blocks, Change
 from proxy.generate.chat.bodies import ChatBody
 from proxy.generate.chat.completion_writer import Choice, ChoiceWriter, Content, Piece, finite

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason, GenerationRequest, TokenLogprob
+from kvshare.engine import Delta, FinishReason, GenerationRequest, TokenLogprob
 from kvshare.errors import EngineError
 from proxy.errors import ErrorReply
 from proxy.generate.answer_writer import AnswerWriter, Blocks, Usage

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
-from kvshare.engines.base import SamplingParams
+from kvshare.engine import SamplingParams
 from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
 from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvshare.engines.base import Delta, FinishReason
+from kvshare.engine import Delta, FinishReason
 from proxy.errors import ErrorReply
 from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
 from proxy.generate.messages.bodies import MessagesBody

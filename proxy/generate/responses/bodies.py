@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
 from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
-from kvshare.engines.base import SamplingParams
+from kvshare.engine import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from kvshare.engines.base import Delta, FinishReason
+from kvshare.engine import Delta, FinishReason
 from proxy.errors import ErrorReply
 from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
 from proxy.generate.requests import ChatRequest

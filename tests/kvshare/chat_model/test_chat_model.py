@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvshare.bench import ttft
 from kvshare.chat_model import EXAMPLE_TEXT, ORIGIN_FILE
 from kvshare.chat_model.prepare import prepare
-from kvshare.engines.embedded.decoder import chosen_dtype
+from kvshare.embedded.decoder import chosen_dtype
 from kvshare.replay.tokens import RequestTokenizer
+from kvshare_lab.bench import ttft
 
 pytestmark = [pytest.mark.chat_model, pytest.mark.slow]
 START_S = 120

@@ -18,8 +18,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from delta_tree import DeltaTree
+from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
-from kvshare.inspection import QUESTIONS
 from tests.kvshare.cli.family import IDENTITY, Family, grow, write_store
 
 ADMIN_KEY = "admin-key"
@@ -119,7 +119,7 @@ EXPLANATION = {
 
 @pytest.fixture
 def server() -> Iterator[Running]:
-    """The admin routes over `kvshare.inspection`, in a thread of its own."""
+    """The admin routes over `kvshare.admin`, in a thread of its own."""
     tree = DeltaTree.open(None, identity=IDENTITY)
     family = grow(tree)
     explained: list[dict[str, Any]] = []

@@ -189,10 +189,10 @@ def check_options(name: str, engine: str) -> None:
     if len(command.engines) == 2:
         offered -= {"model", "family"} if engine == "vllm" else {"threads", "dtype", "eager"}
     if engine == "vllm":
-        config = importlib.import_module(f"kvshare.bench.vllm.{name}").Config
+        config = importlib.import_module(f"kvshare_lab.vllm.{name}").Config
         assert offered <= {field.name for field in fields(config)}
         return
-    run = importlib.import_module(f"kvshare.bench.{name}").run
+    run = importlib.import_module(f"kvshare_lab.bench.{name}").run
     assert offered == set(inspect.signature(run).parameters)
 
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshare.cli.explain_offline import explain_offline
 from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.base import GenerationRequest, SamplingParams
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.embedded.engine import EmbeddedEngine
+from kvshare.engine import GenerationRequest, SamplingParams
 from kvshare.requests import SharingMode
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.conftest import Cli

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, T5Config, T5ForConditionalGeneration
 
-from kvshare.bench.random_models import tiny_model
 from kvshare.cli.views import draw
 from kvshare.demo import MODEL_PATH
+from kvshare_lab.bench.random_models import tiny_model
 from tests.kvshare.cli.conftest import Cli
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvshare.demo.pairs import Kind, ask, near_duplicate_pairs, queries
-from kvshare.demo.sheets import Sheet, edit_sheet, make_sheet, to_messages
+from kvshare_lab.demo_model.pairs import Kind, ask, near_duplicate_pairs, queries
+from kvshare_lab.demo_model.sheets import Sheet, edit_sheet, make_sheet, to_messages
 
 
 def sheets(count: int, seed: int = 0) -> list[Sheet]:
@@ -148,7 +148,7 @@ def test_pairs_come_from_the_seed() -> None:
 def test_importing_the_package_loads_no_heavy_library() -> None:
     """Asking where the model lies, or for a form, costs neither torch nor transformers."""
     code = (
-        "import sys, kvshare.demo.pairs; "
+        "import sys, kvshare_lab.demo_model.pairs; "
         "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -38,7 +38,7 @@ def test_answers_held_out_questions() -> None:
 def test_recorded_figures_are_those_of_a_real_evaluation() -> None:
     """The recorded evaluation names its command and covers every kind and number of records."""
     recorded = json.loads((MODEL_PATH / "evaluation.json").read_text())
-    assert recorded["command"].startswith("python scripts/evaluate_demo_model.py")
+    assert recorded["command"].startswith("python lab/scripts/evaluate_demo_model.py")
     assert set(recorded["by_kind"]) == {"lookup", "compare", "derived"}
     assert set(recorded["by_records"]) == {"1", "2", "3", "4"}
     assert recorded["accuracy"] >= FLOOR

@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from delta_tree import SegmentId
-from kvshare.bench.vllm.session import watching
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import PROTOCOL, Finished
+from kvshare_lab.vllm.session import watching
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from delta_tree import DeltaTree, Node, NodeId, SegmentId, StoreError, TokenIds, new_segment_id, token_ids
+from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
 from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
-from kvshare.inspection import QUESTIONS
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.telemetry import Component, FallbackReason

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from delta_tree import Span, token_ids
-from kvshare.bench.random_models import tiny_model
-from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import take_pass
 from kvshare.kv.listening import Listener, attention
+from kvshare_lab.bench.random_models import tiny_model
 
 TOKENS = token_ids(np.random.default_rng(3).integers(16, 290, 40))
 LISTENING = (Span(9, 11), Span(30, 40))

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
-from kvshare.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
-from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.sequence import SequenceKV
+from kvshare_lab.bench.random_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 TOKENS = 120
 RUNS = (Span(7, 19), Span(40, 41), Span(60, 83), Span(110, 120))

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshare.replay.requests import Message
+from kvshare.logs.requests import Message
 from kvshare.replay.workloads import generate, write_rows
 from kvshare.replay.workloads.chats import reworded
-from tests.kvshare.replay.readers.logs import write_lines
+from tests.kvshare.logs.logs import write_lines
 
 _QUESTIONS = 3  # of a conversation; the reader makes a request of each
 

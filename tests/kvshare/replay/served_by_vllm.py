@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from kvshare.bench.vllm.servers import MODEL_NAME, Server, VllmOptions, new_token, running, shared_vllm
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.logs.requests import TokenizedRequest
 from kvshare.namespace import Namespace, Owner
 from kvshare.replay.policies.base import prompt_text
-from kvshare.replay.requests import TokenizedRequest
 from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.vllm_protocol.messages import HEADROOM, TOKEN_VARIABLE, Finished
+from kvshare_lab.vllm.servers import MODEL_NAME, Server, VllmOptions, new_token, running, shared_vllm
 from tests.kvshare.replay.stage import (
     BYTES_PER_TOKEN,
     MAX_MODEL_LEN,

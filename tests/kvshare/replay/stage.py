@@ -9,12 +9,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from delta_tree import DeltaTree
-from kvshare.bench.random_models import write_model
-from kvshare.engines.embedded.engine import EmbeddedEngine
+from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
 from kvshare.sharing.calibration import FOLDER
+from kvshare_lab.bench.random_models import write_model
 from vector_index import TextEmbedder
 
 PREFILL_TOKENS_PER_S = 1000.0

@@ -1,7 +1,7 @@
 """
 A replay decides what the servers decide: they answer a stream, which is then replayed with their answers.
 
-`scripts/same_as_served.py` does the same with longer streams and other logs.
+`lab/scripts/same_as_served.py` does the same with longer streams and other logs.
 """
 
 from __future__ import annotations

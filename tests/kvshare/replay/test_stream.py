@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshare.errors import LogError
-from kvshare.replay.requests import LoggedRequest
+from kvshare.logs.requests import LoggedRequest
 from kvshare.replay.stream import RequestStream
-from tests.kvshare.replay.readers import logs
+from tests.kvshare.logs import logs
 
 
 def _row(number: int, conversation: str, turn: int, time_s: float | None) -> dict[str, Any]:

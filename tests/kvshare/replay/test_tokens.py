@@ -10,9 +10,9 @@ import pytest
 
 from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
-from kvshare.engines.embedded.tokenizer import PromptEncoder
+from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.errors import LogError, ModelError
-from kvshare.replay.requests import LoggedRequest
+from kvshare.logs.requests import LoggedRequest
 from kvshare.replay.tokens import RequestTokenizer, embedder_text, plain_layout
 from vector_index.prompt_text import WINDOW_CHARS
 

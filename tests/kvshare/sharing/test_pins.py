@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import Copy, DeltaTree, Node, NodeId, Span, TokenIds, new_segment_id, token_ids
+from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
-from kvshare.inspection import QUESTIONS
 from kvshare.reasons import Reason
 from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper

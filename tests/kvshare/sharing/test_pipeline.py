@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from delta_tree import DeltaTree, Node, NodeId, Span, TokenIds, token_ids
-from kvshare.bench.random_models import tiny_model
-from kvshare.engines.embedded.model import EmbeddedModel
+from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import MemoryTier
@@ -23,6 +22,7 @@ from kvshare.sharing.pipeline import Lookup, Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import PlannerLimits
 from kvshare.telemetry import Component, FallbackReason
+from kvshare_lab.bench.random_models import tiny_model
 from vector_index import (
     Candidate,
     IndexSchema,

@@ -279,7 +279,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from kvshare.bench.random_models import ARCHITECTURES
+        from kvshare_lab.bench.random_models import ARCHITECTURES
 
         path = folder / "-".join([name, *(f"{key}={value}" for key, value in changes.items())])
         if path.exists():

@@ -96,9 +96,9 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
     """Two engines that share no attention code: the same positions, the same first token's distribution."""
     import torch
 
-    from kvshare.engines.embedded.decoder import load_network
-    from kvshare.engines.embedded.model import EmbeddedModel
-    from kvshare.engines.embedded.prefill import Prefill
+    from kvshare.embedded.decoder import load_network
+    from kvshare.embedded.model import EmbeddedModel
+    from kvshare.embedded.prefill import Prefill
     from kvshare.kv.attention import PartialPass
 
     vllm, tokens = architecture, text(600)

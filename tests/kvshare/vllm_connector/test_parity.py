@@ -116,8 +116,8 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
     import torch
 
     from delta_tree import Copy, NodeId, Span, gaps
-    from kvshare.engines.embedded.decoder import load_network
-    from kvshare.engines.embedded.model import EmbeddedModel
+    from kvshare.embedded.decoder import load_network
+    from kvshare.embedded.model import EmbeddedModel
     from kvshare.kv.attention import PartialPass
 
     vllm, tokens = start("llama"), text(600)

@@ -160,7 +160,7 @@ def test_both_engines_know_a_model_by_the_same_fingerprint(
     start: Start, checkpoint: Checkpoint, name: str
 ) -> None:
     """A calibration is found by it, whoever measured and whoever serves, in whatever dtype."""
-    from kvshare.engines.embedded.stored_model import stored_fingerprint
+    from kvshare.embedded.stored_model import stored_fingerprint
 
     found = start(name, dtype="bfloat16").side.info().fingerprint
     assert found == stored_fingerprint(str(checkpoint(name)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvshare.errors import LogError
-from kvshare.replay.readers.rows import Reason
+from kvshare.logs.rows import Reason
 from kvshare.warming.entries import Entry, Place, read_entries
 
 CHAT = {"messages": [{"role": "user", "content": "SECRET"}]}

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.errors import UnreachableError, UpstreamError
-from kvshare.replay.readers.rows import Reason
+from kvshare.logs.rows import Reason
 from kvshare.warming.client import WarmOptions
 from kvshare.warming.entries import Entry, Place
 from kvshare.warming.run import warm

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.parser import parser_for
 from kvshare.conversation.tools import ToolFormat
-from kvshare.engines.base import Delta, FinishReason
+from kvshare.engine import Delta, FinishReason
 from kvshare.errors import EngineError
 from proxy.generate.answer_writer import BlockKind, Blocks, Change
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.engines.base import TokenLogprob
+from kvshare.engine import TokenLogprob
 from proxy.generate.chat.completion_writer import token_name, top_of
 from tests.proxy.embedded_server import EmbeddedServer, running_embedded
 

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvshare.engines.base import Delta, GenerationRequest, SamplingParams
+from kvshare.engine import Delta, GenerationRequest, SamplingParams
 from kvshare.errors import EngineError
 from kvshare.requests import Prompt
 from proxy.generate.run import Run

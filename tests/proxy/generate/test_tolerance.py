@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshare.engines.base import SamplingParams
+from kvshare.engine import SamplingParams
 from tests.proxy.conftest import Server, chat
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvshare.engines.base import EngineStatus
+from kvshare.engine import EngineStatus
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import Replica
 from kvshare.vllm_protocol.messages import PROTOCOL

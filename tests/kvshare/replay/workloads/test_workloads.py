@@ -12,7 +12,7 @@ import pytest
 from kvshare.errors import LogError
 from kvshare.replay.workloads import WORKLOADS, WorkloadRow, generate, write_rows
 from kvshare.replay.workloads.chats import kept
-from tests.kvshare.replay.readers import logs
+from tests.kvshare.logs import logs
 
 NUM = 120
 

@@ -1,0 +1,295 @@
+"""The embedded engine: admits requests, plans, submits tasks to the scheduler, and stores the computed KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvshare.conversation.chat import Chat
+from kvshare.conversation.tools import ToolFormat
+from kvshare.embedded.choice import Decoding
+from kvshare.embedded.grammar import Constraint
+from kvshare.embedded.retention import Retention
+from kvshare.embedded.sampling import resolve
+from kvshare.embedded.scheduler import Task
+from kvshare.embedded.server import EmbeddedServer, Load, load_model, open_server
+from kvshare.engine import (
+    Delta,
+    Embeddings,
+    EngineStatus,
+    Event,
+    Finished,
+    GeneratingEngine,
+    GenerationRequest,
+    ModelCard,
+    Started,
+)
+from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
+from kvshare.namespace import Namespace
+from kvshare.requests import Prompt
+from kvshare.runtime import ServedEngine
+from kvshare.settings import Settings
+from kvshare.sharing.arrivals import Arrivals
+from kvshare.sharing.explain import explain_lookup
+from kvshare.sharing.pipeline import Lookup
+from vector_index import EmbedderError
+
+if TYPE_CHECKING:
+    from vector_index import Embedder, TokenCount
+
+_MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; above, new requests wait
+_SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
+
+
+class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
+    """One model in this process, with its tokenizer, loaded when the engine starts."""
+
+    def __init__(self, settings: Settings, *, load: Load = load_model) -> None:
+        """Opens nothing: `start` does."""
+        super().__init__()
+        self._settings = settings
+        self._load = load
+        self._created = int(time.time())
+        self._admission = Admission(
+            max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
+        )
+        self._arrivals = Arrivals(min_run=settings.sharing.min_run)
+
+    @property
+    def card(self) -> ModelCard:
+        if self._running is None:
+            return ModelCard("unknown until the model is loaded", self._created, 0)
+        return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
+
+    async def start(self) -> None:
+        self._running = await self._opened.enter_async_context(open_server(self._settings, self._load))
+
+    async def settle(self) -> None:
+        """For benchmarks and tests: wait until all computed KV is stored and indexed."""
+        await self.server.runtime.settle()
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self.server.encoder.tool_format
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        return self.server.encoder.added_tokens
+
+    def namespace(self, *, tenant: str, scope: str, salt: str = "") -> Namespace:
+        return Namespace(tenant=tenant, scope=scope, salt=salt, **self.server.namespace_fields)
+
+    async def encode_chat(self, chat: Chat) -> Prompt:
+        return await self.server.off_loop(self.server.encoder.encode_chat, chat)
+
+    async def encode_text(self, text: str) -> Prompt:
+        return await self.server.off_loop(self.server.encoder.encode_text, text)
+
+    async def encode_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        return await self.server.off_loop(self.server.encoder.encode_tokens, token_ids)
+
+    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+        return await self.server.off_loop(self.server.encoder.decode_tokens, token_ids)
+
+    async def embed(self, texts: Sequence[str]) -> Embeddings:
+        embedder = self.server.runtime.index.embedder
+        if embedder is None:
+            raise RequestError(
+                "this server has no embedder: the setting index.dense is false, or loading it failed",
+                code=ErrorCode.NO_EMBEDDER,
+            )
+        # Not in the executor that tokenizes: the embedder computes one call at a time and would block it.
+        return await asyncio.to_thread(_embeddings, embedder, texts)
+
+    async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
+        decoding = self._decoding(request)
+        # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
+        async with self._constraint(request) as constraint, self._admission.slot():
+            server, decoding = self.server, replace(decoding, constraint=constraint)
+            # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
+            await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
+            lookup = await self._look_up(request)
+            report = lookup.report(request.prompt.num_tokens)
+            loop = asyncio.get_running_loop()
+            retention = Retention(server, request, self._arrivals)
+
+            def emit_delta(delta: Delta) -> None:
+                server.runtime.keeper.telemetry.generated(delta.num_tokens)
+                loop.call_soon_threadsafe(emit, delta)
+
+            task = Task(
+                request=request,
+                lookup=lookup,
+                model=server.model,
+                decoding=decoding,
+                cost=server.runtime.sharing.cost,
+                emit=emit_delta,
+                on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
+            )
+            retention.watch(task)
+            del lookup  # the task releases the donors' KV when it has been copied
+            await self._compute(task, emit, Started(report), retention)
+            emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+
+    @asynccontextmanager
+    async def _constraint(self, request: GenerationRequest) -> AsyncIterator[Constraint | None]:
+        """What the answer must follow, with a process of its own while inside. Raises RequestError."""
+        if (grammar := request.sampling.grammar) is None:
+            yield None
+            return
+        constraint = await self.server.grammars.compiled(grammar, key=request.client)
+        try:
+            yield constraint
+        finally:
+            constraint.close()
+
+    def _decoding(self, request: GenerationRequest) -> Decoding:
+        """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
+        server, sampling = self.server, request.sampling
+        for param in ("stop_token_ids", "logit_bias"):
+            _check_vocabulary(param, getattr(sampling, param), server.model.vocab_size)
+        return Decoding(
+            tokenizer=server.encoder.backend,
+            draw=resolve(sampling, server.model.sampling_defaults),
+            eos_token_ids=server.eos_token_ids,
+            max_tokens=_max_tokens(request, server.model.max_model_len),
+        )
+
+    async def _look_up(self, request: GenerationRequest) -> Lookup:
+        """
+        The plan of a request, which counts as a use of its donors.
+
+        Waits first until recent prompts of its namespace are stored, and similar ones in progress computed.
+        """
+        server, prompt, namespace = self.server, request.prompt, request.namespace.digest
+        runtime = server.runtime
+        if not runtime.sharing.may_share(prompt, request.mode):
+            return await runtime.sharing.find_plan(namespace, prompt, request.mode)
+        await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
+        lookup = await self._arrivals.waited(
+            [namespace],
+            prompt.token_ids,
+            request.mode,
+            lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),
+        )
+        runtime.sharing.note_use(lookup)
+        return lookup
+
+    async def _compute(
+        self, task: Task, emit: Callable[[Event], None], started: Started, retention: Retention
+    ) -> None:
+        """Run a task until the scheduler releases it. Its KV is stored in the background."""
+        server = self.server
+        runtime = server.runtime
+        runtime.keeper.hold(task.plan)
+        try:
+            emit(started)
+            server.scheduler.submit(task)
+        except BaseException:
+            runtime.keeper.release(task.plan)
+            retention.give_up()
+            raise
+        try:
+            await task.released.wait()
+            if isinstance(task.error, RequestError):
+                raise task.error
+            if task.error is not None:
+                raise EngineError("the engine failed while computing this request") from task.error
+        finally:
+            task.cancelled = True  # if it has not ended, it does after the quantum in progress
+            runtime.background.spawn(retention.store(task), namespace=task.request.namespace.digest)
+
+    def status(self) -> EngineStatus:
+        if self._running is None:
+            return EngineStatus(False, "starting or stopped")
+        return replace(
+            self._running.runtime.status(),
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
+            kv_budget_bytes=self._running.runtime.keeper.tier.max_bytes,
+        )
+
+    async def explain(self, request: GenerationRequest) -> dict[str, Any]:
+        prompt, mode = request.prompt, request.mode
+        lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
+        return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
+
+
+class Admission:
+    """Limits how many requests run and how many wait; they start in order of arrival."""
+
+    def __init__(self, *, max_running: int, max_waiting: int) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self._max_waiting = max_waiting
+        self._slots = asyncio.Semaphore(max_running)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one slot. Raises OverloadedError if none is free and the queue is full."""
+        if self._slots.locked() and self.num_waiting >= self._max_waiting:
+            raise OverloadedError(f"{self.num_waiting} requests are waiting already; try again later")
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._slots.release()
+
+
+def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
+    """Raises RequestError for the first text that is too long, before any is embedded; EngineError."""
+    num_tokens = []
+    try:
+        for index, count in enumerate(embedder.count_tokens(texts)):
+            if embedder.max_tokens is not None and count.num_tokens > embedder.max_tokens:
+                param = "input" if len(texts) == 1 else f"input[{index}]"
+                raise _too_long(param, count, embedder.max_tokens)
+            num_tokens.append(count.num_tokens)
+        return Embeddings(embedder.name, embedder.embed(texts), tuple(num_tokens))
+    except EmbedderError as exc:
+        raise EngineError(str(exc)) from exc
+
+
+def _too_long(param: str, count: TokenCount, limit: int) -> RequestError:
+    """In OpenAI's words."""
+    number = f"at least {count.num_tokens}" if count.is_bound else count.num_tokens
+    return RequestError(
+        f"This model's maximum context length is {limit} tokens, however you requested {number} tokens "
+        f"({number} in '{param}'; 0 for the completion). Please reduce your input.",
+        param=param,
+        code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
+def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
+    """Raises RequestError for the first token id that the model does not have."""
+    if foreign := [token_id for token_id in ids if not 0 <= token_id < size]:
+        raise RequestError(
+            f"'{param}': token id {foreign[0]} is not in the vocabulary of {size} tokens", param=param
+        )
+
+
+def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:
+    """How many tokens a request may generate. Raises ContextLengthError, RequestError."""
+    num_prompt_tokens = request.prompt.num_tokens
+    if num_prompt_tokens == 0:
+        raise RequestError("the prompt is empty", param="messages")
+    room = max_model_len - num_prompt_tokens
+    wanted = request.sampling.max_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        raise ContextLengthError(
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=wanted if wanted is not None else 1,
+            max_model_len=max_model_len,
+        )
+    return wanted if wanted is not None else room

@@ -1,0 +1,286 @@
+"""
+A Hugging Face decoder model: verified when it is loaded, and called with partial attention.
+
+The model runs unmodified. Two hooks of transformers connect it to KVShare: a cache object whose `update`
+writes into the slots of a sequence, and a registered attention function that calls `PartialPass.attend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+
+from delta_tree import Span, TokenIds, token_ids
+from kvshare.embedded.decoder import DecoderModel, relative_error
+from kvshare.embedded.prefill import Prefill
+from kvshare.embedded.stored_model import head_dim_of
+from kvshare.errors import ModelError, UnshareableError
+from kvshare.kv.attention import PartialPass
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, KVLayout, Reach
+from kvshare.kv.movement import Observed, Verification, find_movement, why_not_movable
+from kvshare.kv.parameters import frequency_tables, model_fingerprint
+from kvshare.kv.sequence import SequenceKV
+from kvshare.sharing.plan import NoPlan, Plan
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = "kvshare_partial"
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")  # that some models give to their attention
+_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_SHIFTS = (37, 133)  # in tokens: by how much rows are moved to find their movement
+_SHORT_REACH = 5  # tokens of windows and chunks in the verification: shorter than its prompt
+
+
+class _SlotCache(Cache):
+    """A cache for transformers whose `update` writes new rows into the slots and returns all visible KV."""
+
+    def __init__(self, current: PartialPass) -> None:
+        super().__init__(layers=[])
+        self.current = current
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.current.store(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.current.num_visible
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.current.num_visible, 0
+
+
+def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Reach:
+    """
+    The reach of one kind of layer, in place of the mask that transformers asks for and gives to `_attend`.
+
+    Comparing logits verifies that it is right, see `_verify_attention`.
+    """
+    if local_size is None:
+        return ALL_EARLIER
+    # With a window the token at `local_size` sees the one at 1, with chunks it does not.
+    sees = mask_function(0, 0, torch.tensor(local_size), torch.tensor(1))
+    return Reach(local_size, is_chunked=not bool(sees))
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Reach | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    partial_pass: PartialPass,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function for transformers. In place of a mask it gets what `_reach` has returned."""
+    if found := [name for name in _UNSUPPORTED_ARGUMENTS if extras.get(name) is not None]:
+        raise UnshareableError(f"attention with {', '.join(found)} is not supported")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
+    is_plain = attention_mask in (None, ALL_EARLIER) and softcap is None and s_aux is None
+    form = PLAIN if is_plain else Form(attention_mask or ALL_EARLIER, softcap, s_aux)
+    partial_pass.forms[layer] = form
+    output = partial_pass.attend(layer, query, key, value, scaling=scaling, form=form)
+    return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+AttentionMaskInterface.register(_ATTENTION, _reach)
+
+
+class EmbeddedModel(DecoderModel[SequenceKV]):
+    """
+    A decoder model whose KV is shared.
+
+    `layout` has the verified movements of its rows. Where one is not known only text at the same position is
+    shared, and `unsupported_reason` says why. `forms`: how each layer attends.
+    """
+
+    can_share = True
+
+    def __init__(self, model: PreTrainedModel, *, name: str, max_model_len: int | None = None) -> None:
+        """Raises UnshareableError for a model that does not give the same logits with partial attention."""
+        super().__init__(model, name=name, max_model_len=max_model_len)
+        kinds = getattr(model.config, "layer_types", None) or ()  # not every configuration lists them
+        if foreign := set(kinds) - _KINDS:
+            raise UnshareableError(
+                f"{name} has layers of kind {', '.join(sorted(foreign))}, which have no KV of single tokens"
+            )
+        parameter = next(model.parameters())
+        try:
+            with _short_reach(model):
+                expected, shapes = self._unmodified()
+                self.layout = KVLayout.of_shapes(shapes, dtype=parameter.dtype, device=parameter.device)
+                self._verify_attention(expected)
+            self.verifications = self._verify_movements()
+        except torch.OutOfMemoryError as exc:
+            raise ModelError(f"{name} does not fit into memory: {exc}") from exc
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+            raise UnshareableError(
+                f"{name} does not work with the cache and attention of KVShare ({problem})"
+            ) from exc
+        self.layout = self.layout.moving([(k.movement, v.movement) for k, v in self.verifications]).seeing(
+            [self.forms[layer].reach for layer in range(self.layout.num_layers)]
+        )
+        if self.unsupported_reason:
+            log.warning("%s: only text at the same position is shared: %s", name, self.unsupported_reason)
+
+    @property
+    def fingerprint(self) -> str:
+        config = self.network.config
+        return model_fingerprint(
+            self.network.named_parameters(), num_layers=self.layout.num_layers, head_dim=head_dim_of(config)
+        )
+
+    @property
+    def unsupported_reason(self) -> str:
+        """Why rows of some layer cannot be moved; empty where all can."""
+        problem = why_not_movable(self.verifications)
+        return (frequency_tables(self.network)[1] or problem) if problem else ""
+
+    @property
+    def can_listen(self) -> bool:
+        # Repairs are chosen by changes of values, so all layers must have values, of the same shape as keys.
+        k, v = (self.layout.planes[number] for number in (0, -1))
+        return len(self.layout.planes) == 2 and (k.num_heads, k.dim) == (v.num_heads, v.dim)
+
+    def new_sequence(self, capacity: int) -> SequenceKV:
+        return SequenceKV(self.layout, capacity)
+
+    def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> Prefill:
+        return Prefill(self, prompt, plan, kv)
+
+    def next_logits(self, kv: SequenceKV, position: int, token_id: int) -> torch.Tensor:
+        kv.reserve(position + 1)
+        current = PartialPass(kv, (Span(position, position + 1),))
+        return self.compute(current, token_ids([token_id]))
+
+    @torch.inference_mode()
+    def compute(self, current: PartialPass, token_ids: TokenIds) -> torch.Tensor:
+        """
+        Compute the KV of the positions of a pass in place, and the logits after its last one.
+
+        Shapes:  token_ids (N,) int32, the tokens at `current.positions` -> logits (V,), float32
+        """
+        return self.logits(current, token_ids, keep=1)[0]
+
+    @torch.inference_mode()
+    def logits(
+        self, current: PartialPass, token_ids: TokenIds, *, keep: int, moved_by: int = 0
+    ) -> torch.Tensor:
+        """
+        Like `compute`, with the logits after the last `keep` positions: (keep, V), float32.
+
+        `moved_by` is added to the position ids that the model gets; slots stay as they are.
+        """
+        device = self.layout.device
+        output = self.network(
+            input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device).unsqueeze(0),
+            position_ids=(current.positions + moved_by).unsqueeze(0),
+            past_key_values=_SlotCache(current),
+            use_cache=True,
+            logits_to_keep=keep,
+            partial_pass=current,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+    def _unmodified(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
+        """Logits (N, V) with the model's own eager attention, and the shapes of the rows of each layer."""
+        tokens, cache = self.probe_tokens(), DynamicCache()
+        self.network.set_attn_implementation("eager")
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self.network.parameters()).device)
+        with torch.inference_mode():
+            output = self.network(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+        self.network.set_attn_implementation(_ATTENTION)
+        layers: Sequence[Any] = cache.layers  # `DynamicLayer`s; transformers types them as any kind of layer
+        stored = {number: layer for number, layer in enumerate(layers) if layer.is_initialized}
+        if missing := set(range(self.network.config.num_hidden_layers)) - set(stored):
+            raise UnshareableError(f"{self.name}: layer {min(missing)} has no keys and values of its own")
+        shapes = [(_rows(layer.keys), _rows(layer.values)) for layer in stored.values()]
+        return output.logits[0].float(), shapes
+
+    def _verify_attention(self, expected: torch.Tensor) -> None:
+        """
+        Compute the same tokens with partial attention, and compare the logits. Windows and chunks are short
+        here.
+
+        Raises:  UnshareableError if they differ: the model needs more of its attention than ours supports
+        """
+        tokens = self.probe_tokens()
+        current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
+        found = self.logits(current, tokens, keep=len(tokens))
+        if missing := set(range(self.layout.num_layers)) - set(current.forms):
+            raise UnshareableError(f"{self.name}: layer {min(missing)} does not use the registered attention")
+        self.attention_error = error = relative_error(found, expected)
+        if not error <= self.tolerance:
+            raise UnshareableError(
+                f"{self.name}: logits differ from those of its own attention by {error:.2g} of the largest, "
+                f"expected at most {self.tolerance:.2g}; its attention is not supported"
+            )
+
+    def _verify_movements(self) -> list[tuple[Verification, Verification]]:
+        """
+        Compute the same tokens at other positions, and find how rows move there, layer by layer.
+
+        Attention depends on relative positions only, so hidden states are the same and every layer can be
+        compared.
+        """
+        tokens = self.probe_tokens()
+        room = self.max_model_len - len(tokens)
+        near = self._computed_at(tokens, 0)
+        far = {shift: self._computed_at(tokens, shift) for shift in sorted({min(s, room) for s in _SHIFTS})}
+        tables, _ = frequency_tables(self.network)
+
+        def found(name: str, layer: int) -> Verification:
+            plane, row = self.layout.places[name, layer]
+            here = near.planes[plane][row]
+            observed = [Observed(here, kv.planes[plane][row], shift) for shift, kv in far.items()]
+            return find_movement(tables, observed, tolerance=self.tolerance)
+
+        return [(found("k", layer), found("v", layer)) for layer in range(self.layout.num_layers)]
+
+    def _computed_at(self, tokens: TokenIds, shift: int) -> SequenceKV:
+        """The KV of a prompt that begins at position `shift`."""
+        kv = self.new_sequence(len(tokens))
+        current = PartialPass(kv, (Span(0, len(tokens)),))
+        self.logits(current, tokens, keep=1, moved_by=shift)
+        self.forms = current.forms
+        return kv
+
+
+def _rows(stored: torch.Tensor) -> tuple[int, int]:
+    """(H, D) of the rows in a cache of transformers, (1, H, T, D)."""
+    return stored.shape[1], stored.shape[3]
+
+
+@contextmanager
+def _short_reach(model: PreTrainedModel) -> Iterator[None]:
+    """Set windows and chunks to a few tokens meanwhile, so that the probe prompt is longer than they are."""
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    found = [
+        (config, name, size)
+        for config in configs.values()
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(size := getattr(config, name, None), int) and size > _SHORT_REACH
+    ]
+    for config, name, _ in found:
+        setattr(config, name, _SHORT_REACH)
+    try:
+        yield
+    finally:
+        for config, name, size in found:
+            setattr(config, name, size)

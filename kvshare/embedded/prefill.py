@@ -1,0 +1,98 @@
+"""The prefill of a prompt, pass by pass: computes what is not reused, and chooses repairs on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from delta_tree import Span, TokenIds, merge
+from kvshare.kv.attention import take_pass
+from kvshare.kv.listening import Listener
+from kvshare.kv.sequence import SequenceKV
+from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
+from kvshare.sharing.selection import Choice, choose
+
+if TYPE_CHECKING:
+    from kvshare.embedded.model import EmbeddedModel
+
+
+class Prefill:
+    """
+    Computes a prompt whose copies have been written into `kv`.
+
+    `plan` is the plan as it is carried out: it gets its repairs after the probe passes.
+    """
+
+    def __init__(self, model: EmbeddedModel, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
+        self.plan = plan
+        self._model = model
+        self._prompt = prompt
+        self._kv = kv
+        self._probe: _ProbePass | None = None
+        self._remaining: tuple[Span, ...] = (Span(0, len(prompt)),)
+        if isinstance(plan, Plan):
+            self._remaining = plan.probe_pass
+            if plan.order is not None:
+                self._probe = _ProbePass(kv, plan, plan.order)
+
+    def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
+        """
+        Run one pass. Returns how many tokens it computed and, after the last pass, the answer's logits (V,).
+        """
+        listener = self._probe.listener if self._probe is not None else None
+        current, self._remaining = take_pass(
+            self._kv, self._remaining, max_queries=max_queries, listener=listener
+        )
+        tokens = np.concatenate([self._prompt[run.start : run.end] for run in current.runs])
+        logits = self._model.compute(current, tokens)
+        if self._remaining:
+            return current.num_queries, None
+        if self._probe is None:
+            return current.num_queries, logits
+        self._repair(self._probe)
+        return current.num_queries, None
+
+    def _repair(self, probe: _ProbePass) -> None:
+        """After the probe passes: compute repairs, and again listeners and what they attend to most."""
+        choice = probe.choice()
+        self.plan = probe.plan.with_repairs(choice.repairs)
+        self._remaining = merge([*choice.repairs, *choice.again])
+        self._probe = None
+
+
+class _ProbePass:
+    """What the first passes of a plan measure, and the choice of repairs that follows from it."""
+
+    def __init__(self, kv: SequenceKV, plan: Plan, order: RepairOrder) -> None:
+        self.plan = plan
+        self._order = order
+        self._kv = kv
+        self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.layout.device)
+        self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # memory of their own
+        self.listener = Listener(
+            plan.listeners,
+            num_layers=kv.layout.num_layers,
+            num_slots=plan.num_tokens,
+            device=kv.layout.device,
+        )
+
+    def choice(self) -> Choice:
+        """Choose the repairs, and put the copied KV of the probes back, as a probe is no repair."""
+        changed = self._changed()
+        self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
+        return choose(
+            self._order,
+            self.plan.placeholders,
+            self.listener.attended,
+            changed,
+            first_approximate=self.plan.first_approximate,
+        )
+
+    def _changed(self) -> NDArray[np.float32]:
+        """(L, P): how far the computed values of the probes are from the copied ones."""
+        difference = self._kv.v[:, self._places].float() - self._copied_v.float()
+        changed: NDArray[np.float32] = difference.flatten(2).norm(dim=2).cpu().numpy()
+        return changed

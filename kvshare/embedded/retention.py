@@ -1,0 +1,93 @@
+"""Stores the KV of one request: its prompt when that is computed, its answer when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+from delta_tree import Node
+from kvshare.embedded.scheduler import Task
+from kvshare.embedded.server import EmbeddedServer
+from kvshare.engine import GenerationRequest
+from kvshare.sharing.arrivals import Arrivals
+
+
+class Retention:
+    """
+    From the plan of a request until nothing more of it will be stored. Runs on the event loop.
+
+        planned      similar requests wait for it               `Arrivals`
+        prefilled    its prompt becomes a node to copy from     `store_prompt`
+        ended        the answer is added to the node            `store`
+    """
+
+    def __init__(self, server: EmbeddedServer, request: GenerationRequest, arrivals: Arrivals) -> None:
+        self._server = server
+        self._request = request
+        self._arrivals = arrivals
+        self._is_wanted = server.model.can_share and request.store
+        self._arrival = (
+            arrivals.begin(request.namespace.digest, request.prompt.token_ids) if self._is_wanted else None
+        )
+        self._prompt_stored = asyncio.Event()
+        self._is_storing_prompt = False
+        self._node: Node | None = None
+
+    def watch(self, task: Task) -> None:
+        """Requests that wait for this one see how much of its prompt remains."""
+        if self._arrival is not None:
+            self._arrival.remaining = lambda: task.num_remaining
+
+    def give_up(self) -> None:
+        """Nothing more will be stored, so no request needs to wait for this one."""
+        self._request.stored.is_settled = True
+        if self._arrival is not None:
+            self._arrivals.end(self._arrival)
+
+    def store_prompt(self, task: Task) -> None:
+        """Store the prompt in the background, once it is prefilled."""
+        if self._is_wanted and not self._is_storing_prompt:
+            self._is_storing_prompt = True
+            self._server.runtime.background.spawn(
+                self._store_prompt(task), namespace=self._request.namespace.digest
+            )
+
+    async def store(self, task: Task) -> None:
+        """After the scheduler has released a task: store what it generated, index it, release its donors."""
+        runtime = self._server.runtime
+        await task.released.wait()
+        try:
+            if self._is_storing_prompt:
+                await self._prompt_stored.wait()
+            if not self._is_wanted or task.error is not None or not task.prefilled:
+                return
+            node, found = await runtime.write(self._complete, task)
+            self._request.stored.node = None if found is None else int(found.node_id)
+            if node is None:
+                # It was stored already, or did not fit; other prompts may have been evicted anyway.
+                await runtime.sharing.forget_evicted()
+            elif node.num_tokens >= self._request.prompt.num_tokens:
+                await runtime.remember(node, self._request.prompt.text)
+            else:  # its end was evicted: an embedding of the whole prompt would not fit
+                await runtime.sharing.remember(node, None)
+        finally:
+            self.give_up()
+            runtime.keeper.release(task.plan)
+
+    async def _store_prompt(self, task: Task) -> None:
+        runtime = self._server.runtime
+        try:
+            self._node = await runtime.write(runtime.keeper.store_prompt, task.computed_prompt)
+            if self._node is None:
+                await runtime.sharing.forget_evicted()
+            else:  # without an embedding, which takes long; `store` embeds the prompt
+                await runtime.sharing.remember(self._node, None)
+        finally:
+            if self._arrival is not None:
+                self._arrivals.end(self._arrival, stored=self._node is not None)
+            self._prompt_stored.set()
+
+    def _complete(self, task: Task) -> tuple[Node | None, Node | None]:
+        """The node if it is new or longer, and the node that has the prompt. Runs in the writer's thread."""
+        keeper, prompt = self._server.runtime.keeper, self._request.prompt
+        node = keeper.complete(self._node, task.computed, num_prompt=prompt.num_tokens)
+        return node, node or keeper.find_stored(task.computed.namespace, prompt.token_ids, task.plan)

@@ -1,0 +1,244 @@
+"""
+Running requests: a worker thread advances all tasks in turn, one quantum each, so that all streams progress.
+
+A quantum is a prefill chunk or one token of each choice. While other tasks decode, prefill chunks are a
+quarter as long, so that a long prompt delays other answers less.
+
+Not thread-safe: a task belongs to the worker thread until `released`, and then to `Retention`, which stores
+its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from delta_tree import TokenIds, token_ids
+from kvshare.embedded.choice import Choice, Decoding, token_text
+from kvshare.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
+from kvshare.embedded.sampling import top_logprobs
+from kvshare.engine import Delta, GenerationRequest, TokenLogprob
+from kvshare.errors import RequestError
+from kvshare.kv.sequence import SegmentKV, SequenceKV
+from kvshare.safe_logging import classes_and_places
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.memory_keeper import Computed
+from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.plan import Plan
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Task:
+    """A request's state in the engine: first prefilling, then decoding its choices in turn."""
+
+    request: GenerationRequest
+    lookup: InitVar[Lookup]
+    model: DecoderModel[Any]
+    decoding: Decoding
+    cost: CostModel
+    emit: Callable[[Delta], object]
+    # Called by the worker when all slots of the prompt are valid.
+    on_prefilled: Callable[[], object] = lambda: None
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    prefilled: bool = False
+    cancelled: bool = False  # set by any thread, read between quanta
+    error: BaseException | None = None  # the failure that ended it; None: it ended or was cancelled
+
+    def __post_init__(self, lookup: Lookup) -> None:
+        self.plan = lookup.plan
+        self.stage_seconds = dict(lookup.stage_seconds)
+        self.num_remaining = self._num_to_compute  # tokens of the prompt
+        self._lookup: Lookup | None = lookup
+        self._prompt = self.request.prompt.token_ids
+        self._kv: RunningSequence | None = None
+        self._running: RunningPrefill | None = None
+        self._choices: list[Choice] = []
+        self._unused_logits: dict[int, torch.Tensor] = {}  # by choice, until its grammar's mask is there
+
+    @property
+    def _num_to_compute(self) -> int:
+        """Tokens that the prefill computes, with those that are computed only to choose repairs."""
+        if isinstance(self.plan, Plan):
+            return self.plan.num_computed + self.plan.num_selecting
+        return self.request.prompt.num_tokens
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.generated) for choice in self._choices)
+
+    @property
+    def computed(self) -> Computed[SegmentKV]:
+        """The KV of the first choice, and its tokens: the prompt and all generated ones but the last."""
+        generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
+        return self._computed(token_ids(np.concatenate([self._prompt, generated])))
+
+    @property
+    def computed_prompt(self) -> Computed[SegmentKV]:
+        """
+        The KV of the prompt, once it is prefilled. Its slots do not change while the answer is generated, so
+        another thread may read them meanwhile.
+        """
+        return self._computed(self._prompt)
+
+    def _computed(self, tokens: TokenIds) -> Computed[SegmentKV]:
+        kv = self._choices[0].kv
+        assert self._running is not None
+        assert isinstance(kv, SequenceKV)
+        return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
+
+    def end(self, error: BaseException | None) -> None:
+        """Runs on the event loop when the worker has released the task: no more deltas follow."""
+        self.error = error
+        self.on_prefilled = lambda: None  # breaks a reference cycle with `Retention`, which would hold the KV
+        for choice in self._choices[1:]:
+            # Only the first choice is stored; this frees the KV of the others.
+            choice.kv = self._choices[0].kv
+        self.released.set()
+
+    def advance(self, *, max_queries: int) -> bool:
+        """Run one quantum and emit its deltas. Returns whether there is more to do."""
+        if not self.prefilled:
+            self._prefill(max_queries)
+        else:
+            for choice in self._unfinished():
+                if self._is_going_on(choice):
+                    self._take_token(choice, self._next_logits(choice))
+        return not self.prefilled or bool(self._unfinished())
+
+    def _unfinished(self) -> list[Choice]:
+        return [choice for choice in self._choices if choice.finish_reason is None]
+
+    def _prefill(self, max_queries: int) -> None:
+        if self._running is None:
+            self._kv = self._with_reused_kv()
+            self._running = self.model.prefill(self._prompt, self.plan, self._kv)
+        began = time.perf_counter()
+        num_computed, logits = self._running.advance(max_queries=max_queries)
+        seconds = time.perf_counter() - began
+        self.num_remaining = max(1, self.num_remaining - num_computed)
+        self.cost.observe_prefill(num_computed, seconds)
+        self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
+        if logits is not None:
+            self.prefilled = True
+            self.num_remaining = 0
+            self._start_choices(logits)
+            self.on_prefilled()
+
+    def _with_reused_kv(self) -> RunningSequence:
+        """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""
+        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
+        lookup, self._lookup = self._lookup, None  # so that the segments are freed when they are copied
+        if isinstance(self.plan, Plan) and lookup is not None:
+            assert isinstance(kv, SequenceKV)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                num_bytes = kv.write_copies(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
+            seconds = time.perf_counter() - began
+            self.cost.observe_load(num_bytes, seconds)
+            self.stage_seconds["splice"] = seconds
+        return kv
+
+    def _start_choices(self, logits: torch.Tensor) -> None:
+        assert self._kv is not None
+        for index in range(self.request.sampling.n):
+            kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
+            choice = Choice(self.request, self.decoding, index=index, kv=kv)
+            self._choices.append(choice)
+            self._take_token(choice, logits)
+
+    def _is_going_on(self, choice: Choice) -> bool:
+        """Whether the choice needs another token, as far as its grammar has said so yet."""
+        if choice.is_pending and (text := choice.settle()) is not None and choice.finish_reason is not None:
+            logprobs = choice.logprobs.take(num_shown=choice.num_shown, ended=True)
+            self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
+        return not choice.is_pending and choice.finish_reason is None
+
+    def _next_logits(self, choice: Choice) -> torch.Tensor:
+        """Those after its last token, which may have been computed in an earlier quantum."""
+        if (logits := self._unused_logits.pop(choice.index, None)) is not None:
+            return logits
+        position = len(self._prompt) + len(choice.generated) - 1
+        return self.model.next_logits(choice.kv, position, choice.generated[-1])
+
+    def _take_token(self, choice: Choice, logits: torch.Tensor) -> None:
+        taken = choice.take(logits)
+        if taken is None:
+            self._unused_logits[choice.index] = logits
+            return
+        token_id, text = taken
+        logprobs = self._logprobs(choice, logits, token_id)
+        self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
+
+    def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
+        """Of the tokens whose text goes out now."""
+        k = self.request.sampling.logprobs
+        if k is None:
+            return ()
+        logprob, likeliest = top_logprobs(logits, token_id, k)
+        top = tuple(self._describe(other, value) for other, value in likeliest)
+        choice.logprobs.add(self._describe(token_id, logprob, top), num_decoded=choice.num_decoded)
+        return choice.logprobs.take(num_shown=choice.num_shown, ended=choice.finish_reason is not None)
+
+    def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text, raw = token_text(self.decoding.tokenizer, token_id)
+        return TokenLogprob(token_id, text, raw, logprob, top)
+
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """
+    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
+
+    A thread calls `on_release(task, error)` when the worker will not use a task again.
+    """
+
+    def __init__(
+        self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], object]
+    ) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._on_release = on_release
+        self._tasks: set[Task] = set()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
+
+    def stop(self) -> None:
+        """End the thread after the quantum in progress; tasks still running are released with an error."""
+        self._worker.shutdown(cancel_futures=True)
+        for task in tuple(self._tasks):
+            self._on_release(task, RuntimeError("the engine was stopped"))
+
+    def submit(self, task: Task) -> None:
+        """Raises RuntimeError after `stop`."""
+        self._tasks.add(task)
+        self._worker.submit(self._advance, task)
+
+    def _advance(self, task: Task) -> None:
+        error: BaseException | None = None
+        more = False
+        try:
+            more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
+        except RequestError as exc:  # its grammar cannot be followed any further
+            error = exc
+        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are no Exception
+            log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
+            error = exc
+        if more:
+            with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
+                self._worker.submit(self._advance, task)
+        else:
+            self._tasks.discard(task)
+            self._on_release(task, error)
+
+    def _chunk_for(self, task: Task) -> int:
+        others_decode = any(other.prefilled for other in tuple(self._tasks) if other is not task)
+        return max(1, self._chunk_tokens // 4) if others_decode else self._chunk_tokens

@@ -1,0 +1,182 @@
+"""
+The parts that the embedded engine opens at start and closes at stop: model, tokenizer, runtime, scheduler.
+
+Its threads:
+
+    kvshare-engine   two threads: load, tokenize, explain
+    kvshare-writer   of the runtime: every change of the tree
+    kvshare-compute  of the scheduler: every forward pass of a request
+
+And processes: one that reads the tokenizer for grammars, and one for each grammar that an answer follows
+(`kvshare.grammar_pool`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from delta_tree import DeltaTree, token_ids
+from kvshare.embedded.decoder import DecoderModel, load_network
+from kvshare.embedded.grammar import Grammars
+from kvshare.embedded.loading import context_share, served
+from kvshare.embedded.model import EmbeddedModel
+from kvshare.embedded.scheduler import Scheduler
+from kvshare.embedded.tokenizer import PromptEncoder
+from kvshare.errors import ModelError, UnshareableError
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.tier import MemoryTier
+from kvshare.metadata import check_not_in_use, open_emptied_tree
+from kvshare.namespace import joined
+from kvshare.runtime import Runtime, open_runtime
+from kvshare.served_model import find_model
+from kvshare.settings import Settings
+from kvshare.sharing.calibration import log_calibration
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.memory_keeper import MemoryKeeper
+from kvshare.sharing.plan import NoPlan
+from kvshare.sharing.planner import PlannerLimits
+
+_T = TypeVar("_T")
+_WARM_UP_TOKENS = 16
+
+Load = Callable[[Settings, threading.Event], tuple[DecoderModel[Any], PromptEncoder]]
+"""Loads model and tokenizer in a thread; the event is set if the engine stops meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedServer:
+    """The parts of a started engine."""
+
+    executor: ThreadPoolExecutor
+    model: DecoderModel[Any]
+    encoder: PromptEncoder
+    namespace_fields: Mapping[str, str]  # the fields that all namespaces of this model have in common
+    runtime: Runtime[MemoryKeeper[SegmentKV]]
+    grammars: Grammars
+    scheduler: Scheduler
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.model.eos_token_ids(self.encoder.eos_token_id)
+
+    @property
+    def shared_model(self) -> EmbeddedModel:
+        """The model, if its KV is shared. Raises UnshareableError if it is not."""
+        if not isinstance(self.model, EmbeddedModel):
+            raise UnshareableError(self.model.unsupported_reason)
+        return self.model
+
+    async def off_loop(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a slow function that changes no state, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
+
+
+@asynccontextmanager
+async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedServer]:
+    """
+    Open the parts in order, and close them in reverse, also when opening a later one fails.
+
+    Raises:  ModelError, StoreError, ConfigError
+    """
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as opened:
+        executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvshare-engine")
+        opened.callback(executor.shutdown)
+        await loop.run_in_executor(executor, check_not_in_use, settings.store.path)
+        stopping = threading.Event()
+        opened.callback(stopping.set)
+        model, encoder = await loop.run_in_executor(executor, load, settings, stopping)
+        encoder.limit_to(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
+        fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
+        runtime = await opened.enter_async_context(_runtime(settings, model, fields))
+        grammars = Grammars(
+            encoder.backend,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids(encoder.eos_token_id),
+        )
+        opened.callback(grammars.close)
+        scheduler = Scheduler(
+            chunk_tokens=settings.engine.prefill_chunk_tokens,
+            on_release=lambda task, error: loop.call_soon_threadsafe(task.end, error),
+        )
+        await loop.run_in_executor(executor, _warm_up, model)
+        opened.push_async_callback(asyncio.to_thread, scheduler.stop)
+        yield EmbeddedServer(executor, model, encoder, fields, runtime, grammars, scheduler)
+
+
+def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
+    """Load the model that config.yaml names. Raises ModelError."""
+    chosen = settings.model
+    source = find_model(chosen.path, download=True, cancelled=stopping)
+    path = source.path
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise ModelError(f"model.path: found no folder {path}; expected a folder or a Hugging Face name")
+    if settings.engine.num_threads is not None:
+        torch.set_num_threads(settings.engine.num_threads)
+    encoder = PromptEncoder.load(path)
+    network = load_network(path, device=chosen.device, dtype=chosen.dtype)
+    name = chosen.served_name or source.name
+    return served(network, name=name, max_model_len=chosen.max_model_len), encoder
+
+
+def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[str, str]:
+    """The fields of `Namespace` that depend on the model."""
+    layout = model.layout
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        "tokenizer": encoder.digest,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "kv_layout": str(layout),
+        "rope": model.rope_digest,
+    }
+
+
+def _runtime(
+    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
+) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
+    """The runtime with an empty store: the KV of stored prompts was lost with the last process."""
+    identity = joined(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
+
+    limits = PlannerLimits.from_settings(
+        settings,
+        fingerprint=model.fingerprint,
+        can_share=model.can_share,
+        can_move_keys=model.layout.can_move,
+        can_probe=model.can_listen,
+    )
+    if model.can_share:
+        log_calibration(limits.calibration, model.fingerprint)
+
+    def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
+        tier = MemoryTier(settings.store.kv_bytes)
+        return MemoryKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
+
+    return open_runtime(
+        settings,
+        open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
+        new_keeper=new_keeper,
+        limits=limits,
+        cost=CostModel.from_settings(
+            settings.cost,
+            bytes_per_token=model.layout.bytes_per_token,
+            context_share=context_share(model) if isinstance(model, EmbeddedModel) else 0.0,
+        ),
+    )
+
+
+def _warm_up(model: DecoderModel[Any]) -> None:
+    """Run the first forward pass, which allocates and compiles, before requests come."""
+    tokens = token_ids([0] * _WARM_UP_TOKENS)
+    model.prefill(tokens, NoPlan(), model.new_sequence(_WARM_UP_TOKENS)).advance(max_queries=_WARM_UP_TOKENS)

@@ -1,0 +1,75 @@
+"""
+Runs the benchmarks that the documents quote, and writes the tables that quote them.
+
+    .venv/bin/python lab/scripts/measure.py NAME ...   # runs these (none: all, hours), writes the tables
+    .venv/bin/python lab/scripts/measure.py --write    # writes the tables, runs nothing
+
+Each benchmark's document is stored in docs/measured/NAME.json. measure.yaml has the command of each, and
+the template that puts its figures into words. In README.md and docs/benchmarks.md a table stands between the
+lines `<!-- measured:begin NAME NAME ... -->` and `<!-- measured:end -->`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "measured"
+QUOTING = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+ROWS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+TABLE = re.compile(r"(<!-- measured:begin ([\w -]+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
+
+TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
+TEMPLATES.filters |= {
+    "fixed": lambda value, digits: f"{value:.{digits}f}",
+    "percent": lambda value, digits=0: f"{100 * value:.{digits}f} %",
+    "scientific": lambda value: f"{value:.1e}",
+    "thousands": lambda value: f"{value:,}",
+}
+
+
+def in_words(name: str, document: dict[str, Any]) -> str:
+    """The figures of that row's document in words. Raises jinja2.UndefinedError if the document lacks one."""
+    return TEMPLATES.from_string(ROWS[name]["words"]).render(document)
+
+
+def table(names: list[str]) -> str:
+    """The rows as a Markdown table. Raises KeyError for a name that is not in measure.yaml."""
+    lines = ["| what | measured | command |", "|---|---|---|"]
+    for name in names:
+        row = ROWS[name]
+        document = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        command = f"`kvshare bench {row['command']} --json`"
+        lines.append(f"| {row['title']} | {in_words(name, document)} | {command} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(text: str) -> str:
+    """The text with each of its tables as the documents in docs/measured have it."""
+    return TABLE.sub(lambda match: match[1] + table(match[2].split()) + match[3], text)
+
+
+def kvshare(*arguments: str | Path) -> str:
+    """What this command of `kvshare` prints. Raises CalledProcessError if it fails."""
+    command: list[str | Path] = [Path(sys.executable).with_name("kvshare"), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments != ["--write"]:
+        for name in arguments or ROWS:
+            document = kvshare("bench", *ROWS[name]["command"].split(), "--json")
+            (FOLDER / f"{name}.json").write_text(document, encoding="utf-8")
+    for path in QUOTING:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

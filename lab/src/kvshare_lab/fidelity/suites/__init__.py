@@ -1,0 +1,36 @@
+"""
+The suites: what is edited, moved or recomposed in each.
+
+A suite is a function that makes the number-th draft, from one source document of a half. The same number and
+the same state of `draw` give the same draft.
+"""
+
+from collections.abc import Callable, Mapping
+from random import Random
+
+from kvshare_lab.fidelity.scenario import Draft
+from kvshare_lab.fidelity.suites import chats, documents, forms, logs, systems
+from kvshare_lab.fidelity.suites.library import Library
+
+Suite = Callable[[Library, int, Random], Draft | None]
+
+SUITES: Mapping[str, Suite] = {
+    suite.__name__: suite
+    for suite in (
+        forms.template,
+        chats.resubmit,
+        chats.window,
+        documents.rag,
+        documents.reorder,
+        documents.agent,
+        systems.header,
+        chats.thinking,
+        forms.derived,
+        forms.negation,
+        forms.needle,
+        systems.toolcall,
+        systems.judge,
+        chats.chain,
+        logs.log,
+    )
+}

@@ -1,0 +1,262 @@
+"""
+The processes of a benchmark: stock vLLM, vLLM with the connector, the proxy. Starts, waits for, stops them.
+
+Each is a process group with a log file; where one does not start, the error has the end of its log. All vLLMs
+get the same cores, so that none is measured with more than another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvshare.errors import EngineError
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
+from kvshare.vllm_protocol.versions import program
+
+MODEL_NAME = "bench"
+FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
+_FAILING_WORKER = "kvshare_lab.vllm.failing_worker.FailingWorker"
+_KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
+_HOST = "127.0.0.1"
+_START_S = 900.0  # two compile at a time, on one core
+_STOP_S = 20.0
+_LOG_LINES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """Options of both vLLM servers."""
+
+    dtype: str = "bfloat16"
+    max_model_len: int = 8192
+    max_num_batched_tokens: int | None = None  # None: vLLM's choice
+    kv_cache_gib: int = 1
+    num_blocks: int | None = None  # of the KV cache; None: as many as fit
+    block_size: int | None = None  # None: vLLM's choice
+    num_threads: int | None = None  # None: all cores but one, as vLLM itself decides
+    enforce_eager: bool = False  # True: the model is not compiled, which takes a minute or two at every start
+    attention_backend: str | None = None  # None: vLLM's choice
+    device_memory: float | None = None  # share of a GPU's memory; None: vLLM's default
+    checks_syncs: bool = False  # warn of each wait of the host for the GPU
+
+    @property
+    def arguments(self) -> list[str]:
+        given = {
+            "--host": _HOST,
+            "--served-model-name": MODEL_NAME,
+            "--dtype": self.dtype,
+            "--max-model-len": self.max_model_len,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--num-gpu-blocks-override": self.num_blocks,
+            "--block-size": self.block_size,
+            "--attention-backend": self.attention_backend,
+            "--gpu-memory-utilization": self.device_memory,
+        }
+        named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        eager = ["--enforce-eager"] if self.enforce_eager else []
+        return [*named, *eager, "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        checks = {"VLLM_GPU_SYNC_CHECK": "warn"} if self.checks_syncs else {}
+        return {
+            **checks,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a connection may close under a request
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores)),
+        }
+
+    @property
+    def cores(self) -> list[int]:
+        """The last ones of the cores that this process may use."""
+        allowed = sorted(os.sched_getaffinity(0))
+        return allowed[-(self.num_threads or max(1, len(allowed) - 1)) :]
+
+
+@dataclass(slots=True)
+class Server:
+    """One process of a benchmark. `stop` ends its whole group, and may be called twice."""
+
+    name: str
+    command: Sequence[str]
+    url: str
+    log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+    control_url: str | None = None  # of the connector, where there is one
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log_path.open("wb") as log_file:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Raises EngineError, with the end of the log, if the process ends or takes too long."""
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            has_ended = self._process is None or self._process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                what = "ended while starting" if has_ended else f"was not ready after {_START_S:g} s"
+                raise EngineError(f"{self.name} {what}:\n{tail}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # children that still run, too
+        process.wait()
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all its processes so far, including children that have ended."""
+        assert self._process is not None
+        return session_cpu_seconds(self._process.pid)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
+            return bool(response.status == 200)
+        return False
+
+
+def session_cpu_seconds(session_id: int) -> float:
+    """User and system time of the processes of a session, and of their children that have ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            # Fields from the third on: the second, the name in brackets, may contain blanks.
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id:
+                ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def running(servers: Sequence[Server]) -> Iterator[None]:
+    """Start all, wait until all are ready, and stop all when the block ends."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
+def plain_vllm(model: Path | str, folder: Path, options: VllmOptions) -> Server:
+    """Stock vLLM with its prefix cache."""
+    port = free_ports(1)[0]
+    return Server(
+        name="plain vLLM",
+        command=[*program(), "serve", str(model), "--port", str(port), *options.arguments],
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "plain.log",
+        environment=options.environment,
+    )
+
+
+def shared_vllm(
+    model: Path | str,
+    folder: Path,
+    options: VllmOptions,
+    *,
+    kv_bytes: int,
+    token: str,
+    can_fail: bool = False,
+) -> Server:
+    """vLLM with KVShare's connector, as `kvshare vllm` starts it. `can_fail`: see `failing_loads`."""
+    port, control_port = free_ports(2)
+    own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
+    command = [*_KVSHARE, "vllm", str(model), *own, *options.arguments]
+    environment = {**options.environment, TOKEN_VARIABLE: token}
+    if can_fail:  # `kvshare vllm` takes no other worker class
+        printed = subprocess.run([*command, "--print-command"], stdout=subprocess.PIPE, check=True, text=True)
+        words = shlex.split(printed.stdout)
+        command = [_FAILING_WORKER if word == WORKER_CLASS else word for word in words]
+        environment[FAULTS_VARIABLE] = str(folder / "faults")
+    return Server(
+        name="vLLM with KVShare",
+        command=command,
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "shared.log",
+        environment=environment,
+        control_url=f"http://{_HOST}:{control_port}",
+    )
+
+
+@contextmanager
+def failing_loads(shared: Server) -> Iterator[None]:
+    """The first and every fifth load fails meanwhile, in a vLLM that was started with `can_fail`."""
+    switch = Path(shared.environment[FAULTS_VARIABLE])
+    switch.touch()
+    try:
+        yield
+    finally:
+        switch.unlink()
+
+
+def proxy(
+    upstream: Server,
+    folder: Path,
+    *,
+    token: str,
+    settings: Mapping[str, Mapping[str, Any]],
+    data_parallel_size: int = 1,
+) -> Server:
+    """`kvshare serve --engine vllm` in front of the vLLM with the connector, with an empty store."""
+    assert upstream.control_url is not None
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    port = free_ports(1)[0]
+    own = ["--engine", "vllm", "--port", str(port), "--config", str(config), "--store", str(folder / "store")]
+    ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]
+    ends += ["--vllm-data-parallel-size", str(data_parallel_size)]
+    return Server(
+        name="the proxy",
+        command=[*_KVSHARE, "serve", *own, *ends],
+        url=f"http://{_HOST}:{port}",
+        log_path=folder / "proxy.log",
+        environment={"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token},
+        ready_path="/ready",
+    )
+
+
+def new_token() -> str:
+    """A secret for the connector's control server."""
+    return secrets.token_hex(16)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        return [int(each.getsockname()[1]) for each in sockets]

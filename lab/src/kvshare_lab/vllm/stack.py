@@ -1,0 +1,179 @@
+"""The servers of a benchmark, their options, and the head of its document."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from delta_tree import TokenIds
+from kvshare import __version__
+from kvshare.vllm_protocol.versions import installed_build
+from kvshare_lab.bench.bound import ModelSize
+from kvshare_lab.bench.harness import environment
+from kvshare_lab.bench.random_models import DEMO_VOCAB_SIZE, LLAMAS, llama_config, write_model
+from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.prompts import near_duplicate
+from kvshare_lab.vllm.servers import Server, VllmOptions
+
+DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
+_ROOM = 128  # tokens of context beyond the prompt
+
+ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0}}
+"""Settings of a proxy that shares even where that saves no time, as with small models."""
+
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """
+    Which servers are started.
+
+    `model`: "timing", "long" or "small", of random weights; or what vLLM takes as a model.
+    """
+
+    model: str = "timing"
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    kv_bytes: int = 4 * 2**30
+    proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
+    seed: int = 0
+    can_fail: bool = False  # loads, while `servers.failing_loads` lasts
+
+    @property
+    def has_random_weights(self) -> bool:
+        return self.model in LLAMAS
+
+    @property
+    def model_size(self) -> ModelSize:
+        """Of a model of random weights."""
+        length = self.vllm.max_model_len
+        return ModelSize.of_config(
+            llama_config(self.model, max_position_embeddings=length, vocab_size=DEMO_VOCAB_SIZE)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        model = Path(self.model).name  # results are published: of a folder its name, not where it lies
+        return {**asdict(self), "model": model, "vllm": {**asdict(self.vllm), "cores": self.vllm.cores}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """The options of every benchmark. Each benchmark has a `Config` with its own ones, and `run(config)`."""
+
+    threads: int | None = None  # of each vLLM; None: all cores but one
+    dtype: str = "bfloat16"
+    eager: bool = False
+    seed: int = 0
+
+    @property
+    def vllm(self) -> VllmOptions:
+        return VllmOptions(num_threads=self.threads, dtype=self.dtype, enforce_eager=self.eager)
+
+    @property
+    def options(self) -> StackOptions:
+        """The servers that this benchmark needs."""
+        return StackOptions(vllm=self.vllm, seed=self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what the document has under `servers`, or a benchmark elsewhere."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_SHOWN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditedConfig(BenchConfig):
+    """Of a benchmark that sends edited prompts."""
+
+    prompt_tokens: int = 2000
+    changed: float = 0.1
+    edits: int = 5
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, of which a few may be more."""
+        return self.prompt_tokens
+
+    @property
+    def options(self) -> StackOptions:
+        vllm = replace(self.vllm, max_model_len=self.longest + _ROOM, kv_cache_gib=2)
+        return StackOptions(vllm=vllm, seed=self.seed)
+
+    def edited(self, rng: np.random.Generator, donor: TokenIds, *, is_even: bool = False) -> TokenIds:
+        return near_duplicate(rng, donor, changed=self.changed, edits=self.edits, is_even=is_even)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Stock vLLM, vLLM with the connector, and the proxy in front of that one."""
+
+    options: StackOptions
+    plain: Server
+    shared: Server
+    proxy: Server
+    token: str  # opens the connector's control server
+
+
+@contextmanager
+def pair(options: StackOptions) -> Iterator[Stack]:
+    """
+    Both vLLMs run, the proxy does not: once it is started, it may drop what the connector has stored before.
+
+    Raises:  EngineError if one does not start
+    """
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name, ExitStack() as started:
+        folder, vllm, model, token = Path(name), options.vllm, options.model, servers.new_token()
+        if options.has_random_weights:
+            length, own = vllm.max_model_len, folder / "model"
+            model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
+        plain = servers.plain_vllm(model, folder, vllm)
+        kv_bytes, can_fail = options.kv_bytes, options.can_fail
+        shared = servers.shared_vllm(model, folder, vllm, kv_bytes=kv_bytes, token=token, can_fail=can_fail)
+        proxy = servers.proxy(shared, folder, token=token, settings=options.proxy_settings)
+        # On one GPU they start one after the other: each measures the memory that is free.
+        is_divided = vllm.device_memory is not None
+        for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
+            started.enter_context(servers.running(group))
+        yield Stack(options, plain, shared, proxy, token)
+
+
+@contextmanager
+def stack(options: StackOptions) -> Iterator[Stack]:
+    """All three servers run. Raises EngineError if one does not start."""
+    with pair(options) as found, servers.running([found.proxy]):
+        yield found
+
+
+def document(benchmark: str, options: StackOptions, config: BenchConfig) -> dict[str, Any]:
+    """The keys that every document begins with."""
+    return {
+        "benchmark": benchmark,
+        "engine": "vllm",
+        "document_version": DOCUMENT_VERSION,
+        "config": config.to_json(),
+        "servers": options.to_json(),
+        **({"model": options.model_size.to_json()} if options.has_random_weights else {}),
+        "environment": {
+            **environment(),
+            "kvshare": __version__,
+            "vllm": installed_build(),
+            "machine": platform.machine(),
+            "cpu": _cpu_name(),
+            "num_cores": len(os.sched_getaffinity(0)),
+        },
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
