@@ -2,8 +2,8 @@
 `kvshare bench burst --engine vllm`: near-duplicates that arrive at once, with nothing stored.
 
 Arms and times as in `kvshare_lab.bench.burst`, over real sockets: `burst` and `warm` through the proxy,
-`full` to stock vLLM with its prefix cache. Answers go on after the first token, so prompts are copied from one whose
-answer is still being generated.
+`full` to stock vLLM with its prefix cache. Answers go on after the first token, so prompts are copied from
+one whose answer is still being generated.
 """
 
 from __future__ import annotations
