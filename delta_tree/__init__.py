@@ -20,9 +20,9 @@ from delta_tree.errors import DeltaTreeError as DeltaTreeError
 from delta_tree.errors import EditRangeError as EditRangeError
 from delta_tree.errors import InvalidNodeError as InvalidNodeError
 from delta_tree.errors import InvalidTokensError as InvalidTokensError
+from delta_tree.errors import MetadataStoreError as MetadataStoreError
 from delta_tree.errors import PinnedNodeError as PinnedNodeError
 from delta_tree.errors import StoreCorruptError as StoreCorruptError
-from delta_tree.errors import StoreError as StoreError
 from delta_tree.errors import StoreForeignError as StoreForeignError
 from delta_tree.errors import StoreLockedError as StoreLockedError
 from delta_tree.errors import StoreMismatchError as StoreMismatchError

@@ -8,7 +8,7 @@ DeltaTreeError
   + UnknownNodeError        no node with this id (it may have been evicted)
   + UnknownSegmentError     no segment with this id (it may have been freed)
   + PinnedNodeError         a pinned node is evicted only after `unpin`, or by a purge of its namespace
-  + StoreError              a problem of the metadata file; it has the file's path
+  + MetadataStoreError              a problem of the metadata file; it has the file's path
     - StoreMissingError     read-only open of a file that is not there
     - StoreCorruptError     the file is damaged; it only describes cached KV, which can be computed again
     - StoreMismatchError    the file was written for another model, or by a newer version
@@ -55,7 +55,7 @@ class PinnedNodeError(DeltaTreeError):
         super().__init__(f"node {node_id} is pinned; unpin it first, or purge its namespace")
 
 
-class StoreError(DeltaTreeError):
+class MetadataStoreError(DeltaTreeError):
     """A problem of the metadata file at `path`; the message of each subclass says what to do."""
 
     message = "{detail}"
@@ -66,18 +66,18 @@ class StoreError(DeltaTreeError):
         self.detail = detail
 
 
-class StoreMissingError(StoreError):
+class StoreMissingError(MetadataStoreError):
     message = "there is no store here yet; start the server once, or check the configured path"
 
 
-class StoreCorruptError(StoreError):
+class StoreCorruptError(MetadataStoreError):
     message = (
         "the metadata store is damaged ({detail}). It is only a cache: move the file and its "
         "journal away, or run `kvshare evict --all --yes --store {folder}`, then start again"
     )
 
 
-class StoreMismatchError(StoreError):
+class StoreMismatchError(MetadataStoreError):
     message = (
         "the store was written for {detail}. Set another store path, or restore the old settings or version, "
         "or run `kvshare evict --all --yes --store {folder}` to drop what is stored"
@@ -92,16 +92,16 @@ class StoreForeignError(StoreMismatchError):
     """The file is another program's database; KVShare does not change it."""
 
 
-class StoreLockedError(StoreError):
+class StoreLockedError(MetadataStoreError):
     message = (
         "another process has this store open. Stop that server, ask it through its admin API (--url), "
         "or give this one another store path"
     )
 
 
-class StoreReadOnlyError(StoreError):
+class StoreReadOnlyError(MetadataStoreError):
     message = "opened read-only; open it without read_only to change it"
 
 
-class StoreUnavailableError(StoreError):
+class StoreUnavailableError(MetadataStoreError):
     message = "the store cannot be used now ({detail}); nothing was changed. Check disk space and permissions"

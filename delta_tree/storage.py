@@ -46,7 +46,7 @@ class Storage:
 
         `identity` names the model and everything else the stored KV depends on; None takes an existing
         store as it is, for an administrator who inspects or empties it.
-        Raises:  StoreError, see errors.py
+        Raises:  MetadataStoreError, see errors.py
         """
         _prepare_file(path, must_exist=read_only or identity is None)
         with _translated(path):
@@ -74,7 +74,7 @@ class Storage:
         """
         All that is stored, as one change to an empty forest; each row is checked.
 
-        Raises:  InvalidNodeError, EditRangeError, InvalidTokensError if a row is damaged; StoreError
+        Raises:  InvalidNodeError, EditRangeError, InvalidTokensError if a row is damaged; MetadataStoreError
         """
         connection = self._open_connection()
         with _translated(self._path), _transaction(connection, "DEFERRED"):

@@ -21,9 +21,9 @@ from delta_tree.errors import (
     EditRangeError,
     InvalidNodeError,
     InvalidTokensError,
+    MetadataStoreError,
     PinnedNodeError,
     StoreCorruptError,
-    StoreError,
 )
 from delta_tree.forest import Forest
 from delta_tree.node import (
@@ -81,7 +81,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
         `clock` and `new_id` are for replays, whose results must not depend on the time.
 
-        Raises:  StoreError: missing (read-only), corrupt, of another identity or version, locked
+        Raises:  MetadataStoreError: missing (read-only), corrupt, of another identity or version, locked
         """
         forest, new_id = Forest(), new_id or NodeIds()
         if path is None:
@@ -122,7 +122,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         stored ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
 
         Raises:  InvalidNodeError if the draft is not a whole prompt over known segments of its
-                 own namespace; StoreError if it cannot be stored. Nothing is changed then
+                 own namespace; MetadataStoreError if it cannot be stored. Nothing is changed then
         """
         try:
             tokens = token_ids(draft.token_ids)
@@ -243,7 +243,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         `tokens` is the whole longer prompt, `segments` the KV of its new tokens in order. If all KV of the
         node is exact, the new KV counts as exact, too.
         Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or is another
-                 node of the namespace; StoreError. Nothing is changed then
+                 node of the namespace; MetadataStoreError. Nothing is changed then
         """
         with self._lock:
             node = self.node(node_id)
@@ -315,7 +315,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             try:
                 self._write(self._storage, self._unwritten)
                 self._unwritten.clear()
-            except StoreError as exc:
+            except MetadataStoreError as exc:
                 if not self._loses_uses:
                     log.warning(
                         "use counters are not stored: %s. Look at the space and permissions there; until "
@@ -326,7 +326,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         self._used.clear()
 
     def _write(self, storage: Storage, changes: Sequence[Change]) -> None:
-        """Write changes with the due use counters. Raises StoreError."""
+        """Write changes with the due use counters. Raises MetadataStoreError."""
         storage.write(changes, self._due_uses())
         if self._loses_uses:
             log.warning("use counters are stored again")

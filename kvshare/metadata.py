@@ -18,6 +18,7 @@ from pathlib import Path
 from delta_tree import (
     DeltaTree,
     DeltaTreeError,
+    MetadataStoreError,
     StoreCorruptError,
     StoreForeignError,
     StoreLockedError,
@@ -28,7 +29,6 @@ from delta_tree import (
     check_unlocked,
     set_aside,
 )
-from delta_tree import StoreError as TreeStoreError
 from kvshare.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
             return DeltaTree.open(path, identity=identity)
     except StoreLockedError as exc:
         raise StoreError(str(exc)) from exc
-    except TreeStoreError as exc:
+    except MetadataStoreError as exc:
         return _in_memory(path, exc, identity)
 
 
@@ -126,13 +126,13 @@ def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, 
     forgotten = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
     try:
         tree.discard_missing(frozenset())
-    except TreeStoreError as exc:
+    except MetadataStoreError as exc:
         tree.close()
         tree = _in_memory(exc.path, exc, identity)
     return tree, forgotten
 
 
-def _problem_of(exc: TreeStoreError) -> str:
+def _problem_of(exc: MetadataStoreError) -> str:
     """What is wrong with a store, as the end of a sentence: without advice and digests of models."""
     if isinstance(exc, StoreForeignError):
         return "belongs to another program"
@@ -147,7 +147,7 @@ def _problem_of(exc: TreeStoreError) -> str:
     return f"cannot be used ({type(exc).__name__})"
 
 
-def _in_memory(path: Path, exc: TreeStoreError, identity: str) -> DeltaTree:
+def _in_memory(path: Path, exc: MetadataStoreError, identity: str) -> DeltaTree:
     log.warning(
         "the store %s %s: the metadata of prompts are in memory until the next start, and lost then. "
         "Check disk space and permissions, or set another store.path (null: memory, without this warning)",

@@ -17,7 +17,7 @@ from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.connection import check_expectation
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, is_anthropic, to_reply
-from proxy.request_log import RECORD, Failure, RequestRecord, log_failure, log_request
+from proxy.request_log import RECORD, RequestFailure, RequestRecord, log_failure, log_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -84,7 +84,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
-        record.failure = Failure.of(exc, reply)
+        record.failure = RequestFailure.of(exc, reply)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(record.request_id, exc)
         return reply.to_response(request.path, record.request_id)

@@ -42,7 +42,7 @@ _WRITTEN = {  # of a request's fields those that are not written as name=value
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """The error that a request was answered with. Without what it quotes of the client's text."""
 
     code: str
@@ -50,7 +50,7 @@ class Failure:
     param: str | None = None
 
     @classmethod
-    def of(cls, exc: Exception, reply: ErrorReply) -> Failure:
+    def of(cls, exc: Exception, reply: ErrorReply) -> RequestFailure:
         """`reply`: what the client got for `exc`."""
         code, param = reply.code or reply.type, reply.param
         return cls(code, _loggable(exc, reply.message), None if param is None else _loggable(exc, param))
@@ -72,7 +72,7 @@ class RequestRecord:
     first_token_s: float | None = None  # since the request came in
     token_gaps_s: list[float] = field(default_factory=list)
     finish_reason: str = ""  # OpenAI's, or "error" for a stream that broke off
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
     disconnected: bool = False
     rules: tuple[str, ...] = ()  # those that rewrote its body
     unplanned: Reason | None = None  # why nothing could be planned for it

@@ -22,12 +22,12 @@ from delta_tree import SegmentId, Span, gaps, new_segment_id
 from kvshare.vllm_protocol.messages import (
     PROTOCOL,
     Dropped,
-    Finished,
+    FinishedReport,
     Journal,
     JournalEvent,
     Prefilled,
     ReplicaInfo,
-    Stored,
+    StoredSegment,
     Ticket,
     digest_of,
 )
@@ -321,7 +321,7 @@ class FakeVllm:
         used = list(prompt.used) if prompt is not None else self._laid(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
-        finished = Finished(
+        finished = FinishedReport(
             ticket.ticket_id,
             decision="full" if not used else "exact" if is_exact else "approx",
             reason=None if fits else "prompt_mismatch",
@@ -343,10 +343,10 @@ class FakeVllm:
         wanted = tuple(tokens[copy.target.start : copy.target.end])
         return namespace == ticket.namespace and stored[copy.offset : copy.offset + copy.length] == wanted
 
-    def _store(self, ticket: Ticket, tokens: list[int], span: Span) -> Stored:
+    def _store(self, ticket: Ticket, tokens: list[int], span: Span) -> StoredSegment:
         segment_id = new_segment_id()
         self.segments[segment_id] = (ticket.namespace, tuple(tokens[span.start : span.end]))
-        return Stored(segment_id, span.start, len(span), len(span) * BYTES_PER_TOKEN)
+        return StoredSegment(segment_id, span.start, len(span), len(span) * BYTES_PER_TOKEN)
 
     def _control(self) -> web.Application:
         app = web.Application(middlewares=[self._authorize])

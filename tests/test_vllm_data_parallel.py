@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvshare.cli.checks import State
+from kvshare.cli.checks import CheckState
 from kvshare.cli.doctor import run_vllm_checks
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare_lab.bench.random_models import write_model
@@ -45,7 +45,7 @@ def test_each_rank_is_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [info["refusals"] for info in ranks] == [[], []]
         monkeypatch.setenv(TOKEN_VARIABLE, "secret")
         checks = run_vllm_checks(vllm.url, vllm.control_url, _RANKS)
-        assert {check.state for check in checks} == {State.OK}, checks
+        assert {check.state for check in checks} == {CheckState.OK}, checks
         for number, donor in enumerate(donors, start=1):
             complete(front, donor)
             wait_until(partial(has_prompts, front, number))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvshare.settings import Settings
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     OK = "ok"
     WARN = "warn"  # it serves, but not as it could
     FAIL = "fail"  # it does not serve
@@ -34,7 +34,7 @@ class Check:
     """What was looked at, what was found, and what to do about it if it is not fine."""
 
     name: str
-    state: State
+    state: CheckState
     detail: str
     remedy: str = ""
 
@@ -46,7 +46,7 @@ def found(finding: str, **words: object) -> Check:
     """A finding of doctor.yaml, as "port.taken": the name of the check, and what came of it."""
     name, _, kind = finding.partition(".")
     state, *texts = _FINDINGS[name][kind]
-    return Check(name, State(state), *(text.format(**words) for text in texts))
+    return Check(name, CheckState(state), *(text.format(**words) for text in texts))
 
 
 def check_torch() -> Check:

@@ -42,7 +42,7 @@ def doctor(
     One that fails is exit code 1. From which length on sharing pays is asked of the running server at --url,
     by default the config's address: it has measured it.
     """
-    from kvshare.cli.checks import State
+    from kvshare.cli.checks import CheckState
 
     url = url or os.environ.get("KVSHARE_URL")
     if url is not None:
@@ -54,7 +54,7 @@ def doctor(
     else:
         checks = run_checks(config, url)
     checks.append(_check_break_even(config, url, key))
-    healthy = all(check.state is not State.FAIL for check in checks)
+    healthy = all(check.state is not CheckState.FAIL for check in checks)
     show("doctor", {"ok": healthy, "checks": [asdict(check) for check in checks]}, output_format)
     if not healthy:
         raise typer.Exit(ExitCode.FAILED)

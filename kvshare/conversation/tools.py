@@ -55,14 +55,14 @@ def takes_tools(chat_template: ChatTemplate) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
+class TemplateForm:
     """A chat as a template may take it. `shows`: what its prompt has, unless the template drops it."""
 
     chat: Chat
     shows: tuple[str, ...] = ()
 
 
-def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Form]:
+def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[TemplateForm]:
     """
     The chat in the forms that this template may take, the most usual first.
 
@@ -76,7 +76,7 @@ def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Form
         fmt = tool_format(chat_template)
         if fmt is ToolFormat.MISTRAL:
             chat = replace(chat, messages=tuple(map(_with_short_ids, chat.messages)))
-        yield Form(chat, tuple(_telling_words(chat.messages)))
+        yield TemplateForm(chat, tuple(_telling_words(chat.messages)))
         if fmt is not ToolFormat.HERMES:  # the description asks for calls in this format
             return
     else:
@@ -87,7 +87,7 @@ def forms_for_template(chat: Chat, chat_template: ChatTemplate) -> Iterator[Form
         yield with_tool_block(chat, in_turns=True)
 
 
-def with_tool_block(chat: Chat, *, in_turns: bool = False) -> Form:
+def with_tool_block(chat: Chat, *, in_turns: bool = False) -> TemplateForm:
     """
     The same chat for a template that takes no tools, with messages of system, user and assistant only.
 
@@ -101,10 +101,10 @@ def with_tool_block(chat: Chat, *, in_turns: bool = False) -> Form:
         messages = list(_joined_results(messages))
     plain = [{key: value for key, value in message.items() if key != _FROM_TOOLS} for message in messages]
     if not chat.may_call:
-        return Form(replace(chat, messages=tuple(plain), tools=()))
+        return TemplateForm(replace(chat, messages=tuple(plain), tools=()))
     block = _TOOL_BLOCK.format(tools="\n".join(_json(tool) for tool in chat.tools))
     described = (_with_user if in_turns else _with_system)(plain, block)
-    return Form(replace(chat, messages=tuple(described), tools=()), (block,))
+    return TemplateForm(replace(chat, messages=tuple(described), tools=()), (block,))
 
 
 def _telling_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvshare.embedded.decoder import RunningSequence
-from kvshare.embedded.grammar import Constraint, State
+from kvshare.embedded.grammar import Constraint, GrammarState
 from kvshare.embedded.held_logprobs import HeldLogprobs
 from kvshare.embedded.sampling import Draw, Sampler
 from kvshare.engine import FinishReason, GenerationRequest
@@ -158,10 +158,10 @@ class Choice:
 
         Raises:  RequestError if the grammar cannot be followed any further
         """
-        if self._constraint is None or (state := self._constraint.state()) is State.PENDING:
+        if self._constraint is None or (state := self._constraint.state()) is GrammarState.PENDING:
             return None
         self.is_pending = False
-        return self._after_token(state is State.ENDED)
+        return self._after_token(state is GrammarState.ENDED)
 
     def _after_token(self, stopped: bool) -> str:
         """Decide whether the choice has finished. Returns the text that was held back, if so."""

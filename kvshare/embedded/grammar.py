@@ -62,7 +62,7 @@ class Grammars:
         return Constraint(matcher, forbidden)
 
 
-class State(Enum):
+class GrammarState(Enum):
     """How far a choice is in its grammar."""
 
     PENDING = auto()  # the last token is not taken yet
@@ -114,7 +114,7 @@ class ConstrainedChoice:
 
         Shapes:  (V,) bool
         """
-        if self._forbidden is None and self.state() is State.GOING_ON:
+        if self._forbidden is None and self.state() is GrammarState.GOING_ON:
             frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
             if frame is not None:
                 self._forbidden = _forbidden(frame.payload, self._vocab_size)
@@ -125,18 +125,18 @@ class ConstrainedChoice:
         self._forbidden, self._is_pending = None, True
         self._matcher.take(self._number, token_id)
 
-    def state(self) -> State:
+    def state(self) -> GrammarState:
         """Whether the answer is complete with the last token."""
         if self._is_pending:
             frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
             while frame is not None and frame.kind is Kind.MASK:  # of an earlier token
                 frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
             if frame is None:
-                return State.PENDING
+                return GrammarState.PENDING
             self._is_pending = False
             if frame.kind is Kind.ENDED:
-                return State.ENDED
-        return State.GOING_ON
+                return GrammarState.ENDED
+        return GrammarState.GOING_ON
 
 
 def _forbidden(mask: bytes, vocab_size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.unshared import UnsharedModel
 from kvshare.errors import UnshareableError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.layout import Form, Plane
+from kvshare.kv.layout import AttentionForm, Plane
 from kvshare.kv.movement import Verification
 
 
@@ -65,7 +65,7 @@ def verification_document(model: EmbeddedModel | UnsharedModel) -> dict[str, Any
     }
 
 
-def _sees(form: Form) -> str:
+def _sees(form: AttentionForm) -> str:
     parts = [str(form.reach)]
     if form.softcap is not None:
         parts.append(f"scores capped at {form.softcap:g}")

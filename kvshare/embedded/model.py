@@ -22,7 +22,7 @@ from kvshare.embedded.prefill import Prefill
 from kvshare.embedded.stored_model import head_dim_of
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, KVLayout, Reach
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, KVLayout, Reach
 from kvshare.kv.movement import Observed, Verification, find_movement, why_not_movable
 from kvshare.kv.parameters import frequency_tables, model_fingerprint
 from kvshare.kv.sequence import SequenceKV
@@ -90,7 +90,7 @@ def _attend(
         raise UnshareableError(f"attention with {', '.join(found)} is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
     is_plain = attention_mask in (None, ALL_EARLIER) and softcap is None and s_aux is None
-    form = PLAIN if is_plain else Form(attention_mask or ALL_EARLIER, softcap, s_aux)
+    form = PLAIN if is_plain else AttentionForm(attention_mask or ALL_EARLIER, softcap, s_aux)
     partial_pass.forms[layer] = form
     output = partial_pass.attend(layer, query, key, value, scaling=scaling, form=form)
     return output.transpose(1, 2).contiguous(), None  # (1, N, H_q, D)

@@ -13,7 +13,7 @@ from kvshare.kv.attention import take_pass
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
-from kvshare.sharing.selection import Choice, choose
+from kvshare.sharing.selection import RepairChoice, choose
 
 if TYPE_CHECKING:
     from kvshare.embedded.model import EmbeddedModel
@@ -79,7 +79,7 @@ class _ProbePass:
             device=kv.layout.device,
         )
 
-    def choice(self) -> Choice:
+    def choice(self) -> RepairChoice:
         """Choose the repairs, and put the copied KV of the probes back, as a probe is no repair."""
         changed = self._changed()
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v

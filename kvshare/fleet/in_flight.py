@@ -21,7 +21,7 @@ from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.sharing.arrivals import Arrival, Arrivals
 from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket
+from kvshare.vllm_protocol.messages import TICKET_KEY, FinishedReport, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 
 _UNPLANNED = NoPlan(Reason.OFF)
@@ -33,7 +33,7 @@ class Execution:
     """Where a request ran, and its report. Outlives the request and holds no tokens."""
 
     replica: str = ""  # name of the last replica it was sent to
-    finished: Finished | None = None  # the report in the journal, without tokens and segments
+    finished: FinishedReport | None = None  # the report in the journal, without tokens and segments
     stored: StoredPrompt = field(default_factory=StoredPrompt)
 
 

@@ -27,7 +27,7 @@ from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
-from kvshare.vllm_protocol.messages import Dropped, Finished, JournalEvent, Prefilled
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
 from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Reconciler:
     async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
         """Store and index a prompt, without an embedding: that is computed once, with the answer."""
         request = self._in_flight.find(prefilled.ticket_id, replica.name)
-        if request is None:  # its `Finished` event is unknown as well
+        if request is None:  # its `FinishedReport` event is unknown as well
             await self._runtime.write(self._keeper.drop_reported, replica.name, prefilled)
             return
         node = None
@@ -143,7 +143,7 @@ class Reconciler:
         finally:
             self._in_flight.end_arrival(request, stored=True)
 
-    async def _on_finished(self, replica: Replica, finished: Finished) -> None:
+    async def _on_finished(self, replica: Replica, finished: FinishedReport) -> None:
         request = self._in_flight.take(finished.ticket_id, replica.name)
         if request is None:
             self._keeper.telemetry.ticket(TicketEvent.UNKNOWN)
@@ -190,7 +190,7 @@ class Reconciler:
         if self._keeper.tier.on_drop is not None:
             self.sending.spawn(self.send_drops(replica))
 
-    def _count(self, request: RoutedRequest, finished: Finished) -> None:
+    def _count(self, request: RoutedRequest, finished: FinishedReport) -> None:
         """Count the planned and the actual decision, and update the cost rates from the measured times."""
         planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)

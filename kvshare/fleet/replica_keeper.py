@@ -21,7 +21,7 @@ from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import EvictionCause
-from kvshare.vllm_protocol.messages import Finished, Prefilled
+from kvshare.vllm_protocol.messages import FinishedReport, Prefilled
 
 
 class BadReportError(KVShareError):
@@ -70,7 +70,9 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             self.drop_reported(request.replica, prefilled)
         return request.prompt_node
 
-    def store(self, request: RoutedRequest, finished: Finished, held: Collection[NodeId]) -> Node | None:
+    def store(
+        self, request: RoutedRequest, finished: FinishedReport, held: Collection[NodeId]
+    ) -> Node | None:
         """
         Store what a replica retained of a request: as a new node, or added to the node of its prompt.
 
@@ -94,7 +96,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             self.drop_reported(request.replica, finished)
         return node
 
-    def drop_reported(self, replica: str, report: Prefilled | Finished) -> None:
+    def drop_reported(self, replica: str, report: Prefilled | FinishedReport) -> None:
         """Tell a replica to drop the reported segments, except those that prompts use."""
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in report.stored})
         self.drop_unreferenced(entry.segment_id for entry in report.stored)
@@ -241,7 +243,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
 
 def draft_of(
-    request: RoutedRequest, report: Prefilled | Finished, *, node_of: Callable[[NodeId], Node | None]
+    request: RoutedRequest, report: Prefilled | FinishedReport, *, node_of: Callable[[NodeId], Node | None]
 ) -> NodeDraft | None:
     """
     The node for what a replica retained of a request, from the executed plan and the new segments.
@@ -254,7 +256,7 @@ def draft_of(
     assert request.prompt is not None, "it had a ticket"
     assert request.ticket is not None, "found by its ticket"
     plan = _executed(request.plan, report.used, [entry.span for entry in report.repaired])
-    output_ids = report.output_ids if isinstance(report, Finished) else ()
+    output_ids = report.output_ids if isinstance(report, FinishedReport) else ()
     stored = [
         StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
         for entry in report.stored

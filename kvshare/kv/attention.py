@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from delta_tree import Span
-from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, Reach
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, ListeningRows, attention, placed
 from kvshare.kv.sequence import SequenceKV
 
@@ -44,7 +44,7 @@ class PartialPass:
     kv: SequenceKV
     runs: tuple[Span, ...]
     listener: Listener | None = None
-    forms: dict[int, Form] = field(default_factory=dict)  # by layer, set when the layer attends
+    forms: dict[int, AttentionForm] = field(default_factory=dict)  # by layer, set when the layer attends
     _groups_of: dict[Reach, tuple[_Group, ...]] = field(default_factory=dict, init=False)
 
     @property
@@ -79,7 +79,7 @@ class PartialPass:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        form: Form = PLAIN,
+        form: AttentionForm = PLAIN,
     ) -> torch.Tensor:
         """
         Exact causal attention of every run over the slots before it and inside it that the layer sees.
@@ -105,7 +105,7 @@ class PartialPass:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        form: Form,
+        form: AttentionForm,
     ) -> torch.Tensor:
         """Shapes:  query (1, H_q, N of these rows, D) -> (1, H_q, N, D of value)"""
         seen = slice(group.slots.start, group.slots.end)

@@ -58,7 +58,7 @@ ALL_EARLIER = Reach()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
+class AttentionForm:
     """
     What a layer needs of its attention beside softmax over all earlier slots.
 
@@ -71,7 +71,7 @@ class Form:
     sinks: torch.Tensor | None = None
 
 
-PLAIN = Form()
+PLAIN = AttentionForm()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.kv.layout import PLAIN, Form
+from kvshare.kv.layout import PLAIN, AttentionForm
 from kvshare.kv.to_device import to_device
 
 
@@ -72,7 +72,13 @@ class ListeningRows:
     _total: torch.Tensor  # (L, S), of the listener
 
     def observe(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, *, scaling: float | None, form: Form = PLAIN
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        scaling: float | None,
+        form: AttentionForm = PLAIN,
     ) -> None:
         """
         Add what these rows attend to in a layer.
@@ -100,7 +106,7 @@ def attention(
     *,
     scaling: float | None,
     first: int = 0,
-    form: Form = PLAIN,
+    form: AttentionForm = PLAIN,
     group: int = 0,
     first_slot: int = 0,
 ) -> torch.Tensor:

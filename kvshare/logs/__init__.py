@@ -21,9 +21,9 @@ from kvshare.errors import LogError
 from kvshare.logs import chats, fields, prompts
 from kvshare.logs.files import Row, raw_rows
 from kvshare.logs.requests import LoggedRequest
-from kvshare.logs.rows import LoggedRow, ReadReport, Reason, RowError, Turn
+from kvshare.logs.rows import LoggedRow, ReadReport, RowError, RowFault, Turn
 
-__all__ = ["FORMATS", "LoggedRow", "ReadReport", "Reason", "Turn", "read_file"]
+__all__ = ["FORMATS", "LoggedRow", "ReadReport", "RowFault", "Turn", "read_file"]
 
 _NUM_DETECT = 32
 
@@ -34,13 +34,13 @@ class Format:
     How the rows of one published format become requests. `convert` completes a request that has only the
     place of its row, which is also its conversation where the log names none.
 
-    It yields a `Reason` for one of several requests of a row that cannot be read, and raises a RowError for
+    It yields a `RowFault` for one of several requests of a row that cannot be read, and raises a RowError for
     a row.
     """
 
     name: str
     matches: Callable[[Row], bool]
-    convert: Callable[[Row, LoggedRequest], Iterator[LoggedRow | Reason]]
+    convert: Callable[[Row, LoggedRequest], Iterator[LoggedRow | RowFault]]
 
 
 def _has(*names: str) -> Callable[[Row], bool]:
@@ -75,15 +75,17 @@ def read_file(
     end, if none of its rows holds a request that can be read.
     """
     source = source or path.name
-    rows = ((line, raw if isinstance(raw, Reason) else fields.unpacked(raw)) for line, raw in raw_rows(path))
+    rows = (
+        (line, raw if isinstance(raw, RowFault) else fields.unpacked(raw)) for line, raw in raw_rows(path)
+    )
     head = list(islice(rows, _NUM_DETECT))
     chosen = _named(format_name) if format_name is not None else _detected(source, head)
     report.formats[source] = chosen.name
-    num_rows, is_readable, reasons = 0, False, Counter[Reason]()
+    num_rows, is_readable, reasons = 0, False, Counter[RowFault]()
     for line, raw in chain(head, rows):
         num_rows += 1
         for row in _converted(chosen, raw, LoggedRequest(source, line, f"{source}#{line}")):
-            if isinstance(row, Reason):
+            if isinstance(row, RowFault):
                 reasons[row] += 1
                 report.count_unreadable(source, line, row)
             else:
@@ -93,14 +95,14 @@ def read_file(
         raise LogError(_why_nothing(source, chosen.name, num_rows, reasons))
 
 
-def _converted(chosen: Format, raw: Row | Reason, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
+def _converted(chosen: Format, raw: Row | RowFault, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     try:
-        yield from (raw,) if isinstance(raw, Reason) else chosen.convert(raw, blank)
+        yield from (raw,) if isinstance(raw, RowFault) else chosen.convert(raw, blank)
     except RowError as exc:
         yield exc.reason
 
 
-def _why_nothing(source: str, format_name: str, num_rows: int, reasons: Mapping[Reason, int]) -> str:
+def _why_nothing(source: str, format_name: str, num_rows: int, reasons: Mapping[RowFault, int]) -> str:
     found = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
     rows = "its only row does not hold" if num_rows == 1 else f"none of its {num_rows} rows holds"
     return (
@@ -120,14 +122,14 @@ def _named(name: str) -> Format:
     return FORMATS[name]
 
 
-def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
+def _detected(source: str, head: list[tuple[int, Row | RowFault]]) -> Format:
     """The first format as which any of these rows can be read; if none can be, the first that fits any."""
     if not head:
         raise LogError(f"{source} is empty: it has no rows")
-    rows = [raw for _, raw in head if not isinstance(raw, Reason)]
+    rows = [raw for _, raw in head if not isinstance(raw, RowFault)]
     fitting = [each for each in FORMATS.values() if any(map(each.matches, rows))]
     if not fitting:
-        reasons = sorted({str(raw) for _, raw in head if isinstance(raw, Reason)})
+        reasons = sorted({str(raw) for _, raw in head if isinstance(raw, RowFault)})
         seen = f" ({', '.join(reasons)})" if reasons else ""
         raise LogError(
             f"{source}: none of the first {len(head)} rows{seen} is in a known format; name the format with "
@@ -138,4 +140,4 @@ def _detected(source: str, head: list[tuple[int, Row | Reason]]) -> Format:
 
 
 def _reads_any(chosen: Format, rows: list[Row], blank: LoggedRequest) -> bool:
-    return any(not isinstance(row, Reason) for raw in rows for row in _converted(chosen, raw, blank))
+    return any(not isinstance(row, RowFault) for raw in rows for row in _converted(chosen, raw, blank))

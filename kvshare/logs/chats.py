@@ -12,7 +12,7 @@ from typing import Any
 from kvshare.logs import fields
 from kvshare.logs.files import Row
 from kvshare.logs.requests import LoggedRequest, Message
-from kvshare.logs.rows import LoggedRow, Reason, RowError, Turn
+from kvshare.logs.rows import LoggedRow, RowError, RowFault, Turn
 
 Times = Sequence[float | None]  # of messages
 
@@ -77,7 +77,7 @@ def _conversation(
     """
     ends = [number for number in range(1, len(messages) + 1) if _asks(messages, number)]
     if not ends:
-        raise RowError(Reason.NO_USER_TURN)
+        raise RowError(RowFault.NO_USER_TURN)
     request = replace(blank, user=user, messages=messages, language=fields.language(row))
     return LoggedRow(request, tuple(Turn(end, times[end - 1] if times else None) for end in ends))
 

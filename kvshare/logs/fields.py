@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from kvshare.logs.requests import Message
-from kvshare.logs.rows import Reason, RowError
+from kvshare.logs.rows import RowError, RowFault
 
 NAMES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
 _ROLES = {name: role for role, names in NAMES["roles"].items() for name in names}
@@ -55,7 +55,7 @@ def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str)
 def of_type(kind: type[_T], value: object) -> _T:
     """The value itself. Raises MISSING_FIELD for None and WRONG_TYPE for any other value of another type."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise RowError(Reason.MISSING_FIELD if value is None else Reason.WRONG_TYPE)
+        raise RowError(RowFault.MISSING_FIELD if value is None else RowFault.WRONG_TYPE)
     return value
 
 
@@ -66,7 +66,7 @@ def text(value: object) -> str:
         try:
             found.encode("utf-8")
         except UnicodeEncodeError as exc:  # half a surrogate pair, written as an escape
-            raise RowError(Reason.BAD_UTF8) from exc
+            raise RowError(RowFault.BAD_UTF8) from exc
     return found
 
 
@@ -90,7 +90,7 @@ def count(value: object) -> int:
         return int(value)
     number = of_type(int, value)
     if number < 0:
-        raise RowError(Reason.WRONG_TYPE)
+        raise RowError(RowFault.WRONG_TYPE)
     return number
 
 
@@ -98,7 +98,7 @@ def int32(value: object) -> int:
     """A count that fits 32 bits."""
     number = count(value)
     if number > _MAX_INT32:
-        raise RowError(Reason.WRONG_TYPE)
+        raise RowError(RowFault.WRONG_TYPE)
     return number
 
 
@@ -124,7 +124,7 @@ def time_s(value: object) -> float | None:
 def seconds(value: object) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise RowError(Reason.WRONG_TYPE)
+        raise RowError(RowFault.WRONG_TYPE)
     return float(value)
 
 
@@ -134,21 +134,21 @@ def _time_of_text(value: str) -> float | None:
     try:
         return time_s(datetime.fromisoformat(value.removesuffix(" UTC")))
     except (ValueError, OverflowError) as exc:
-        raise RowError(Reason.WRONG_TYPE) from exc
+        raise RowError(RowFault.WRONG_TYPE) from exc
 
 
 def messages(value: object, *, role: str = "role", content: str = "content") -> tuple[Message, ...]:
     """Messages with the roles system, user, assistant and tool. Raises EMPTY if none has any text."""
     read = tuple(_message(of_type(dict, item), role, content) for item in of_type(list, value))
     if not any(message["content"].strip() for message in read):
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     return read
 
 
 def _message(item: Mapping[str, Any], role: str, content: str) -> Message:
     name = text(item.get(role)).strip().lower()
     if name not in _ROLES:
-        raise RowError(Reason.UNKNOWN_ROLE)
+        raise RowError(RowFault.UNKNOWN_ROLE)
     body = item.get(content)
     calls = first(item, "tool_calls", "function_call")
     parts = [] if body is None and calls else [message_text(body)]
@@ -164,6 +164,6 @@ def message_text(value: object) -> str:
     texts = []
     for part in value:
         if of_type(dict, part).get("type") not in _TEXT_PARTS:
-            raise RowError(Reason.NOT_TEXT)
+            raise RowError(RowFault.NOT_TEXT)
         texts.append(text(part.get("text")))
     return "\n".join(texts)

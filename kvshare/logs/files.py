@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kvshare.errors import LogError
 from kvshare.extras import require
-from kvshare.logs.rows import Reason
+from kvshare.logs.rows import RowFault
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -42,7 +42,7 @@ _UNUSED_COLUMNS = frozenset({"openai_moderation", "detoxify_moderation", "header
 Row = Mapping[str, Any]
 
 
-def raw_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
+def raw_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
     """
     (number of the line from 1, the row), or the reason why there is none: in the file's order, read as asked.
 
@@ -104,18 +104,18 @@ class _Joined(io.RawIOBase):
         return length
 
 
-def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, Row | Reason]]:
+def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, Row | RowFault]]:
     line = 0
     try:
         is_array = _ARRAY.match(stream.peek(_PEEK_BYTES)[:_PEEK_BYTES]) is not None
         numbered = array_elements(stream, max_bytes=MAX_ROW_BYTES) if is_array else _lines(stream)
         for line, data in numbered:
-            yield line, data if isinstance(data, Reason) else _parsed(data)
+            yield line, data if isinstance(data, RowFault) else _parsed(data)
     except _BROKEN:
-        yield line + 1, Reason.TRUNCATED
+        yield line + 1, RowFault.TRUNCATED
 
 
-def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | Reason]]:
+def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | RowFault]]:
     """Without those that are blank: they are no rows, but they have numbers."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
@@ -127,22 +127,22 @@ def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, byt
             continue
         while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
             pass
-        yield number, Reason.TOO_LONG
+        yield number, RowFault.TOO_LONG
 
 
-def _parsed(data: bytes) -> Row | Reason:
+def _parsed(data: bytes) -> Row | RowFault:
     if not data.strip():  # in an array, between two commas
-        return Reason.EMPTY
+        return RowFault.EMPTY
     try:
         value = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
-        return Reason.BAD_UTF8
+        return RowFault.BAD_UTF8
     except (ValueError, RecursionError):  # a number of 5000 digits is a ValueError
-        return Reason.BAD_JSON
-    return value if isinstance(value, dict) else Reason.NOT_AN_OBJECT
+        return RowFault.BAD_JSON
+    return value if isinstance(value, dict) else RowFault.NOT_AN_OBJECT
 
 
-def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | Reason]]:
+def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tuple[int, bytes | RowFault]]:
     """
     The elements of one large JSON array: (number from 1, its bytes), or a reason in place of the bytes.
 
@@ -167,7 +167,7 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
             if depth == 0 or (depth == 1 and sign == b","):
                 if number or too_long or sign == b"," or element[: match.start()].strip():
                     number += 1
-                    yield number, Reason.TOO_LONG if too_long else bytes(element[: match.start()])
+                    yield number, RowFault.TOO_LONG if too_long else bytes(element[: match.start()])
                 if depth == 0:
                     return
                 begins, too_long = True, False
@@ -179,10 +179,10 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
             too_long = True
             position -= len(element)
             element.clear()
-    yield number + 1, Reason.TRUNCATED
+    yield number + 1, RowFault.TRUNCATED
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
     """
     What cannot be read costs no other row: a value costs its row, bytes that cannot be decoded the rest of
     their row group, as pyarrow can skip no less.
@@ -199,12 +199,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | Reason]]:
         first = 1
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
-            rows = chain(_group_rows(file, group), repeat(Reason.DAMAGED))
+            rows = chain(_group_rows(file, group), repeat(RowFault.DAMAGED))
             yield from zip(count(first), islice(rows, num_rows), strict=False)
             first += num_rows
 
 
-def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | Reason]:
+def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | RowFault]:
     """As many rows of the group as can be decoded."""
     from pyarrow import ArrowException
 
@@ -216,7 +216,7 @@ def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | Reason]:
         return
 
 
-def _batch_rows(batch: RecordBatch) -> Iterator[Row | Reason]:
+def _batch_rows(batch: RecordBatch) -> Iterator[Row | RowFault]:
     from pyarrow import ArrowException
 
     try:
@@ -225,4 +225,4 @@ def _batch_rows(batch: RecordBatch) -> Iterator[Row | Reason]:
         if batch.num_rows > 1:
             yield from chain.from_iterable(_batch_rows(batch.slice(i, 1)) for i in range(batch.num_rows))
         else:
-            yield Reason.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else Reason.WRONG_TYPE
+            yield (RowFault.BAD_UTF8 if isinstance(exc, UnicodeDecodeError) else RowFault.WRONG_TYPE)

@@ -15,7 +15,7 @@ from kvshare.logs import fields
 from kvshare.logs.fields import NAMES
 from kvshare.logs.files import Row
 from kvshare.logs.requests import LoggedRequest, Message
-from kvshare.logs.rows import LoggedRow, Reason, RowError
+from kvshare.logs.rows import LoggedRow, RowError, RowFault
 from kvshare.namespace import joined
 
 _MOONCAKE_BLOCK_SIZE = 512
@@ -92,7 +92,7 @@ def _namespace(row: Row) -> str:
 
 def _request_rows(
     items: Sequence[object], blank: LoggedRequest, read: Callable[[Any, LoggedRequest], LoggedRow]
-) -> Iterator[LoggedRow | Reason]:
+) -> Iterator[LoggedRow | RowFault]:
     """A request for each item of a row; an item that cannot be read costs no other."""
     for number, item in enumerate(items):
         own = blank if len(items) == 1 else replace(blank, conversation=f"{blank.conversation}.{number}")
@@ -107,7 +107,7 @@ def is_prompt(row: Row) -> bool:
     return isinstance(row.get("requests"), list) or ("prompt" in row and has_length)
 
 
-def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
+def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     """
     Prompts with lengths, as load tools take them. The lengths are another tokenizer's and are ignored.
 
@@ -122,7 +122,7 @@ def read_prompts(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]
         yield _prompt_row(row if time_s is None else {**row, "timestamp": time_s}, blank)
         return
     if not fields.of_type(list, requests):
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     time_s = _milliseconds(row, "timestamp")  # AIBrix's own files count from 0
     yield from _request_rows(requests, blank, lambda one, own: _prompt_row(one, own, timestamp=time_s))
 
@@ -144,9 +144,9 @@ def read_mooncake(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     hashes = tuple(map(fields.count, fields.of_type(list, row.get("hash_ids"))))
     num_tokens = fields.count(row.get("input_length"))
     if not num_tokens:
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     if len(hashes) != -(-num_tokens // _MOONCAKE_BLOCK_SIZE):
-        raise RowError(Reason.WRONG_TYPE)  # the blocks and the length contradict each other
+        raise RowError(RowFault.WRONG_TYPE)  # the blocks and the length contradict each other
     blocks = replace(blank, block_hashes=hashes, block_size=_MOONCAKE_BLOCK_SIZE, num_tokens=num_tokens)
     yield LoggedRow(replace(blocks, time_s=_milliseconds(row, "timestamp")))
 
@@ -178,7 +178,7 @@ def body_of(row: Row) -> Row:
     return fields.unpacked(inner) if isinstance(inner, Mapping) else body
 
 
-def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | Reason]:
+def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     """
     OpenAI request bodies: bare, or next to what a log says of them, the answer under `response`.
 
@@ -230,7 +230,7 @@ def _asked(body: Row) -> tuple[Any, Any]:
     if messages != {}:
         return messages, prompt
     if prompt is None and not body.get("input"):
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     return None, prompt
 
 
@@ -272,7 +272,7 @@ def _said(answer: Any, levels: int = _MOST_LEVELS) -> str | None:
 def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The same messages. Raises RowError if none of them asks for an answer."""
     if not any(message["role"] in ("user", "tool") for message in messages):
-        raise RowError(Reason.NO_USER_TURN)
+        raise RowError(RowFault.NO_USER_TURN)
     return messages
 
 
@@ -280,14 +280,14 @@ def _full_text(value: object) -> str:
     """A text that is not blank."""
     text = fields.text(value)
     if not text.strip():
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     return text
 
 
 def _tokens(value: object) -> tuple[int, ...]:
     """Token ids that fit 32 bits."""
     if not (ids := fields.of_type(list, value)):
-        raise RowError(Reason.EMPTY)
+        raise RowError(RowFault.EMPTY)
     return tuple(map(fields.int32, ids))
 
 

@@ -60,7 +60,7 @@ class LoggedRow:
         )
 
 
-class Reason(StrEnum):
+class RowFault(StrEnum):
     """Why a row cannot be read. The words are part of `results.json`."""
 
     BAD_UTF8 = "bad_utf8"  # bytes that are not UTF-8, or text that cannot be written as UTF-8
@@ -78,7 +78,7 @@ class Reason(StrEnum):
 
 
 class RowError(Exception):
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: RowFault) -> None:
         super().__init__(reason.value)
         self.reason = reason
 
@@ -89,9 +89,9 @@ class ReadReport:
     def __init__(self) -> None:
         self.formats: dict[str, str] = {}  # source -> name of its format
         self.examples: list[UnreadableLine] = []  # the first `NUM_SHOWN`
-        self._reasons: Counter[Reason] = Counter()
+        self._reasons: Counter[RowFault] = Counter()
 
-    def count_unreadable(self, source: str, line: int, reason: Reason) -> None:
+    def count_unreadable(self, source: str, line: int, reason: RowFault) -> None:
         """A row, or a request of a row, cannot be read."""
         self._reasons[reason] += 1
         if len(self.examples) < NUM_SHOWN:

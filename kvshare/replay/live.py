@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 from delta_tree import token_ids
 from kvshare.errors import ConfigError
 from kvshare.http_client import Answered, ask, served_model, session
-from kvshare.logs.requests import TokenizedRequest
 from kvshare.replay.measures import milliseconds
 from kvshare.replay.options import ReplayOptions, Report, describe_log, describe_options, versions
 from kvshare.replay.policies import open_policies
+from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.results import SCHEMA_VERSION, Document, Row
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document

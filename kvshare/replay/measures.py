@@ -138,7 +138,7 @@ def policy_results(
         num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
         shift_tokens=histogram(SHIFT_EDGES, np.abs(pc.list_flatten(rows["shifts"]))),
         reasons=_counted(rows["reason"]),
-        storage=schema.Storage(
+        storage=schema.StorageFigures(
             final_bytes=final_bytes,
             peak_bytes=pc.max(rows["num_stored_bytes"]).as_py() or 0,
             bytes_per_request=final_bytes / max(1, len(rows)),

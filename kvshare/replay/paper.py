@@ -30,12 +30,12 @@ import yaml
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
-from kvshare.logs.requests import TokenizedRequest, batches
 from kvshare.replay.measures import DISTANCE_THRESHOLDS, OVERLAP_EDGES, buckets
 from kvshare.replay.options import ReplayOptions, Report, describe_log, describe_options, versions
 from kvshare.replay.policies import open_policies
 from kvshare.replay.policies.base import BatchEmbeddings, Vector, with_room
 from kvshare.replay.report.shapes import draw_figure_2, draw_figure_4
+from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document, write_whole

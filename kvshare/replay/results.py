@@ -41,11 +41,11 @@ def finite(value: Any) -> Any:
 Number = Annotated[int | float | None, BeforeValidator(finite)]
 
 
-class Part(BaseModel):
+class ResultsPart(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class NetSaved(Part):
+class NetSaved(ResultsPart):
     """Seconds, after look-up, planning and the embeddings for the look-up, at the mean time of a text."""
 
     mean: Number = None
@@ -58,7 +58,7 @@ class Saved(NetSaved):
     share: Number = None
 
 
-class Figures(Part):
+class Figures(ResultsPart):
     """Of one policy over some requests. Rates are shares of 1."""
 
     num_requests: int = 0
@@ -83,7 +83,7 @@ class Figures(Part):
         return self.request_hit_rate_50, self.request_hit_rate_70, self.request_hit_rate_90
 
 
-class Histogram(Part):
+class Histogram(ResultsPart):
     """Bucket i holds [edges[i], edges[i + 1]); the last one is open."""
 
     edges: tuple[int | float, ...] = ()
@@ -103,13 +103,13 @@ class Stretch(NamedTuple):
     num_bytes: int  # stored at its end
 
 
-class Storage(Part):
+class StorageFigures(ResultsPart):
     final_bytes: int | None = None
     peak_bytes: int | None = None
     bytes_per_request: Number = None
 
 
-class Tree(Part):
+class Tree(ResultsPart):
     """How prompts build on earlier ones."""
 
     depth: Histogram = Histogram()
@@ -121,7 +121,7 @@ class Tree(Part):
     num_stored_tokens: int = 0
 
 
-class Store(Part):
+class Store(ResultsPart):
     """Which policy, with which store; capacity None: infinite."""
 
     arm: str = "?"  # "kvshare:min_run=32"
@@ -140,7 +140,7 @@ class PolicyResults(Figures, Store):  # in this order the keys of a store come f
     num_donors: Histogram = Histogram()
     shift_tokens: Histogram = Histogram()
     reasons: dict[str, int] = {}  # why nothing or no more was shared -> requests
-    storage: Storage = Storage()
+    storage: StorageFigures = StorageFigures()
     series: tuple[Stretch, ...] = ()  # 100 to 200
     # "language" | "length" | "turn" (first, later, unknown) | "origin" (same_user, cross_user, none, or
     # unknown: another conversation, users not named) -> key -> figures
@@ -148,14 +148,14 @@ class PolicyResults(Figures, Store):  # in this order the keys of a store come f
     tree: Tree | None = None  # of kvshare policies
 
 
-class Threshold(Part):
+class Threshold(ResultsPart):
     """The share of requests with an earlier prompt within this distance."""
 
     distance: Number = None
     share: Number = None
 
 
-class Similarity(Part):
+class Similarity(ResultsPart):
     """Requests by distance to the nearest earlier prompt (rows) and share of equal tokens (columns)."""
 
     distance_edges: tuple[int | float, ...] = ()
@@ -165,12 +165,12 @@ class Similarity(Part):
     thresholds: tuple[Threshold, ...] = ()
 
 
-class Step(Part):
+class Step(ResultsPart):
     name: str
     num_tokens: int  # a loss is negative
 
 
-class Waterfall(Part):
+class Waterfall(ResultsPart):
     """
     From the oracle's tokens down to the reused ones; the tokens of the steps add up.
 
@@ -185,13 +185,13 @@ class Waterfall(Part):
     steps: tuple[Step, ...] = ()
 
 
-class LogFile(Part):
+class LogFile(ResultsPart):
     name: str = "?"  # without folders
     num_bytes: int = 0
     sha256: str = ""
 
 
-class Data(Part):
+class Data(ResultsPart):
     files: tuple[LogFile, ...] = ()
     sha256: str = "–"  # of the tokens in order
     num_requests: int = 0
@@ -205,7 +205,7 @@ class Data(Part):
     unreadable: Unreadable = Unreadable()
 
 
-class Milliseconds(Part):
+class Milliseconds(ResultsPart):
     mean: Number = None
     p50: Number = None
     p90: Number = None
@@ -213,7 +213,7 @@ class Milliseconds(Part):
     max: Number = None
 
 
-class PolicyTimes(Part):
+class PolicyTimes(ResultsPart):
     lookup_ms: Milliseconds = Milliseconds()
     plan_ms: Milliseconds = Milliseconds()
     observe_ms: Milliseconds = Milliseconds()
@@ -221,13 +221,13 @@ class PolicyTimes(Part):
     ttft_saved_net_s: NetSaved = NetSaved()
 
 
-class EmbeddingTimes(Part):
+class EmbeddingTimes(ResultsPart):
     num_texts: int = 0
     seconds: Number = None
     texts_per_s: Number = None
 
 
-class RunTimes(Part):
+class RunTimes(ResultsPart):
     """Everything that depends on a clock."""
 
     started_at: str = ""
@@ -238,7 +238,7 @@ class RunTimes(Part):
     arms: dict[str, PolicyTimes] = {}  # by label
 
 
-class Results(Part):
+class Results(ResultsPart):
     schema_version: int = SCHEMA_VERSION
     kind: str = "replay"
     complete: bool = True

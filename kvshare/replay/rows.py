@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from kvshare.errors import LogError
-from kvshare.logs.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 from kvshare.replay.whole_files import whole
 

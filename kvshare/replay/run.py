@@ -16,12 +16,12 @@ from functools import partial
 import numpy as np
 
 from kvshare.errors import LogError
-from kvshare.logs.requests import TokenizedRequest, batches
 from kvshare.replay import results as schema
 from kvshare.replay.measures import describe_data, policy_results, policy_times, similarity, waterfalls
 from kvshare.replay.options import ReplayOptions, Report, describe_files, describe_options, versions
 from kvshare.replay.policies import open_policies
 from kvshare.replay.policies.base import BatchEmbeddings, CachePolicy
+from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import REQUESTS_FILE, RESULTS_FILE, Document, Row
 from kvshare.replay.rows import Checkpoint, Progress, RowMaker, make_row, read_policy
 from kvshare.replay.stream import RequestStream

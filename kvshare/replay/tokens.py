@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from delta_tree import TokenIds, token_ids
 from kvshare.conversation.chat import Chat
 from kvshare.errors import LogError, ModelError, RequestError
-from kvshare.logs.requests import LoggedRequest, Message, TokenizedRequest, batches
+from kvshare.logs.requests import LoggedRequest, Message
+from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.served_model import DEFAULT, DEMO, find_model
 from vector_index.prompt_text import WINDOW_CHARS
 

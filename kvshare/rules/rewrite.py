@@ -35,7 +35,7 @@ _TEXT_PARTS = ("text", "input_text")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class BodyText:
     """One text of a body, and its role."""
 
     role: Role
@@ -76,15 +76,15 @@ def shape_of(path: str) -> BodyShape | None:
     )
 
 
-def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[Text]:
+def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
     """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
-    found: list[Text] = []
+    found: list[BodyText] = []
     for name, role in shape.texts.items():
         found += _texts(role, body.get(name), (name,))
     if shape.messages is not None:
         messages = body.get(shape.messages)
         if isinstance(messages, str):
-            found.append(Text("user", (shape.messages,), messages))
+            found.append(BodyText("user", (shape.messages,), messages))
         for path, role, content in _contents(messages, shape.messages):
             found += _texts(role, content, path)
     return found
@@ -141,18 +141,18 @@ def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]
             yield (name, number, "content"), _ROLES[role], message.get("content")
 
 
-def _texts(role: Role, content: object, path: Path) -> Iterator[Text]:
+def _texts(role: Role, content: object, path: Path) -> Iterator[BodyText]:
     """Of a text, or of a list of texts and parts."""
     if isinstance(content, str):
-        yield Text(role, path, content)
+        yield BodyText(role, path, content)
     parts: Sequence[object] = content if isinstance(content, list) else ()
     for number, part in enumerate(parts):
         if isinstance(part, str):
-            yield Text(role, (*path, number), part)
+            yield BodyText(role, (*path, number), part)
         elif not isinstance(part, Mapping):
             continue
         elif part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-            yield Text(role, (*path, number, "text"), part["text"])
+            yield BodyText(role, (*path, number, "text"), part["text"])
         elif part.get("type") == "tool_result" and role == "user":
             yield from _texts("tool", part.get("content"), (*path, number, "content"))
 

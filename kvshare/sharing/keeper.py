@@ -16,7 +16,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from delta_tree import DeltaTree, DeltaTreeError, Insertion, Node, NodeDraft, NodeId, StoreError, TokenIds
+from delta_tree import (
+    DeltaTree,
+    DeltaTreeError,
+    Insertion,
+    MetadataStoreError,
+    Node,
+    NodeDraft,
+    NodeId,
+    TokenIds,
+)
 from kvshare.admin import Answer, Question
 from kvshare.errors import KVShareError
 from kvshare.kv.tier import Tier
@@ -139,7 +148,7 @@ class PromptKeeper(Generic[TierT]):
     def _count_unstored(self, exc: Exception) -> None:
         """Count a prompt that was not stored. A failing store fails for all prompts, so it is logged once."""
         self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
-        if not isinstance(exc, StoreError):
+        if not isinstance(exc, MetadataStoreError):
             log.warning("a prompt is not stored: %s", exc)
             return
         self._num_unstored += 1

@@ -40,7 +40,7 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RepairChoice:
     """What the second pass computes. Both ascending."""
 
     repairs: tuple[Span, ...]  # copied tokens
@@ -54,7 +54,7 @@ def choose(
     changed: Scores,
     *,
     first_approximate: int,
-) -> Choice:
+) -> RepairChoice:
     """
     What the second pass computes: `order.num_tokens` repairs, and some placeholders again.
 
@@ -69,7 +69,7 @@ def choose(
     num_repairs = round(order.num_tokens * allowed.sum() / max(1, pieces.sum()))
     repairs = chosen(found, allowed, computed, num_repairs)
     again = renewed(attended, computed, repairs, first_approximate=first_approximate)
-    return Choice(tuple(stretches(repairs)), tuple(stretches(again)))
+    return RepairChoice(tuple(stretches(repairs)), tuple(stretches(again)))
 
 
 def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
@@ -90,7 +90,7 @@ def listeners(computed: Mask) -> NDArray[np.int64]:
 
 def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
-) -> Choice:
+) -> RepairChoice:
     """The same number of repairs without measurements: the starts of the pieces."""
     attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
     return choose(order, placeholders, attended, changed, first_approximate=first_approximate)

@@ -91,7 +91,7 @@ class Ticket(Message):
     plan: vLLM computes the prompt as usual, and the connector retains its KV if `store` is true.
     """
 
-    ticket_id: Text  # made by the proxy, secret; repeated in `Prefilled` and `Finished`
+    ticket_id: Text  # made by the proxy, secret; repeated in `Prefilled` and `FinishedReport`
     namespace: Text  # digest; segments of other namespaces are never used
     prompt_digest: Text  # of the planned token ids, see `digest_of`
     num_tokens: Number
@@ -154,7 +154,7 @@ class Ticket(Message):
         return min(starts, default=self.num_tokens)
 
 
-class Stored(NamedTuple):
+class StoredSegment(NamedTuple):
     """A segment that was retained of a request; an array in JSON."""
 
     segment_id: _Segment
@@ -173,18 +173,18 @@ class Prefilled(Message):
     """
     The prompt of a running request is retained, so that other prompts can copy from it.
 
-    `Finished` repeats these fields and adds the answer.
+    `FinishedReport` repeats these fields and adds the answer.
     """
 
     ticket_id: Text
     used: tuple[Number, ...]
-    stored: tuple[Stored, ...]  # of the prompt
+    stored: tuple[StoredSegment, ...]  # of the prompt
     repaired: tuple[WireSpan, ...] = ()
     kind: Literal["prefilled"] = "prefilled"
 
 
 @dataclass(frozen=True, slots=True)
-class Finished(Message):
+class FinishedReport(Message):
     """
     A request with a ticket has ended, and its KV is retained if the ticket asked for it.
 
@@ -201,7 +201,7 @@ class Finished(Message):
     num_computed: Number = 0  # prompt tokens that vLLM and the connector computed
     num_local: Number = 0  # prompt tokens from vLLM's own prefix cache
     output_ids: tuple[Number, ...] = ()
-    stored: tuple[Stored, ...] = ()
+    stored: tuple[StoredSegment, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     kind: Literal["finished"] = "finished"
@@ -215,7 +215,7 @@ class Dropped(Message):
     kind: Literal["dropped"] = "dropped"
 
 
-JournalEvent = Prefilled | Finished | Dropped
+JournalEvent = Prefilled | FinishedReport | Dropped
 
 
 @dataclass(frozen=True, slots=True)

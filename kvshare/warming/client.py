@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from kvshare.http_client import error_code, served_model, session
-from kvshare.warming.entries import Entry, Place
+from kvshare.warming.entries import Place, WarmingEntry
 
 _BUSY = 429
 _MOST_BUSY_S = 300.0  # an entry that is refused for so long, as the server is busy, has failed
@@ -28,7 +28,7 @@ _PLAN = re.compile(r"exact=(\d+),copied=(\d+),computed=(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WarmingOutcome:
     """What became of one entry. Tokens are of its prompt; there are none if it was not answered."""
 
     place: Place
@@ -72,7 +72,7 @@ class WarmClient:
         status, _ = await self._admin("GET", "admin/requests?limit=1")
         return status == 200
 
-    async def send(self, entry: Entry) -> Outcome:
+    async def send(self, entry: WarmingEntry) -> WarmingOutcome:
         """Send one request, again for as long as the server is busy. A failure is a word in the outcome."""
         body = {"model": self._model, **entry.body}
         deadline = asyncio.get_running_loop().time() + _MOST_BUSY_S
@@ -85,9 +85,9 @@ class WarmClient:
                     waits_s = _retry_after_s(response.headers)
                     is_late = asyncio.get_running_loop().time() + waits_s > deadline
                     if response.status != _BUSY or is_late:
-                        return Outcome(entry.place, reason=_why(document, response.status))
+                        return WarmingOutcome(entry.place, reason=_why(document, response.status))
             except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                return Outcome(entry.place, reason=type(exc).__name__)
+                return WarmingOutcome(entry.place, reason=type(exc).__name__)
             await asyncio.sleep(waits_s)
 
     async def stored_as(self, request_id: str) -> int | None:
@@ -153,14 +153,14 @@ def _why(document: Mapping[str, Any], status: int) -> str:
     return f"http_{status}{field}" if status else "unreachable"
 
 
-def _sent(place: Place, headers: Mapping[str, str], document: Mapping[str, Any]) -> Outcome:
+def _sent(place: Place, headers: Mapping[str, str], document: Mapping[str, Any]) -> WarmingOutcome:
     """Without the header nothing was planned: all of the prompt was computed."""
     plan = _PLAN.fullmatch(headers.get("X-KVShare-Plan", ""))
     num_tokens = int((document.get("usage") or {}).get("prompt_tokens") or 0)
     exact, copied, computed = map(int, plan.groups()) if plan else (0, 0, num_tokens)
     too_short = "short_prompt" if headers.get("X-KVShare-Reason") == "short_prompt" else None
     request_id = headers.get("X-KVShare-Request")
-    return Outcome(place, request_id, exact, copied, computed, reason=too_short)
+    return WarmingOutcome(place, request_id, exact, copied, computed, reason=too_short)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

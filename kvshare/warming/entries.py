@@ -18,7 +18,7 @@ from kvshare.errors import LogError
 from kvshare.logs.fields import NAMES, unpacked
 from kvshare.logs.files import raw_rows
 from kvshare.logs.prompts import body_of
-from kvshare.logs.rows import Reason, RowError
+from kvshare.logs.rows import RowError, RowFault
 
 _DOCUMENTS = (".txt", ".md")
 _OF_THE_ANSWER = ("label", "stream", "stream_options", "max_completion_tokens", "min_tokens", "n", "best_of")
@@ -38,16 +38,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WarmingEntry:
     """One request to be sent, or the reason why a row is none. `body` may have no model yet."""
 
     place: Place
     path: str = ""
     body: Mapping[str, Any] = field(default_factory=dict)
-    reason: Reason | None = None
+    reason: RowFault | None = None
 
 
-def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
+def read_entries(paths: Iterable[Path]) -> Iterator[WarmingEntry]:
     """The entries of the files, in order. Raises LogError for a file that cannot be opened or has no rows."""
     for path in paths:
         if path.suffix.lower() in _DOCUMENTS:
@@ -56,7 +56,7 @@ def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
             yield from _rows(path)
 
 
-def _rows(path: Path) -> Iterator[Entry]:
+def _rows(path: Path) -> Iterator[WarmingEntry]:
     is_empty = True
     for line, row in raw_rows(path):
         is_empty = False
@@ -65,32 +65,32 @@ def _rows(path: Path) -> Iterator[Entry]:
         raise LogError(f"{path.name} is empty: it has no rows")
 
 
-def _document(path: Path) -> Entry:
+def _document(path: Path) -> WarmingEntry:
     place = Place(str(path), 1)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        return Entry(place, reason=Reason.BAD_UTF8)
+        return WarmingEntry(place, reason=RowFault.BAD_UTF8)
     except OSError as exc:
         raise LogError(f"{path}: cannot be opened: {exc.strerror}") from exc
     if not text.strip():
-        return Entry(place, reason=Reason.EMPTY)
+        return WarmingEntry(place, reason=RowFault.EMPTY)
     return _entry(place, {"messages": [{"role": "user", "content": text}]})
 
 
-def _row(file: str, line: int, row: Mapping[str, Any] | Reason) -> Entry:
-    if isinstance(row, Reason):
-        return Entry(Place(file, line), reason=row)
+def _row(file: str, line: int, row: Mapping[str, Any] | RowFault) -> WarmingEntry:
+    if isinstance(row, RowFault):
+        return WarmingEntry(Place(file, line), reason=row)
     label = row.get("label")
     if not isinstance(label, str | None):
-        return Entry(Place(file, line), reason=Reason.WRONG_TYPE)
+        return WarmingEntry(Place(file, line), reason=RowFault.WRONG_TYPE)
     place = Place(file, line, label)
     try:
         body = _body(row)
     except RowError as exc:
-        return Entry(place, reason=exc.reason)
+        return WarmingEntry(place, reason=exc.reason)
     reason = _why_no_prompt(body)
-    return _entry(place, body) if reason is None else Entry(place, reason=reason)
+    return _entry(place, body) if reason is None else WarmingEntry(place, reason=reason)
 
 
 def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,20 +102,20 @@ def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in body.items() if name not in NAMES["answers"]}
 
 
-def _why_no_prompt(row: Mapping[str, Any]) -> Reason | None:
+def _why_no_prompt(row: Mapping[str, Any]) -> RowFault | None:
     """Why a row is not a single prompt. The server checks the rest."""
     content = row.get("messages", row.get("prompt"))
     if content is None:
-        return Reason.MISSING_FIELD
+        return RowFault.MISSING_FIELD
     if not content:
-        return Reason.EMPTY
+        return RowFault.EMPTY
     if "messages" in row:
-        return None if isinstance(content, list) else Reason.WRONG_TYPE
+        return None if isinstance(content, list) else RowFault.WRONG_TYPE
     is_one = isinstance(content, str) or (isinstance(content, list) and isinstance(content[0], int))
-    return None if is_one else Reason.WRONG_TYPE
+    return None if is_one else RowFault.WRONG_TYPE
 
 
-def _entry(place: Place, row: Mapping[str, Any]) -> Entry:
+def _entry(place: Place, row: Mapping[str, Any]) -> WarmingEntry:
     body = {name: value for name, value in row.items() if name not in _OF_THE_ANSWER}
     path = "v1/chat/completions" if "messages" in row else "v1/completions"
-    return Entry(place, path, {"kvshare": _EXACT, **body, **_SHORTEST_ANSWER})
+    return WarmingEntry(place, path, {"kvshare": _EXACT, **body, **_SHORTEST_ANSWER})

@@ -15,14 +15,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from kvshare.errors import UpstreamError
-from kvshare.warming.client import Outcome, WarmClient, WarmOptions, connected
-from kvshare.warming.entries import Entry
+from kvshare.warming.client import WarmClient, WarmingOutcome, WarmOptions, connected
+from kvshare.warming.entries import WarmingEntry
 
 Report = Callable[[int], None]  # entries finished so far
 
 
 def warm(
-    entries: Iterable[Entry], options: WarmOptions, report: Report = lambda done: None
+    entries: Iterable[WarmingEntry], options: WarmOptions, report: Report = lambda done: None
 ) -> dict[str, Any]:
     """
     Send the entries; returns the document. Ctrl-C ends it early; it is raised only where nothing is finished.
@@ -45,13 +45,13 @@ class _Run:
     """One run over all entries; adds an outcome as each is finished."""
 
     def __init__(self, options: WarmOptions, report: Report) -> None:
-        self.outcomes: dict[int, Outcome] = {}  # by the entries' order
+        self.outcomes: dict[int, WarmingOutcome] = {}  # by the entries' order
         self._options = options
         self._report = report
         self._is_admin = False  # whether the admin routes say what was stored
         self._num_evicted = 0  # of what this run stored, when it was over
 
-    async def send_all(self, entries: Iterable[Entry]) -> None:
+    async def send_all(self, entries: Iterable[WarmingEntry]) -> None:
         async with connected(self._options) as client:
             self._is_admin = await client.may_ask_admin()
             if self._options.pin and not self._is_admin:
@@ -66,14 +66,14 @@ class _Run:
             for node in {outcome.node for outcome in self.outcomes.values() if outcome.node is not None}:
                 self._num_evicted += not await client.is_there(node)
 
-    async def _work(self, client: WarmClient, numbered: Iterator[tuple[int, Entry]]) -> None:
+    async def _work(self, client: WarmClient, numbered: Iterator[tuple[int, WarmingEntry]]) -> None:
         for number, entry in numbered:
             self.outcomes[number] = await self._outcome(client, entry)
             self._report(len(self.outcomes))
 
-    async def _outcome(self, client: WarmClient, entry: Entry) -> Outcome:
+    async def _outcome(self, client: WarmClient, entry: WarmingEntry) -> WarmingOutcome:
         if entry.reason is not None:
-            return Outcome(entry.place, reason=entry.reason)
+            return WarmingOutcome(entry.place, reason=entry.reason)
         sent = await client.send(entry)
         if sent.reason is not None or sent.request_id is None or not self._is_admin:
             return sent

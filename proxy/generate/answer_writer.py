@@ -117,7 +117,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BlockChange:
     """A block begins, empty; gets more `text`; or ends."""
 
     kind: Literal["began", "grew", "ended"]
@@ -168,7 +168,7 @@ class Blocks:
         """All that blocks of this kind say."""
         return "".join(block.text for block in self.all if block.kind is kind)
 
-    def add(self, delta: Delta) -> list[Change]:
+    def add(self, delta: Delta) -> list[BlockChange]:
         """What a delta changes. The last delta, which has a finish reason, ends the last block."""
         changes = list(self._take(self._parser.add(delta.text)))
         if delta.finish_reason is not None:
@@ -189,7 +189,7 @@ class Blocks:
         if self._is_open:
             self.all[-1].is_cut_off = True
 
-    def _take(self, parts: Iterable[Part]) -> Iterator[Change]:
+    def _take(self, parts: Iterable[Part]) -> Iterator[BlockChange]:
         for part in parts:
             index = len(self.all)
             if isinstance(part, CallBegins):
@@ -200,20 +200,20 @@ class Blocks:
                 if not self._is_open or self.all[-1].kind is not kind:
                     yield from self._begin(Block(index, kind))
                 self.all[-1].text += part.text
-                yield Change("grew", self.all[-1], part.text)
+                yield BlockChange("grew", self.all[-1], part.text)
 
-    def _begin(self, block: Block) -> Iterator[Change]:
+    def _begin(self, block: Block) -> Iterator[BlockChange]:
         yield from self._end()
         self.all.append(block)
         self._is_open = True
-        yield Change("began", block)
+        yield BlockChange("began", block)
 
-    def _end(self) -> Iterator[Change]:
+    def _end(self) -> Iterator[BlockChange]:
         if self._is_open:
             self._is_open = False
             if self.all[-1].kind is BlockKind.CALL:
                 self.all[-1].is_cut_off |= not is_object(self.all[-1].text)
-            yield Change("ended", self.all[-1])
+            yield BlockChange("ended", self.all[-1])
 
 
 class BlockWriter(AnswerWriter):

@@ -21,11 +21,11 @@ from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer_writer import AnswerWriter, Usage
-from proxy.request_log import RECORD, Failure, RequestRecord, log_failure
+from proxy.request_log import RECORD, RequestFailure, RequestRecord, log_failure
 from proxy.sse import HEADERS, dump
 
 
-class Run:
+class AnswerRun:
     """
     The deltas of all `requests`, choices numbered through: request i's choice c is `i * n + c`.
 
@@ -43,7 +43,7 @@ class Run:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Run]:
+    async def open(self) -> AsyncIterator[AnswerRun]:
         """
         Run the requests. Inside, each is admitted and planned; none runs after leaving, which frees the
         engine's slots.
@@ -112,7 +112,7 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
     """
     record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
     record.mode = writer.requests[0].mode
-    run = Run(engine, writer.requests, record)
+    run = AnswerRun(engine, writer.requests, record)
     try:
         try:
             async with request.app[SERVER].lifecycle.running(), run.open():
@@ -130,7 +130,7 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
                 raise
             record.finish_reason = "error"
             reply = to_reply(exc)
-            record.failure = Failure.of(exc, reply)
+            record.failure = RequestFailure.of(exc, reply)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
             await stream.write(writer.broken_off(reply))
@@ -140,7 +140,7 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
     return stream
 
 
-async def _collect(run: Run, writer: AnswerWriter, record: RequestRecord) -> web.Response:
+async def _collect(run: AnswerRun, writer: AnswerWriter, record: RequestRecord) -> web.Response:
     async for delta in run.deltas():
         if delta is not None:
             record.note(delta)
@@ -150,7 +150,9 @@ async def _collect(run: Run, writer: AnswerWriter, record: RequestRecord) -> web
     return web.Response(body=dump(document), content_type="application/json")
 
 
-async def _send(request: web.Request, stream: web.StreamResponse, run: Run, writer: AnswerWriter) -> None:
+async def _send(
+    request: web.Request, stream: web.StreamResponse, run: AnswerRun, writer: AnswerWriter
+) -> None:
     record = request[RECORD]
     await stream.write(writer.opening(_usage(record)))
     async for delta in run.deltas(heartbeat_s=request.app[SERVER].settings.server.keep_alive_s):

@@ -35,7 +35,7 @@ from proxy.relay.sanitize import (
     upstream_path,
     with_members,
 )
-from proxy.request_log import RECORD, Failure
+from proxy.request_log import RECORD, RequestFailure
 from proxy.sse import KEEP_ALIVE
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class RelayedRequest:
         if self._answer is None:
             raise error
         record, reply = self.request[RECORD], to_reply(error)
-        record.finish_reason, record.failure = "error", Failure.of(error, reply)
+        record.finish_reason, record.failure = "error", RequestFailure.of(error, reply)
         try:
             if self.dialect is not None and self._is_stream:
                 await self._answer.write(self.dialect.broken_off(reply, record.request_id))
@@ -210,7 +210,7 @@ class RelayedRequest:
         return self._answer
 
 
-def _failure_of(body: bytes) -> Failure:
+def _failure_of(body: bytes) -> RequestFailure:
     """The error that vLLM answered. Its message may quote the prompt: only type and parameter are logged."""
     try:
         document = json.loads(body)
@@ -222,4 +222,4 @@ def _failure_of(body: bytes) -> Failure:
     named = given.get("type")
     kind = named if isinstance(named, str) and _TYPE.fullmatch(named) else "upstream_error"
     message = f"vLLM's own answer, of type {kind!r}; what it says is not logged"
-    return Failure(kind.replace(" ", "_"), message, words.get("param"))
+    return RequestFailure(kind.replace(" ", "_"), message, words.get("param"))

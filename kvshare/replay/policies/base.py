@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.logs.requests import Outcome, TokenizedRequest
+from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import EmbeddingTimes, Store, Tree, policy_label
 from kvshare.settings import Settings
 from vector_index import PromptText, TextEmbedder, embed_prompts, windows

@@ -17,8 +17,9 @@ import xxhash
 
 from delta_tree import Span, TokenIds, merge
 from delta_tree.kgrams import kgram_hashes
-from kvshare.logs.requests import Outcome, Requester, TokenizedRequest, any_of
+from kvshare.logs.requests import Requester, any_of
 from kvshare.replay.policies.base import CachePolicy, stored_tokens
+from kvshare.replay.requests import Outcome, TokenizedRequest
 
 Digest = bytes
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds
 from delta_tree.kgrams import kgram_hashes
-from kvshare.logs.requests import Outcome, Requester, TokenizedRequest, any_of
+from kvshare.logs.requests import Requester, any_of
 from kvshare.replay.policies.base import CachePolicy, stored_tokens, with_room
+from kvshare.replay.requests import Outcome, TokenizedRequest
 
 Hashes = NDArray[np.uint64]
 Positions = NDArray[np.int64]

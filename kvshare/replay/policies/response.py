@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_tree import Span
-from kvshare.logs.requests import Outcome, Requester, TokenizedRequest
+from kvshare.logs.requests import Requester
 from kvshare.replay.policies.base import CachePolicy, Vector, with_room
+from kvshare.replay.requests import Outcome, TokenizedRequest
 
 _ITEM_BYTES = 4  # of a token id, and of a number of a vector
 

@@ -16,10 +16,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
 from kvshare.kv.tier import Fetched, SegmentTable
-from kvshare.logs.requests import Outcome, Requester, TokenizedRequest, any_of
+from kvshare.logs.requests import Requester, any_of
 from kvshare.replay.measures import COUNT_EDGES, histogram
 from kvshare.replay.policies.base import CachePolicy, prompt_text, stored_tokens
 from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
+from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
 from kvshare.sharing.cost import CostModel, Rates

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from kvshare.logs import ReadReport, Reason, read_file
+from kvshare.logs import ReadReport, RowFault, read_file
 from kvshare.logs.files import raw_rows
 from kvshare.logs.requests import Message
 
@@ -63,7 +63,7 @@ def objects(paths: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Every readable JSON object of the files, in order."""
     for path in paths:
         for _, row in raw_rows(path):
-            if not isinstance(row, Reason):
+            if not isinstance(row, RowFault):
                 yield row
 
 

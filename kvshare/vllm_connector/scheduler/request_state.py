@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.reasons import Reason
-from kvshare.vllm_protocol.messages import Finished, Prefilled, Stored, Ticket, WireCopy, WireSpan, digest_of
+from kvshare.vllm_protocol.messages import (
+    FinishedReport,
+    Prefilled,
+    StoredSegment,
+    Ticket,
+    WireCopy,
+    WireSpan,
+    digest_of,
+)
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -95,10 +103,10 @@ class TicketedRequest:
     num_prompt: int = 0  # known at the end
     retained: frozenset[int] | None = None  # copies in the retained KV; None: nothing is retained
     output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
-    stored: tuple[Stored, ...] = ()  # new segments of the retained KV, between those copies
+    stored: tuple[StoredSegment, ...] = ()  # new segments of the retained KV, between those copies
     repaired_when_saved: tuple[Span, ...] = ()  # `repaired` when the prompt was saved
     was_saved_early: bool = False  # a save of its prompt was requested while it runs
-    saved_early: tuple[Stored, ...] = ()  # the segments of that save
+    saved_early: tuple[StoredSegment, ...] = ()  # the segments of that save
     prefilled: Prefilled | None = None  # the reported event; from then on the prompt stays retained
     lost: Reason | None = None  # why nothing is retained, or only the prompt
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -180,7 +188,7 @@ class TicketedRequest:
         if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
             self.lost = Reason.LOAD_FAILED if result.failed else Reason.SEGMENTS_GONE
 
-    def retain(self, copies: frozenset[int], stored: tuple[Stored, ...]) -> None:
+    def retain(self, copies: frozenset[int], stored: tuple[StoredSegment, ...]) -> None:
         """The retained KV consists of these copies and of the segments that are saved now."""
         self.retained, self.stored, self.repaired_when_saved = copies, stored, self.repaired
 
@@ -215,7 +223,7 @@ class TicketedRequest:
         self._advance(Event.SAVED)
         self.lost = lost
 
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedReport:
         """The event for the proxy."""
         num_local = self.num_first_local or 0
         targets = (self.copy(index).target for index in self.placed)
@@ -224,7 +232,7 @@ class TicketedRequest:
         decision: Literal["approx", "exact", "full"] = "exact" if num_local + num_placed else "full"
         if self.placed and not self.ticket.is_exact:
             decision = "approx"
-        finished = Finished(
+        finished = FinishedReport(
             ticket_id=self.ticket.ticket_id,
             decision=decision,
             reason=self.lost or self._reason(),

@@ -24,7 +24,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, Stored, Ticket, budget_of
+from kvshare.vllm_protocol.messages import TICKET_KEY, Dropped, StoredSegment, Ticket, budget_of
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -234,7 +234,7 @@ class ConnectorScheduler:
     def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> None:
         """Request a save of the answer. Its prompt's save may still be under way, and needs the blocks."""
         assert ticketed.retained is not None
-        answer: tuple[Stored, ...] = ()
+        answer: tuple[StoredSegment, ...] = ()
         if output_ids and ticketed.is_as_saved:
             num_prompt = ticketed.ticket.num_tokens
             behind = (Span(num_prompt, num_prompt + len(output_ids)),)
@@ -246,17 +246,17 @@ class ConnectorScheduler:
                 ticketed.stored += answer
         self._request_save(save, answer)
 
-    def _request_save(self, save: SaveRequest, stored: Iterable[Stored]) -> None:
+    def _request_save(self, save: SaveRequest, stored: Iterable[StoredSegment]) -> None:
         spans = tuple((segment.segment_id, segment.span) for segment in stored)
         self._saves.append(replace(save, spans=spans))
 
     def _add(
         self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
-    ) -> tuple[Stored, ...] | None:
+    ) -> tuple[StoredSegment, ...] | None:
         """Add segments for computed spans to the index; others are dropped for them. None if no room."""
         spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
-            Stored(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
+            StoredSegment(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans
         )
         own = [segment.segment_id for segment in ticketed.stored]
@@ -304,7 +304,7 @@ class ConnectorScheduler:
             self._note_dropped(self.segments.drop(segment.segment_id for segment in unreported))
         self._publish_if_done(request_id, ticketed)
 
-    def _are_held(self, ticketed: TicketedRequest, stored: Iterable[Stored]) -> bool:
+    def _are_held(self, ticketed: TicketedRequest, stored: Iterable[StoredSegment]) -> bool:
         """Whether these segments, and those of the copies in its retained KV, are held."""
         assert ticketed.retained is not None
         return ticketed.retained <= self._held(ticketed.ticket) and all(

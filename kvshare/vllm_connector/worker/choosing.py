@@ -18,7 +18,7 @@ from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.kv.to_device import to_device
 from kvshare.sharing.plan import MAX_LISTENERS, RepairOrder, last_tokens
-from kvshare.sharing.selection import Choice, choose, choose_by_place
+from kvshare.sharing.selection import RepairChoice, choose, choose_by_place
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
@@ -58,11 +58,11 @@ class Choosing:
         listener = self.listener if self.listens else None
         return [self._run(span, listener) for span in merge([*self._computed, *probes])]
 
-    def second_pass(self, choice: Choice) -> list[Run]:
+    def second_pass(self, choice: RepairChoice) -> list[Run]:
         """The runs after the choice: repairs, and what attends to them."""
         return [self._run(span) for span in merge([*choice.repairs, *choice.again])]
 
-    def choice(self) -> Choice:
+    def choice(self) -> RepairChoice:
         """The same on every rank. Probed rows are restored, so that probes are no repairs."""
         if not self.listens:
             return choose_by_place(

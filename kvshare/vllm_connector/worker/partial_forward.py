@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
-from kvshare.kv.layout import ALL_EARLIER, PLAIN, Form, Reach
+from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, placed
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -106,7 +106,7 @@ class PartialForward:
         """The factor of a layer's attention scores."""
         return float(self._impls[layer].scale)
 
-    def form(self, layer: int) -> Form:
+    def form(self, layer: int) -> AttentionForm:
         """Window, soft cap and sinks of a layer's attention, as its implementation has them."""
         impl = self._impls[layer]
         window = getattr(impl, "sliding_window", None)
@@ -114,7 +114,11 @@ class PartialForward:
             window = window[0] + 1
         reach = Reach(int(window)) if window is not None and window > 0 else ALL_EARLIER
         softcap, sinks = getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None)
-        return PLAIN if (reach, softcap, sinks) == (ALL_EARLIER, None, None) else Form(reach, softcap, sinks)
+        return (
+            PLAIN
+            if (reach, softcap, sinks) == (ALL_EARLIER, None, None)
+            else AttentionForm(reach, softcap, sinks)
+        )
 
     def compute(
         self, runs: Sequence[Run], *, watching: Callable[[Sequence[Run]], Watch] | None = None

@@ -32,7 +32,7 @@ from delta_tree import SegmentId, Span
 from kvshare.kv.movement import why_not_movable
 from kvshare.kv.parameters import model_fingerprint
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.selection import Choice
+from kvshare.sharing.selection import RepairChoice
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import (
     LoadRequest,
@@ -486,7 +486,7 @@ class ConnectorWorker:
                 else load.choosing.first_pass
             )
 
-    def _compute(self, loads: Sequence[_Load]) -> tuple[dict[str, Choice], dict[str, int]]:
+    def _compute(self, loads: Sequence[_Load]) -> tuple[dict[str, RepairChoice], dict[str, int]]:
         """
         Compute placeholders; where that is done, choose repairs and compute them.
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from delta_tree import SegmentId, Span
 from kvshare.kv.layout import ALL_EARLIER, Reach
-from kvshare.vllm_protocol.messages import Finished, Stored
+from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment
 from kvshare_lab.bench.bound import (
     Bound,
     ModelSize,
@@ -74,10 +74,12 @@ def test_windows_and_chunks_bound_what_a_token_attends_to() -> None:
         assert size.flops([Span(2, 9)]) == expected
 
 
-def finished(*stored: tuple[int, int], num_computed: int, num_local: int = 0) -> Finished:
+def finished(*stored: tuple[int, int], num_computed: int, num_local: int = 0) -> FinishedReport:
     """What a connector reports; rows are start and length."""
-    segments = tuple(Stored(SegmentId(number + 1), *row, 0) for number, row in enumerate(stored))
-    return Finished("1", "approx", None, num_computed=num_computed, num_local=num_local, stored=segments)
+    segments = tuple(StoredSegment(SegmentId(number + 1), *row, 0) for number, row in enumerate(stored))
+    return FinishedReport(
+        "1", "approx", None, num_computed=num_computed, num_local=num_local, stored=segments
+    )
 
 
 def test_computed_tokens_stand_where_new_kv_was_retained() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvshare.errors import ConfigError
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.bound import Bound
 from kvshare_lab.bench.figures import interval, intervals, trend
 from kvshare_lab.bench.harness import rounds
@@ -215,7 +215,7 @@ def test_steps_with_a_load_or_a_save_are_affected() -> None:
     """Four gaps from 1 to 5 s: a request's work ends at its first token at 3 s, and its save 0.5 s later."""
     stream = answered(1.0, 1.0, 1.0, 1.0, 1.0)
     planned = answered(2.0, sent_at_s=1.0)
-    report = Finished("1", "approx", None, stage_seconds={"lay": 0.25, "pass": 0.25, "save": 0.5})
+    report = FinishedReport("1", "approx", None, stage_seconds={"lay": 0.25, "pass": 0.25, "save": 0.5})
     assert Scene([stream], [planned], [report]).affected_steps == pytest.approx(2 / 4)
     assert Scene([stream], [], []).affected_steps == 0
 
@@ -224,7 +224,7 @@ def test_interference_is_compared_with_prefix_hits() -> None:
     """Of the times between tokens the 99th percentile and the longest, of what came the median."""
     streams = answered(1.0, *[0.1] * 98, 0.4, 0.8)
     others = answered(1.0, *[0.1] * 98, 0.4, 0.4)
-    report = Finished("1", "approx", None, stage_seconds={"pass": 0.2})
+    report = FinishedReport("1", "approx", None, stage_seconds={"pass": 0.2})
     shared = Scene([streams], [answered(0.6, sent_at_s=1.0)], [report])
     found = interference.summary([shared, shared], [Scene([others], [answered(0.5)])] * 2)
     assert found["itl_max_ratio"] == pytest.approx(2.0)

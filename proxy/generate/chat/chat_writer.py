@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvshare.engine import Delta, FinishReason, TokenLogprob
-from proxy.generate.answer_writer import BlockKind, Blocks, Change
+from proxy.generate.answer_writer import BlockChange, BlockKind, Blocks
 from proxy.generate.chat.bodies import ChatBody
-from proxy.generate.chat.completion_writer import Choice, ChoiceWriter, Content, Piece, finite
+from proxy.generate.chat.completion_writer import ChoiceWriter, Content, Piece, WrittenChoice, finite
 from proxy.generate.requests import ChatRequest
 
 _THOUGHTS = "<think>"  # how they begin where a model writes them by itself
@@ -59,7 +59,7 @@ class ChatWriter(ChoiceWriter):
             message |= {"function_call": first} if self._has_functions else {"tool_calls": calls}
         return {"message": message}
 
-    def _blocks(self, choice: Choice, text: str) -> Blocks | None:
+    def _blocks(self, choice: WrittenChoice, text: str) -> Blocks | None:
         """Of a choice that goes on with `text`; None where it is only that."""
         if not choice.has_begun and text and not text.isspace():
             choice.has_begun = True
@@ -80,7 +80,9 @@ class ChatWriter(ChoiceWriter):
             pieces = [{"content": ""}]
         return [({"delta": piece}, None if number else tokens) for number, piece in enumerate(pieces)]
 
-    def _sendable(self, choice: Choice, blocks: Blocks, *, ended: bool, said: bool) -> list[TokenLogprob]:
+    def _sendable(
+        self, choice: WrittenChoice, blocks: Blocks, *, ended: bool, said: bool
+    ) -> list[TokenLogprob]:
         """The tokens that go out with what is said: those of text that is read; at the end all others."""
         if not ended and not said:
             return []
@@ -89,7 +91,7 @@ class ChatWriter(ChoiceWriter):
         choice.unsent = choice.unsent[len(tokens) :]
         return choice.shown(tokens)
 
-    def _piece(self, change: Change) -> Piece:
+    def _piece(self, change: BlockChange) -> Piece:
         """A change as a delta says it; empty where it says nothing."""
         block, begins = change.block, change.kind == "began"
         if change.kind == "ended" or (begins and block.kind is not BlockKind.CALL):
@@ -107,12 +109,12 @@ class ChatWriter(ChoiceWriter):
     def _part(self, text: str | None) -> Piece:
         return {"delta": {} if text is None else {"content": text}}
 
-    def _finish_reason(self, choice: Choice) -> str | None:
+    def _finish_reason(self, choice: WrittenChoice) -> str | None:
         if choice.finish_reason is FinishReason.STOP and choice.calls_tools:
             return "function_call" if self._has_functions else "tool_calls"
         return choice.finish_reason
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: WrittenChoice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
         return {"content": content, "refusal": None}
 

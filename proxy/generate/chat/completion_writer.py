@@ -28,7 +28,7 @@ Content = tuple[Piece, Sequence[TokenLogprob] | None]
 
 
 @dataclass(slots=True)
-class Choice:
+class WrittenChoice:
     """One choice as far as it has come. `blocks`: of a chat's choice that may hold more than text."""
 
     text: str = ""
@@ -72,7 +72,7 @@ class ChoiceWriter(AnswerWriter):
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._with_logprobs = requests[0].sampling.logprobs is not None
         self._no_usage_yet: dict[str, Any] = {"usage": None} if body.include_usage else {}
-        self.choices = [Choice() for _ in range(len(requests) * body.num_choices)]
+        self.choices = [WrittenChoice() for _ in range(len(requests) * body.num_choices)]
 
     def whole(self, usage: Usage) -> dict[str, Any]:
         self._check_ended()
@@ -134,7 +134,7 @@ class ChoiceWriter(AnswerWriter):
             return [(self._part(delta.text), delta.logprobs)]
         return []
 
-    def _finish_reason(self, choice: Choice) -> str | None:
+    def _finish_reason(self, choice: WrittenChoice) -> str | None:
         return choice.finish_reason
 
     @abstractmethod
@@ -146,7 +146,7 @@ class ChoiceWriter(AnswerWriter):
         """More text of a choice; None at its end."""
 
     @abstractmethod
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
+    def _logprobs(self, choice: WrittenChoice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
 
 class CompletionWriter(ChoiceWriter):
@@ -170,7 +170,7 @@ class CompletionWriter(ChoiceWriter):
     def _part(self, text: str | None) -> Piece:
         return {"text": text or ""}
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: WrittenChoice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
             "tokens": [token_name(token) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],

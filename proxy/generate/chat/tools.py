@@ -30,19 +30,19 @@ class Function(Body):
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
-class Tool(Body):
+class ChatTool(Body):
     """One tool. OpenAI's own, such as "web_search", run on its servers only."""
 
     type: Literal["function"]
     function: Function
 
 
-Tools = Annotated[list[Tool], at_most(MAX_TOOLS)]
+Tools = Annotated[list[ChatTool], at_most(MAX_TOOLS)]
 Functions = Annotated[list[Function], at_most(MAX_TOOLS)]
 
 
 def read_tools(
-    tools: Sequence[Tool] | None,
+    tools: Sequence[ChatTool] | None,
     tool_choice: object,
     functions: Sequence[Function] | None,
     function_call: object,

@@ -112,7 +112,7 @@ class SystemMessage(body_parts.BodyPart):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Discriminator("role")]
 
 
-class Tool(body_parts.BodyPart):
+class MessagesTool(body_parts.BodyPart):
     """A tool that the client runs."""
 
     name: body_parts.ToolName
@@ -121,7 +121,7 @@ class Tool(body_parts.BodyPart):
     strict: bool = False
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Custom)]], at_most(body_parts.MAX_TOOLS)]
+Tools = Annotated[list[Annotated[MessagesTool, BeforeValidator(_Custom)]], at_most(body_parts.MAX_TOOLS)]
 
 
 class ToolChoiceObject(body_parts.BodyPart):

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from kvshare.engine import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
+from proxy.generate.answer_writer import Block, BlockChange, BlockKind, BlockWriter, Usage
 from proxy.generate.messages.bodies import MessagesBody
 from proxy.generate.requests import ChatRequest
 from proxy.sse import named_events
@@ -58,7 +58,7 @@ class MessageWriter(BlockWriter):
         return {"stop_reason": "tool_use" if blocks.calls_tools else "end_turn", "stop_sequence": None}
 
 
-def _event(change: Change) -> dict[str, Any]:
+def _event(change: BlockChange) -> dict[str, Any]:
     index = change.block.index
     if change.kind == "began":
         block = _documented(change.block, text="", arguments={})

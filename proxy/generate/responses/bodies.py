@@ -107,7 +107,7 @@ Input = Annotated[
 ]
 
 
-class Tool(body_parts.BodyPart):
+class ResponsesTool(body_parts.BodyPart):
     """A function that the client runs, in the flat shape of this API."""
 
     type: Literal["function"]
@@ -117,7 +117,7 @@ class Tool(body_parts.BodyPart):
     strict: bool = False
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_Function)]], at_most(body_parts.MAX_TOOLS)]
+Tools = Annotated[list[Annotated[ResponsesTool, BeforeValidator(_Function)]], at_most(body_parts.MAX_TOOLS)]
 
 
 class NamedTool(body_parts.BodyPart):
@@ -168,7 +168,7 @@ class TextConfig(body_parts.BodyPart):
         return {"type": "object"} if self.format.type == "json_object" else None
 
 
-class Reasoning(body_parts.BodyPart):
+class ReasoningOptions(body_parts.BodyPart):
     """`effort` is for templates that know `reasoning_effort`; summaries are not written."""
 
     effort: body_parts.Effort | None = None
@@ -184,7 +184,7 @@ class ResponsesBody(body_parts.BodyPart):
     tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningOptions = ReasoningOptions()
     max_output_tokens: body_parts.MaxTokens | None = None
     temperature: body_parts.Temperature | None = None
     top_p: body_parts.TopP | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvshare.engine import Delta, FinishReason
 from proxy.errors import ErrorReply
-from proxy.generate.answer_writer import Block, BlockKind, BlockWriter, Change, Usage
+from proxy.generate.answer_writer import Block, BlockChange, BlockKind, BlockWriter, Usage
 from proxy.generate.requests import ChatRequest
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.sse import named_events
@@ -75,7 +75,7 @@ class ResponseWriter(BlockWriter):
         """Numbered from 0 through the whole stream."""
         return named_events(*({**document, "sequence_number": next(self._numbers)} for document in documents))
 
-    def _change_events(self, change: Change) -> Iterator[dict[str, Any]]:
+    def _change_events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
         """Without sequence numbers."""
         block, kind = change.block, change.block.kind
         item_place = {"output_index": block.index}

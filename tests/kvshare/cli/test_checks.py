@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from yarl import URL
 
 from kvshare.cli import checks, doctor, server_checks, store_checks
-from kvshare.cli.checks import State
+from kvshare.cli.checks import CheckState
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
 from tests.proxy.conftest import running_server
@@ -61,20 +61,20 @@ def settings(tmp_path: Path, **overrides: Any) -> Settings:
 def test_sqlite_versions_with_the_wal_reset_bug(version: tuple[int, int, int], affected: bool) -> None:
     """The bug came with 3.7.0 and went with 3.51.3, 3.50.7 and 3.44.6. A store's one writer is safe."""
     check = checks.check_sqlite(version)
-    assert check.state is State.OK
+    assert check.state is CheckState.OK
     assert ("WAL-reset bug" in check.detail) is affected
 
 
 def test_a_taken_port_fails(tmp_path: Path) -> None:
     """A port that somebody listens on is told with what to do; a free one is fine."""
     (free,) = checks.check_ports(settings(tmp_path))
-    assert free.state is State.OK
+    assert free.state is CheckState.OK
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken.settimeout(0)  # it never answers
         port = taken.getsockname()[1]
         for setting in ("server.port", "server.admin_port"):
             found = checks.check_ports(settings(tmp_path, **{setting: port}))
-            assert found[-1].state is State.FAIL
+            assert found[-1].state is CheckState.FAIL
             assert setting in found[-1].remedy
 
 
@@ -84,27 +84,27 @@ async def test_the_port_of_the_server_that_is_asked_is_fine(tmp_path: Path) -> N
         port, admin = URL(server.url).port, {"server.admin_port": 0}
         chosen = settings(tmp_path, **{"server.port": port}, **admin)
         for url, state in [
-            (server.url, State.OK),
-            (f"http://localhost:{port}/", State.OK),
-            (None, State.WARN),
-            ("http://127.0.0.1:9", State.WARN),
+            (server.url, CheckState.OK),
+            (f"http://localhost:{port}/", CheckState.OK),
+            (None, CheckState.WARN),
+            ("http://127.0.0.1:9", CheckState.WARN),
         ]:
             found = await asyncio.to_thread(checks.check_ports, chosen, url)
-            assert [check.state for check in found] == [state, State.OK]
+            assert [check.state for check in found] == [state, CheckState.OK]
             assert f"127.0.0.1:{port}" in found[0].detail
 
 
 @pytest.mark.parametrize(
     ("origins", "with_keys", "state"),
     [
-        ([], False, State.OK),
-        (["https://chat.example"], False, State.OK),
-        (["*"], True, State.OK),
-        (["*"], False, State.WARN),
+        ([], False, CheckState.OK),
+        (["https://chat.example"], False, CheckState.OK),
+        (["*"], True, CheckState.OK),
+        (["*"], False, CheckState.WARN),
     ],
 )
 def test_every_page_may_call_only_with_a_key(
-    tmp_path: Path, origins: list[str], with_keys: bool, state: State
+    tmp_path: Path, origins: list[str], with_keys: bool, state: CheckState
 ) -> None:
     """Any origin and no key is a server for every page in a browser near it; listed origins are named."""
     keys = [{"name": "a", "sha256": "0" * 64, "tenant": "t"}] if with_keys else []
@@ -116,14 +116,14 @@ def test_every_page_may_call_only_with_a_key(
 def test_a_store_is_created_read_or_moved_aside(tmp_path: Path) -> None:
     """One that is not there yet is fine, one that is there is counted, a damaged one begins anew."""
     chosen = settings(tmp_path)
-    assert store_checks.check_store(chosen).state is State.OK
+    assert store_checks.check_store(chosen).state is CheckState.OK
     assert not (tmp_path / "store").exists()
     write_store(tmp_path / "store")
     assert "4 prompts" in store_checks.check_store(chosen).detail
     assert "MB are free" in store_checks.check_store(chosen).detail
     (tmp_path / "store" / "tree.sqlite3").write_bytes(b"not a database" * 100)
     check = store_checks.check_store(chosen)
-    assert (check.state, "moved aside" in check.remedy) == (State.WARN, True)
+    assert (check.state, "moved aside" in check.remedy) == (CheckState.WARN, True)
 
 
 @pytest.mark.parametrize("change", [{"model.dtype": "bfloat16"}, {"engine.kind": "vllm"}])
@@ -131,45 +131,47 @@ def test_a_store_for_something_else_is_moved_aside(tmp_path: Path, change: dict[
     """As far as it shows without the weights."""
     write_store(tmp_path / "store")
     check = store_checks.check_store(settings(tmp_path, **change))
-    assert (check.state, "moved aside" in check.remedy) == (State.WARN, True)
+    assert (check.state, "moved aside" in check.remedy) == (CheckState.WARN, True)
 
 
 def test_a_store_that_cannot_be_written_is_in_memory(tmp_path: Path) -> None:
     """Where no folder can be made the server goes on; with null that is what was asked for."""
     (tmp_path / "store").write_text("a file")
     check = store_checks.check_store(settings(tmp_path))
-    assert (check.state, "in memory" in check.remedy) == (State.WARN, True)
+    assert (check.state, "in memory" in check.remedy) == (CheckState.WARN, True)
     check = store_checks.check_store(settings(tmp_path, **{"store.path": None}))
-    assert (check.state, "in memory" in check.detail) == (State.OK, True)
+    assert (check.state, "in memory" in check.detail) == (CheckState.OK, True)
 
 
 def test_the_edge_index_can_be_created(tmp_path: Path) -> None:
     """Qdrant Edge makes a shard in a temporary folder and leaves nothing in the store."""
-    assert store_checks.check_index(settings(tmp_path)).state is State.OK
+    assert store_checks.check_index(settings(tmp_path)).state is CheckState.OK
     assert not (tmp_path / "store").exists()
 
 
 def test_too_little_room_for_the_index_is_a_warning(tmp_path: Path) -> None:
     """The server still serves, by prefixes; nothing is tried on a disk that is full."""
     check = store_checks.check_index(settings(tmp_path, **{"store.min_free_bytes": 2**60}))
-    assert check.state is State.WARN
+    assert check.state is CheckState.WARN
     assert "are free at" in check.detail
 
 
 def test_a_qdrant_server_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     """Without the index the server still serves, so this is no failure; without an address it is."""
     away = {"index.backend": "server", "index.url": "http://127.0.0.1:1"}
-    assert store_checks.check_index(settings(tmp_path, **away)).state is State.WARN
-    assert store_checks.check_index(settings(tmp_path, **{"index.backend": "server"})).state is State.FAIL
+    assert store_checks.check_index(settings(tmp_path, **away)).state is CheckState.WARN
+    assert (
+        store_checks.check_index(settings(tmp_path, **{"index.backend": "server"})).state is CheckState.FAIL
+    )
 
 
 def test_the_embedder_is_looked_for(tmp_path: Path) -> None:
     """Bundled weights are found, a folder without weights fails, and a name is downloaded later."""
-    assert store_checks.check_embedder(settings(tmp_path)).state is State.OK
+    assert store_checks.check_embedder(settings(tmp_path)).state is CheckState.OK
     empty = settings(tmp_path, **{"index.embedder": str(tmp_path)})
-    assert store_checks.check_embedder(empty).state is State.FAIL
+    assert store_checks.check_embedder(empty).state is CheckState.FAIL
     named = settings(tmp_path, **{"index.embedder": "someone/some-embedder"})
-    assert store_checks.check_embedder(named).state is State.WARN
+    assert store_checks.check_embedder(named).state is CheckState.WARN
 
 
 def test_a_missing_model_fails(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
     chosen = settings(tmp_path, **{"model.path": str(tmp_path / "nowhere")})
     looks = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
     for check in [look(chosen) for look in looks]:
-        assert check.state is State.FAIL
+        assert check.state is CheckState.FAIL
         assert "\n" not in check.detail
         assert check.remedy
 
@@ -186,15 +188,15 @@ def test_the_geometry_is_proved_without_weights(tmp_path: Path) -> None:
     """A folder with nothing but a configuration is enough to know that keys can be moved."""
     LlamaConfig(**_TINY, rope_parameters=_LLAMA3).save_pretrained(tmp_path)
     chosen = settings(tmp_path, **{"model.path": str(tmp_path)})
-    assert checks.check_model(chosen).state is State.OK
-    assert checks.check_geometry(chosen).state is State.OK
+    assert checks.check_model(chosen).state is CheckState.OK
+    assert checks.check_geometry(chosen).state is CheckState.OK
 
 
 def test_a_geometry_that_is_not_handled_is_a_warning(tmp_path: Path) -> None:
     """Where keys cannot be moved the server still shares prefixes; doctor says why."""
     LlamaConfig(**_TINY, rope_parameters=_DYNAMIC).save_pretrained(tmp_path)
     check = checks.check_geometry(settings(tmp_path, **{"model.path": str(tmp_path)}))
-    assert check.state is State.WARN
+    assert check.state is CheckState.WARN
     assert "dynamic" in check.detail
 
 
@@ -225,7 +227,7 @@ def test_every_finding_can_be_told() -> None:
     }
     assert told.keys() == asked.keys()
     for finding, (state, *texts) in told.items():
-        assert state in set(State)
+        assert state in set(CheckState)
         # What is not well comes with a remedy; vLLM's own warnings say theirs.
         assert state == "ok" or len(texts) == 2 or finding == "connector.warns"
         fields = {field for text in texts for _, field, _, _ in Formatter().parse(text) if field}

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from kvshare.conversation.lark import Grammar
 from kvshare.demo import MODEL_PATH
-from kvshare.embedded.grammar import ConstrainedChoice, Constraint, Grammars, State
+from kvshare.embedded.grammar import ConstrainedChoice, Constraint, Grammars, GrammarState
 from kvshare.errors import UnsupportedFormatError
 from kvshare.grammar_pool.limits import MAX_CHARS
 
@@ -83,9 +83,9 @@ def forbidden_next(choice: ConstrainedChoice) -> torch.Tensor:
 def takes(choice: ConstrainedChoice, token_id: int) -> bool:
     """Take a token. Returns whether the answer is complete."""
     choice.take(token_id)
-    while (state := choice.state()) is State.PENDING:
+    while (state := choice.state()) is GrammarState.PENDING:
         time.sleep(0.001)
-    return state is State.ENDED
+    return state is GrammarState.ENDED
 
 
 def answer(choice: ConstrainedChoice, seed: int, *, temperature: float = 2.0) -> str:

@@ -11,7 +11,7 @@ from delta_tree import SegmentId
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import PROTOCOL, Finished
+from kvshare.vllm_protocol.messages import PROTOCOL, FinishedReport
 from kvshare_lab.vllm.session import watching
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 
@@ -62,10 +62,10 @@ async def test_a_redirect_is_not_followed(vllm: FakeVllm) -> None:
 
 async def test_a_benchmark_sees_what_happens_while_it_watches(vllm: FakeVllm) -> None:
     """What came before is not counted, what comes last is."""
-    vllm._tell(Finished("before", "full", None))
+    vllm._tell(FinishedReport("before", "full", None))
     vllm.segments[SegmentId(1)] = ("n", (1, 2))
     async with ControlClient(vllm.control_url, token="secret") as control, watching(control) as watch:
-        vllm._tell(Finished("r", "exact", "no_room"))
+        vllm._tell(FinishedReport("r", "exact", "no_room"))
         vllm.evict(SegmentId(1))
     assert watch.decisions == {"exact": 1, "reason:no_room": 1}
     assert (watch.num_dropped, watch.max_bytes) == (1, 10**7)

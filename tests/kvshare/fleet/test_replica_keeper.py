@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_tree import DeltaTree, Node, NodeId, SegmentId, StoreError, TokenIds, new_segment_id, token_ids
+from delta_tree import (
+    DeltaTree,
+    MetadataStoreError,
+    Node,
+    NodeId,
+    SegmentId,
+    TokenIds,
+    new_segment_id,
+    token_ids,
+)
 from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
 from kvshare.fleet.in_flight import Execution, RoutedRequest
@@ -17,7 +26,7 @@ from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.telemetry import Component, FallbackReason
-from kvshare.vllm_protocol.messages import Finished, Prefilled, Stored, Ticket
+from kvshare.vllm_protocol.messages import FinishedReport, Prefilled, StoredSegment, Ticket
 from vector_index import PromptText
 
 
@@ -31,9 +40,9 @@ def prompt(seed: int, length: int = 50) -> TokenIds:
     return token_ids(np.random.default_rng(seed).integers(1, 1000, length).astype(np.int32))
 
 
-def whole(length: int = 50) -> Finished:
-    stored = Stored(new_segment_id(), 0, length, 10 * length)
-    return Finished("r", "full", None, stored=(stored,))
+def whole(length: int = 50) -> FinishedReport:
+    stored = StoredSegment(new_segment_id(), 0, length, 10 * length)
+    return FinishedReport("r", "full", None, stored=(stored,))
 
 
 def request(tokens: TokenIds, *, replica: str = "a", namespace: str | None = None) -> RoutedRequest:
@@ -46,7 +55,7 @@ def request(tokens: TokenIds, *, replica: str = "a", namespace: str | None = Non
 
 def offer(
     keeper: ReplicaKeeper,
-    finished: Finished,
+    finished: FinishedReport,
     tokens: TokenIds,
     *,
     replica: str = "a",
@@ -169,8 +178,8 @@ def test_the_least_recently_used_prompt_leaves_for_a_new_one(keeper: ReplicaKeep
 
 def test_a_prompt_loses_its_end_at_its_replica(keeper: ReplicaKeeper) -> None:
     """The replica drops the last segment. What it drops of the rest by itself takes the prompt along."""
-    parts = tuple(Stored(new_segment_id(), start, 25, 250) for start in (0, 25))
-    node = offer(keeper, Finished("r", "full", None, stored=parts), prompt(1))
+    parts = tuple(StoredSegment(new_segment_id(), start, 25, 250) for start in (0, 25))
+    node = offer(keeper, FinishedReport("r", "full", None, stored=parts), prompt(1))
     assert node is not None
     assert offer(keeper, whole(), prompt(2), max_bytes=900) is not None
     assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
@@ -297,17 +306,17 @@ def test_a_plan_is_told_what_is_missing(keeper: ReplicaKeeper) -> None:
     assert fetched.missing == {7}
 
 
-def in_two(num_prompt: int, num_tokens: int) -> tuple[Stored, Stored]:
+def in_two(num_prompt: int, num_tokens: int) -> tuple[StoredSegment, StoredSegment]:
     """A prompt's segment and its answer's, as the connector keeps them."""
     return (
-        Stored(new_segment_id(), 0, num_prompt, num_prompt * 10),
-        Stored(new_segment_id(), num_prompt, num_tokens - num_prompt, (num_tokens - num_prompt) * 10),
+        StoredSegment(new_segment_id(), 0, num_prompt, num_prompt * 10),
+        StoredSegment(new_segment_id(), num_prompt, num_tokens - num_prompt, (num_tokens - num_prompt) * 10),
     )
 
 
 def test_a_prompt_and_its_answer_become_one_node(keeper: ReplicaKeeper) -> None:
     parts = in_two(50, 60)
-    finished = Finished("r", "full", None, stored=parts, output_ids=tuple(range(10)))
+    finished = FinishedReport("r", "full", None, stored=parts, output_ids=tuple(range(10)))
     node = offer(keeper, finished, prompt(1))
     assert node is not None
     assert (node.num_tokens, node.exact_length) == (60, 60)
@@ -320,11 +329,11 @@ def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
     """And the replica drops the answer's segment; the prompt can be indexed."""
 
     def refuse(*_: object) -> Node:
-        raise StoreError(Path("tree"), "the disk is full")
+        raise MetadataStoreError(Path("tree"), "the disk is full")
 
     monkeypatch.setattr(keeper.tree, "lengthen", refuse)
     parts = in_two(50, 60)
-    finished = Finished("r", "full", None, stored=parts, output_ids=tuple(range(10)))
+    finished = FinishedReport("r", "full", None, stored=parts, output_ids=tuple(range(10)))
     node = offer(keeper, finished, prompt(1))
     assert node is not None
     assert node.num_tokens == 50
@@ -335,9 +344,9 @@ def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
 class TestPrompts:
     """A prompt that is kept before its answer is."""
 
-    def reports(self, *, length: int = 50) -> tuple[Prefilled, Finished]:
+    def reports(self, *, length: int = 50) -> tuple[Prefilled, FinishedReport]:
         prompt, answer = in_two(length, length + 10)
-        finished = Finished("r", "full", None, stored=(prompt, answer), output_ids=tuple(range(10)))
+        finished = FinishedReport("r", "full", None, stored=(prompt, answer), output_ids=tuple(range(10)))
         return Prefilled("r", (), (prompt,)), finished
 
     def test_it_is_a_node_and_gets_its_answer(self, keeper: ReplicaKeeper) -> None:
@@ -393,6 +402,6 @@ class TestPrompts:
         asked = request(prompt(1))
         node = keeper.store_prompt(asked, prefilled, ())
         assert node is not None
-        end = Finished("r", "full", "save_failed", stored=prefilled.stored)
+        end = FinishedReport("r", "full", "save_failed", stored=prefilled.stored)
         assert keeper.store(asked, end, ()) == node
         assert keeper.tier.take_dropped("a") == []

@@ -16,7 +16,7 @@ from kvshare.fleet.router import ticket_for
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, RepairOrder
-from kvshare.vllm_protocol.messages import Finished, Stored, Ticket, WireSpan, digest_of
+from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment, Ticket, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 from vector_index import PromptText
 
@@ -44,16 +44,18 @@ def plan_of(*copies: tuple[int, int, int], exact_length: int = 0) -> Plan:
 PLAN = plan_of((0, 20, 0), (30, 30, 5), (70, 20, 5), exact_length=20)
 
 
-def told(*stored: tuple[int, int], used: tuple[int, ...] = (), output: tuple[int, ...] = ()) -> Finished:
+def told(
+    *stored: tuple[int, int], used: tuple[int, ...] = (), output: tuple[int, ...] = ()
+) -> FinishedReport:
     """A report of these [start, end) as segments 101, 102, ..."""
     segments = tuple(
-        Stored(SegmentId(number), start, end - start, 8 * (end - start))
+        StoredSegment(SegmentId(number), start, end - start, 8 * (end - start))
         for number, (start, end) in enumerate(stored, start=101)
     )
-    return Finished("r", "approx", None, used=used, output_ids=output, stored=segments)
+    return FinishedReport("r", "approx", None, used=used, output_ids=output, stored=segments)
 
 
-def retained(plan: Plan | NoPlan, finished: Finished) -> NodeDraft | None:
+def retained(plan: Plan | NoPlan, finished: FinishedReport) -> NodeDraft | None:
     """What becomes of the report of a request with this plan; its donors are gone."""
     prompt = Prompt(PROMPT, PromptText("", ""))
     request = RoutedRequest(OWNER, prompt, plan=plan, ticket=Ticket("r", "n", "d", len(PROMPT)))
@@ -147,7 +149,7 @@ def test_nothing_kept_is_nothing() -> None:
         told((0, 100), used=(1,)),  # computed and copied
     ],
 )
-def test_a_report_that_cannot_be_true_is_refused(finished: Finished) -> None:
+def test_a_report_that_cannot_be_true_is_refused(finished: FinishedReport) -> None:
     """Wrong KV is worse than none."""
     with pytest.raises(BadReportError):
         retained(PLAN, finished)

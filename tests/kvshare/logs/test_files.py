@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvshare.errors import LogError
 from kvshare.logs import ReadReport, read_file
 from kvshare.logs.files import array_elements
-from kvshare.logs.rows import Reason
+from kvshare.logs.rows import RowFault
 from tests.kvshare.logs import logs
 
 LINES = "".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(500)).encode()
@@ -51,7 +51,7 @@ def test_a_file_that_breaks_off_says_where(tmp_path: Path, compress: object) -> 
     data = compress(LINES * 20 + bytes(range(256)) * 400)
     path.write_bytes(data[: len(data) * 9 // 10])
     read, report = logs.rows_of(path, "plain")
-    assert report.unreadable().reasons[Reason.TRUNCATED] == 1
+    assert report.unreadable().reasons[RowFault.TRUNCATED] == 1
     assert 0 < len(read) <= 500 * 20
 
 
@@ -108,7 +108,7 @@ def test_array_elements_are_what_json_finds(values: list[object], in_pieces: boo
 def test_a_long_array_element_is_passed_over() -> None:
     data = json.dumps(["x" * 5000, "y"]).encode()
     found = list(array_elements(_InPieces(data), max_bytes=100))
-    assert found == [(1, Reason.TOO_LONG), (2, b' "y"')]
+    assert found == [(1, RowFault.TOO_LONG), (2, b' "y"')]
 
 
 def test_parquet_as_published(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_parquet_as_published(tmp_path: Path) -> None:
     rows, report = logs.rows_of(path)
     assert report.formats == {path.name: "wildchat"}
     assert [row.at(0).time_s for row in rows] == [when.timestamp()] * 2
-    assert [(each.line, each.reason) for each in report.examples] == [(2, Reason.EMPTY)]
+    assert [(each.line, each.reason) for each in report.examples] == [(2, RowFault.EMPTY)]
 
 
 def _write_groups(path: Path, column: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_damaged_row_group_costs_itself(tmp_path: Path) -> None:
     lines = [row.request.line for row in rows]
     assert lines == [*range(1, 101), *range(201, 301)]
     assert [row.request.prompt for row in rows] == [f"prompt {line}" for line in lines]
-    assert report.unreadable().reasons == {Reason.DAMAGED: 100}
+    assert report.unreadable().reasons == {RowFault.DAMAGED: 100}
     assert report.examples[0].line == 101
 
 
@@ -165,7 +165,7 @@ def test_a_value_that_cannot_be_read_costs_its_row(tmp_path: Path) -> None:
     _write_groups(path, prompts)
     rows, report = logs.rows_of(path)
     assert [row.request.prompt for row in rows] == ["good", "fine"]
-    assert [(each.line, each.reason) for each in report.examples] == [(2, Reason.BAD_UTF8)]
+    assert [(each.line, each.reason) for each in report.examples] == [(2, RowFault.BAD_UTF8)]
     times = pyarrow.array([0, 1 << 60, 0], pyarrow.timestamp("ms"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "timestamp": times}), path)
     assert logs.reasons_of(path) == [(2, "wrong_type")]

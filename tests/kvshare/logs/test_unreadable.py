@@ -8,68 +8,68 @@ from typing import Any
 import pytest
 
 from kvshare.errors import LogError
-from kvshare.logs import Reason, files
+from kvshare.logs import RowFault, files
 from kvshare.logs.rows import NUM_SHOWN
 from tests.kvshare.logs import logs
 from tests.kvshare.logs.logs import EXAMPLES
 
 ASKED = {"role": "user", "content": "Hello"}
-BROKEN: list[tuple[str, Any, Reason]] = [
-    ("plain", "{broken", Reason.BAD_JSON),
-    ("plain", '{"prompt": ' + "9" * 5000 + "}", Reason.BAD_JSON),
-    ("plain", '{"prompt": ' + "[" * 100_000, Reason.BAD_JSON),
-    ("plain", b'{"prompt": "\xff"}', Reason.BAD_UTF8),
-    ("plain", '{"prompt": "\\ud800"}', Reason.BAD_UTF8),
-    ("plain", "17", Reason.NOT_AN_OBJECT),
-    ("plain", {"prompt": "  "}, Reason.EMPTY),
-    ("plain", {"prompt": 3}, Reason.WRONG_TYPE),
-    ("plain", {"messages": []}, Reason.EMPTY),
-    ("plain", {"messages": "hello"}, Reason.WRONG_TYPE),
-    ("plain", {"messages": ["hello"]}, Reason.WRONG_TYPE),
-    ("plain", {"messages": [None]}, Reason.MISSING_FIELD),
-    ("plain", {"messages": [{"role": "user"}]}, Reason.MISSING_FIELD),
-    ("plain", {"messages": [{"role": "wizard", "content": "x"}]}, Reason.UNKNOWN_ROLE),
-    ("plain", {"messages": [{"role": "system", "content": "x"}]}, Reason.NO_USER_TURN),
-    ("plain", {"messages": [ASKED], "turn": -1}, Reason.WRONG_TYPE),
-    ("plain", {"messages": [ASKED], "turn": True}, Reason.WRONG_TYPE),
-    ("plain", {"messages": [ASKED], "turn": 1 << 31}, Reason.WRONG_TYPE),
-    ("plain", {"messages": [ASKED], "timestamp": "soon"}, Reason.WRONG_TYPE),
-    ("plain", '{"prompt": "x", "timestamp": 1e999}', Reason.WRONG_TYPE),
-    ("plain", {"token_ids": [1, 1 << 40]}, Reason.WRONG_TYPE),
-    ("plain", {"token_ids": []}, Reason.EMPTY),
-    ("plain", {"messages": "[1]"}, Reason.WRONG_TYPE),
-    ("plain", {"messages": '[{"role": "user"'}, Reason.WRONG_TYPE),
-    ("openai", {"body": "x"}, Reason.WRONG_TYPE),
-    ("openai", {"body": '{"model": "m"}'}, Reason.MISSING_FIELD),
-    ("openai", {"model": "m", "messages": {}, "proxy_server_request": {}, "startTime": "x"}, Reason.EMPTY),
-    ("openai", {"model": "m", "messages": "{}"}, Reason.EMPTY),
-    ("openai", {"model": "m"}, Reason.MISSING_FIELD),
+BROKEN: list[tuple[str, Any, RowFault]] = [
+    ("plain", "{broken", RowFault.BAD_JSON),
+    ("plain", '{"prompt": ' + "9" * 5000 + "}", RowFault.BAD_JSON),
+    ("plain", '{"prompt": ' + "[" * 100_000, RowFault.BAD_JSON),
+    ("plain", b'{"prompt": "\xff"}', RowFault.BAD_UTF8),
+    ("plain", '{"prompt": "\\ud800"}', RowFault.BAD_UTF8),
+    ("plain", "17", RowFault.NOT_AN_OBJECT),
+    ("plain", {"prompt": "  "}, RowFault.EMPTY),
+    ("plain", {"prompt": 3}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": []}, RowFault.EMPTY),
+    ("plain", {"messages": "hello"}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": ["hello"]}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": [None]}, RowFault.MISSING_FIELD),
+    ("plain", {"messages": [{"role": "user"}]}, RowFault.MISSING_FIELD),
+    ("plain", {"messages": [{"role": "wizard", "content": "x"}]}, RowFault.UNKNOWN_ROLE),
+    ("plain", {"messages": [{"role": "system", "content": "x"}]}, RowFault.NO_USER_TURN),
+    ("plain", {"messages": [ASKED], "turn": -1}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "turn": True}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "turn": 1 << 31}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": [ASKED], "timestamp": "soon"}, RowFault.WRONG_TYPE),
+    ("plain", '{"prompt": "x", "timestamp": 1e999}', RowFault.WRONG_TYPE),
+    ("plain", {"token_ids": [1, 1 << 40]}, RowFault.WRONG_TYPE),
+    ("plain", {"token_ids": []}, RowFault.EMPTY),
+    ("plain", {"messages": "[1]"}, RowFault.WRONG_TYPE),
+    ("plain", {"messages": '[{"role": "user"'}, RowFault.WRONG_TYPE),
+    ("openai", {"body": "x"}, RowFault.WRONG_TYPE),
+    ("openai", {"body": '{"model": "m"}'}, RowFault.MISSING_FIELD),
+    ("openai", {"model": "m", "messages": {}, "proxy_server_request": {}, "startTime": "x"}, RowFault.EMPTY),
+    ("openai", {"model": "m", "messages": "{}"}, RowFault.EMPTY),
+    ("openai", {"model": "m"}, RowFault.MISSING_FIELD),
     (
         "openai",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        Reason.NOT_TEXT,
+        RowFault.NOT_TEXT,
     ),
-    ("wildchat", {"conversation_hash": "x"}, Reason.MISSING_FIELD),
-    ("wildchat", {"conversation": None, "messages": None}, Reason.MISSING_FIELD),
-    ("wildchat", {"conversation": [ASKED], "timestamp": []}, Reason.WRONG_TYPE),
-    ("sharegpt", {"conversations": None}, Reason.MISSING_FIELD),
-    ("sharegpt", {"conversations": "[]"}, Reason.EMPTY),
-    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, Reason.NO_USER_TURN),
-    ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, Reason.EMPTY),
-    ("lmsys", {"conversation": {"role": "user"}}, Reason.WRONG_TYPE),
-    ("mooncake", {"input_length": 5}, Reason.MISSING_FIELD),
-    ("mooncake", {"input_length": 5, "hash_ids": 3}, Reason.WRONG_TYPE),
-    ("mooncake", {"input_length": 5, "hash_ids": [1, 2]}, Reason.WRONG_TYPE),
-    ("mooncake", {"input_length": 0, "hash_ids": []}, Reason.EMPTY),
-    ("prompts", {"requests": []}, Reason.EMPTY),
-    ("prompts", {"requests": [{"prompt_length": 3}]}, Reason.MISSING_FIELD),
-    ("prompts", {"requests": ["x"]}, Reason.WRONG_TYPE),
-    ("conversations", {"messages": [{"role": "assistant", "content": "x"}]}, Reason.NO_USER_TURN),
+    ("wildchat", {"conversation_hash": "x"}, RowFault.MISSING_FIELD),
+    ("wildchat", {"conversation": None, "messages": None}, RowFault.MISSING_FIELD),
+    ("wildchat", {"conversation": [ASKED], "timestamp": []}, RowFault.WRONG_TYPE),
+    ("sharegpt", {"conversations": None}, RowFault.MISSING_FIELD),
+    ("sharegpt", {"conversations": "[]"}, RowFault.EMPTY),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}]}, RowFault.NO_USER_TURN),
+    ("sharegpt", {"conversations": [{"from": "human", "value": ""}]}, RowFault.EMPTY),
+    ("lmsys", {"conversation": {"role": "user"}}, RowFault.WRONG_TYPE),
+    ("mooncake", {"input_length": 5}, RowFault.MISSING_FIELD),
+    ("mooncake", {"input_length": 5, "hash_ids": 3}, RowFault.WRONG_TYPE),
+    ("mooncake", {"input_length": 5, "hash_ids": [1, 2]}, RowFault.WRONG_TYPE),
+    ("mooncake", {"input_length": 0, "hash_ids": []}, RowFault.EMPTY),
+    ("prompts", {"requests": []}, RowFault.EMPTY),
+    ("prompts", {"requests": [{"prompt_length": 3}]}, RowFault.MISSING_FIELD),
+    ("prompts", {"requests": ["x"]}, RowFault.WRONG_TYPE),
+    ("conversations", {"messages": [{"role": "assistant", "content": "x"}]}, RowFault.NO_USER_TURN),
 ]
 
 
 @pytest.mark.parametrize(("name", "row", "reason"), BROKEN)
-def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, reason: Reason) -> None:
+def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, reason: RowFault) -> None:
     """The rows around it are read; it is counted with its line and why."""
     path = logs.write_lines(tmp_path / "log", [row, EXAMPLES[name]])
     read, report = logs.rows_of(path, name)
@@ -80,7 +80,7 @@ def test_a_broken_row_costs_itself_only(tmp_path: Path, name: str, row: Any, rea
 
 @pytest.mark.parametrize(("name", "row", "reason"), BROKEN)
 def test_a_log_of_broken_rows_is_an_error_that_counts_them(
-    tmp_path: Path, name: str, row: Any, reason: Reason
+    tmp_path: Path, name: str, row: Any, reason: RowFault
 ) -> None:
     """How many rows there were, and why none was read; none of their text."""
     path = logs.write_lines(tmp_path / "log", [row, row])
@@ -91,11 +91,11 @@ def test_a_log_of_broken_rows_is_an_error_that_counts_them(
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"requests": [{"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}]}, Reason.WRONG_TYPE),
-        ({"model": "m", "prompt": ["a", " ", "b"]}, Reason.EMPTY),
+        ({"requests": [{"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}]}, RowFault.WRONG_TYPE),
+        ({"model": "m", "prompt": ["a", " ", "b"]}, RowFault.EMPTY),
     ],
 )
-def test_a_broken_request_costs_none_of_its_row(tmp_path: Path, row: Any, reason: Reason) -> None:
+def test_a_broken_request_costs_none_of_its_row(tmp_path: Path, row: Any, reason: RowFault) -> None:
     """Where a row holds several, the good ones are read and the bad one is counted."""
     read, report = logs.rows_of(logs.write_lines(tmp_path / "log", [row]))
     assert [each.request.prompt for each in read] == ["a", "b"]

@@ -18,11 +18,11 @@ from typing import Any
 from kvshare.demo import MODEL_PATH
 from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.engine import Delta, Event, Finished, GenerationRequest, SamplingParams
-from kvshare.logs.requests import TokenizedRequest
 from kvshare.namespace import Namespace
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext, prompt_text
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.requests import Prompt, SharingReport

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.in_flight import RoutedRequest
-from kvshare.logs.requests import TokenizedRequest
 from kvshare.namespace import Namespace, Owner
 from kvshare.replay.policies.base import prompt_text
+from kvshare.replay.requests import TokenizedRequest
 from kvshare.requests import Prompt, SharingMode, SharingReport
-from kvshare.vllm_protocol.messages import HEADROOM, TOKEN_VARIABLE, Finished
+from kvshare.vllm_protocol.messages import HEADROOM, TOKEN_VARIABLE, FinishedReport
 from kvshare_lab.vllm.servers import MODEL_NAME, Server, VllmOptions, new_token, running, shared_vllm
 from tests.kvshare.replay.stage import (
     BYTES_PER_TOKEN,
@@ -56,7 +56,7 @@ class Replica:
         check_whole(self.engine)
         return served
 
-    async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, Finished]:
+    async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, FinishedReport]:
         """The plan, and what vLLM reports, once all of it is stored here, and evicted over there."""
         prompt = Prompt(one.token_ids, prompt_text(one))
         routed = RoutedRequest(OWNER, prompt, mode=SharingMode.APPROX, may_store=True)
@@ -86,11 +86,13 @@ class Replica:
         assert (await replica.control.info()).num_bytes == self.engine.sharing.tier.num_bytes
         return routed.report, await self._finished(routed.ticket.ticket_id)
 
-    async def _finished(self, ticket_id: str) -> Finished:
+    async def _finished(self, ticket_id: str) -> FinishedReport:
         journal = await self.engine.fleet.replicas[0].control.journal(after=self.num_events, wait_s=0)
         self.num_events = journal.last
         (finished,) = (
-            event for event in journal.events if isinstance(event, Finished) and event.ticket_id == ticket_id
+            event
+            for event in journal.events
+            if isinstance(event, FinishedReport) and event.ticket_id == ticket_id
         )
         return finished
 

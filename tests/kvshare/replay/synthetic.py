@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import token_ids
-from kvshare.logs.requests import LoggedRequest, TokenizedRequest
+from kvshare.logs.requests import LoggedRequest
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
+from kvshare.replay.requests import TokenizedRequest
 from kvshare.settings import load_settings
 
 Tokens = Sequence[int]

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from delta_tree import DeltaTree
 from kvshare.errors import ConfigError
-from kvshare.logs.requests import Outcome, TokenizedRequest, any_of
+from kvshare.logs.requests import any_of
 from kvshare.reasons import Reason
 from kvshare.replay.measures import waterfalls
 from kvshare.replay.policies import make_policy, parse_policies, sharing_options
 from kvshare.replay.policies.base import CachePolicy
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
+from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates

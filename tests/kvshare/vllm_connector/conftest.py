@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvshare.vllm_protocol.messages import (
-    Finished,
+    FinishedReport,
     JournalEvent,
     Prefilled,
     Ticket,
@@ -205,30 +205,30 @@ class Vllm:
         """The answer without any sharing: nobody else's blocks, no ticket."""
         return self.ask((tokens, None, self.fresh("plain")), **sampling)[0]
 
-    def store(self, tokens: Sequence[int], **fields: Any) -> Finished:
-        """Make a prompt a donor. Returns its Finished event."""
+    def store(self, tokens: Sequence[int], **fields: Any) -> FinishedReport:
+        """Make a prompt a donor. Returns its FinishedReport event."""
         ticket = self.ticket(tokens, **fields)
         self.ask((tokens, ticket, self.fresh("tenant")))
         return self.finished(ticket)
 
     def shared(
         self, tokens: Sequence[int], copies: Sequence[WireCopy], **sampling: Any
-    ) -> tuple[Answer, Finished]:
-        """An approximate request with its private salt, and its Finished event."""
+    ) -> tuple[Answer, FinishedReport]:
+        """An approximate request with its private salt, and its FinishedReport event."""
         ticket = self.ticket(tokens, copies)
         answer = self.ask((tokens, ticket, private_salt(ticket.ticket_id)), **sampling)[0]
         return answer, self.finished(ticket)
 
-    def drop(self, event: Finished) -> int:
+    def drop(self, event: FinishedReport) -> int:
         """Drop all segments of a donor. Returns how many were held."""
         return self.side.scheduler.drop([segment.segment_id for segment in event.stored])
 
     def events(self) -> tuple[JournalEvent, ...]:
         return self.side.events.read(0).events
 
-    def finished(self, ticket: Ticket) -> Finished:
-        """The one Finished event of a ticket."""
-        told = (event for event in self.events() if isinstance(event, Finished))
+    def finished(self, ticket: Ticket) -> FinishedReport:
+        """The one FinishedReport event of a ticket."""
+        told = (event for event in self.events() if isinstance(event, FinishedReport))
         (event,) = (event for event in told if event.ticket_id == ticket.ticket_id)
         return event
 
@@ -348,7 +348,7 @@ class Texts(Protocol):
 
 class Copies(Protocol):
     def __call__(
-        self, event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0
+        self, event: Prefilled | FinishedReport, *spans: tuple[int, int], shift: int = 0
     ) -> list[WireCopy]: ...
 
 
@@ -368,7 +368,7 @@ def random_text(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
-def copies_of(event: Prefilled | Finished, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
+def copies_of(event: Prefilled | FinishedReport, *spans: tuple[int, int], shift: int = 0) -> list[WireCopy]:
     return [
         WireCopy(segment.segment_id, start - segment.start, end - start, start + shift, start)
         for span in spans

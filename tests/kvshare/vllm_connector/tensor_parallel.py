@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_tree import SegmentId
-from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder, WireSpan
+from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.vllm_connector.conftest import Answer, Vllm, copies_of, random_text
 
@@ -29,7 +29,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> tuple[list[int], list[WireCopy], WireOrder]:
+def chosen(
+    vllm: Vllm, donor: FinishedReport, tokens: Sequence[int]
+) -> tuple[list[int], list[WireCopy], WireOrder]:
     """A prompt that is moved, and repairs of which are chosen."""
     recipient = random_text(SHIFT, 9) + list(tokens)
     copies = copies_of(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)
@@ -38,7 +40,7 @@ def chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> tuple[list[int
     return recipient, copies, WireOrder(pieces, probes, 40, len(recipient) - 16)
 
 
-def ask_chosen(vllm: Vllm, donor: Finished, tokens: Sequence[int]) -> dict[str, Any]:
+def ask_chosen(vllm: Vllm, donor: FinishedReport, tokens: Sequence[int]) -> dict[str, Any]:
     recipient, copies, order = chosen(vllm, donor, tokens)
     ticket = vllm.ticket(recipient, copies, order=order)
     answer = vllm.ask((recipient, ticket, private_salt(ticket.ticket_id)), max_tokens=1, logprobs=20)[0]
@@ -73,7 +75,7 @@ class Scenario:
         held: list[list[int]] = self.vllm.llm.collective_rpc("segments")
         return held
 
-    def _planned(self) -> tuple[Answer, Answer, Finished]:
+    def _planned(self) -> tuple[Answer, Answer, FinishedReport]:
         """An edited prompt, by plan and in full."""
         tokens = random_text(600, next(self._seeds))
         donor = self.vllm.store(tokens)

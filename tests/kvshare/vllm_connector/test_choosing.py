@@ -12,7 +12,7 @@ import pytest
 from delta_tree import Copy, NodeId, Span, gaps
 from kvshare.sharing.plan import Estimate, Plan, RepairOrder
 from kvshare.sharing.selection import probes
-from kvshare.vllm_protocol.messages import Finished, WireCopy, WireOrder, WireSpan
+from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class Scene:
             ),
         )
 
-    def ask(self, vllm: Vllm, **sampling: Any) -> tuple[Answer, Finished]:
+    def ask(self, vllm: Vllm, **sampling: Any) -> tuple[Answer, FinishedReport]:
         ticket = vllm.ticket(self.tokens, self.copies, order=self.order)
         answer = vllm.ask((self.tokens, ticket, private_salt(ticket.ticket_id)), **sampling)[0]
         return answer, vllm.finished(ticket)
 
 
-def scene(donor: Finished, tokens: Sequence[int], text: Texts, copies: Copies) -> Scene:
+def scene(donor: FinishedReport, tokens: Sequence[int], text: Texts, copies: Copies) -> Scene:
     recipient = text(SHIFT, 9) + list(tokens)
     return Scene(recipient, tuple(copies(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)))
 

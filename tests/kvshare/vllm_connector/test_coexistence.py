@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvshare.sharing.selection import Choice
+    from kvshare.sharing.selection import RepairChoice
     from kvshare.vllm_connector.worker.worker import _Load
     from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
@@ -221,7 +221,7 @@ def test_planned_requests_wait_their_turn(
     computed: list[list[str]] = []
     compute = vllm.worker._compute
 
-    def noted_compute(loads: Sequence[_Load]) -> tuple[dict[str, Choice], dict[str, int]]:
+    def noted_compute(loads: Sequence[_Load]) -> tuple[dict[str, RepairChoice], dict[str, int]]:
         computed.append([load.request.request_id for load in loads])
         choices, num_run = compute(loads)
         assert sum(num_run.values()) <= 4

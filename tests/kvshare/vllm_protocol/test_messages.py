@@ -15,11 +15,11 @@ from kvshare.vllm_protocol.json_fields import WireError
 from kvshare.vllm_protocol.messages import (
     PROTOCOL,
     Dropped,
-    Finished,
+    FinishedReport,
     HeldSegments,
     Journal,
     ReplicaInfo,
-    Stored,
+    StoredSegment,
     Ticket,
     WireCopy,
     WireOrder,
@@ -59,9 +59,9 @@ def tickets(draw: st.DrawFn) -> Ticket:
     )
 
 
-stored = st.builds(Stored, ids, numbers, numbers, numbers)
+stored = st.builds(StoredSegment, ids, numbers, numbers, numbers)
 finished = st.builds(
-    Finished,
+    FinishedReport,
     ticket_id=words,
     decision=st.sampled_from(["approx", "exact", "full"]),
     reason=st.none() | words,
@@ -95,7 +95,7 @@ infos = st.builds(
 )
 
 
-EVENT = Finished("r", "full", None).to_json()
+EVENT = FinishedReport("r", "full", None).to_json()
 
 
 def sent(value: Any) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvshare.errors import LogError
-from kvshare.logs.rows import Reason
-from kvshare.warming.entries import Entry, Place, read_entries
+from kvshare.logs.rows import RowFault
+from kvshare.warming.entries import Place, WarmingEntry, read_entries
 
 CHAT = {"messages": [{"role": "user", "content": "SECRET"}]}
 
 
-def one(tmp_path: Path, row: object) -> Entry:
+def one(tmp_path: Path, row: object) -> WarmingEntry:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
     (entry,) = read_entries([path])
@@ -98,21 +98,21 @@ def test_a_prompt_is_a_completion(tmp_path: Path, prompt: object) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"label": "x"}, Reason.MISSING_FIELD),
-        ({"prompt": None}, Reason.MISSING_FIELD),
-        ({"messages": []}, Reason.EMPTY),
-        ({"prompt": ""}, Reason.EMPTY),
-        ({"messages": "SECRET"}, Reason.WRONG_TYPE),
-        ({"prompt": {"text": "SECRET"}}, Reason.WRONG_TYPE),
-        ({"prompt": ["SECRET", "two prompts"]}, Reason.WRONG_TYPE),
-        ({**CHAT, "label": 7}, Reason.WRONG_TYPE),
-        ({"messages": "{}", "call_type": "acompletion"}, Reason.EMPTY),
-        ({"body": "SECRET"}, Reason.WRONG_TYPE),
-        (["SECRET"], Reason.NOT_AN_OBJECT),
+        ({"label": "x"}, RowFault.MISSING_FIELD),
+        ({"prompt": None}, RowFault.MISSING_FIELD),
+        ({"messages": []}, RowFault.EMPTY),
+        ({"prompt": ""}, RowFault.EMPTY),
+        ({"messages": "SECRET"}, RowFault.WRONG_TYPE),
+        ({"prompt": {"text": "SECRET"}}, RowFault.WRONG_TYPE),
+        ({"prompt": ["SECRET", "two prompts"]}, RowFault.WRONG_TYPE),
+        ({**CHAT, "label": 7}, RowFault.WRONG_TYPE),
+        ({"messages": "{}", "call_type": "acompletion"}, RowFault.EMPTY),
+        ({"body": "SECRET"}, RowFault.WRONG_TYPE),
+        (["SECRET"], RowFault.NOT_AN_OBJECT),
     ],
 )
 def test_a_row_that_is_no_single_prompt_is_named_without_its_text(
-    tmp_path: Path, row: object, reason: Reason
+    tmp_path: Path, row: object, reason: RowFault
 ) -> None:
     entry = one(tmp_path, row if isinstance(row, dict) else {"x": 1})
     if not isinstance(row, dict):
@@ -129,7 +129,7 @@ def test_a_malformed_line_costs_only_itself(tmp_path: Path) -> None:
     path.write_text(f"{json.dumps(CHAT)}\nSECRET\n\n{json.dumps({**CHAT, 'label': 'l'})}\n", encoding="utf-8")
     first, second, third = read_entries([path])
     assert first.reason is None
-    assert second == Entry(Place(str(path), 2), reason=Reason.BAD_JSON)
+    assert second == WarmingEntry(Place(str(path), 2), reason=RowFault.BAD_JSON)
     assert third.place == Place(str(path), 4, "l")
 
 
@@ -147,11 +147,13 @@ def test_several_files_of_several_kinds_come_in_order(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"\xff\xfe\x00", Reason.BAD_UTF8), (b" \n", Reason.EMPTY)])
-def test_a_document_without_text_is_none(tmp_path: Path, content: bytes, reason: Reason) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"\xff\xfe\x00", RowFault.BAD_UTF8), (b" \n", RowFault.EMPTY)]
+)
+def test_a_document_without_text_is_none(tmp_path: Path, content: bytes, reason: RowFault) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    assert list(read_entries([path])) == [Entry(Place(str(path), 1), reason=reason)]
+    assert list(read_entries([path])) == [WarmingEntry(Place(str(path), 1), reason=reason)]
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "missing.jsonl"])

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.errors import UnreachableError, UpstreamError
-from kvshare.logs.rows import Reason
+from kvshare.logs.rows import RowFault
 from kvshare.warming.client import WarmOptions
-from kvshare.warming.entries import Entry, Place
+from kvshare.warming.entries import Place, WarmingEntry
 from kvshare.warming.run import warm
 from tests.fake_vllm import FakeVllm
 from tests.proxy.conftest import Server, eventually, key_of, running_server
@@ -21,12 +21,12 @@ from tests.proxy.fake_engine import Behaviour
 from tests.proxy.relay.relay_server import FORM, running_relay
 
 
-def entry(text: str, line: int = 1, **body: object) -> Entry:
+def entry(text: str, line: int = 1, **body: object) -> WarmingEntry:
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0, **body}
-    return Entry(Place("file", line), "v1/chat/completions", chat)
+    return WarmingEntry(Place("file", line), "v1/chat/completions", chat)
 
 
-async def warmed(url: str, *entries: Entry, **options: Any) -> dict[str, Any]:
+async def warmed(url: str, *entries: WarmingEntry, **options: Any) -> dict[str, Any]:
     """It has an event loop of its own, as on the command line."""
     return await asyncio.to_thread(warm, entries, WarmOptions(url, **options))
 
@@ -118,12 +118,12 @@ async def test_a_wrong_key_and_nobody_there_are_said(guarded: Server) -> None:
 async def test_each_failure_has_its_line_and_a_word(server: Server) -> None:
     """The server's code, or the status and the field; never the text, nor the server's message."""
     entries = [
-        Entry(Place("file", 1), reason=Reason.BAD_JSON),
+        WarmingEntry(Place("file", 1), reason=RowFault.BAD_JSON),
         entry("SECRET " * 300, 2),
         entry("SECRET", 3, model="another"),
         entry("SECRET", 4, messages=[{"role": "SECRET", "content": "SECRET"}]),
         entry("SECRET", 5, kvshare={"SECRET": 1}),
-        Entry(Place("file", 6), "v1/nothing", {}),
+        WarmingEntry(Place("file", 6), "v1/nothing", {}),
     ]
     document = await warmed(server.url, *entries, concurrency=2)
     assert [(failure["line"], failure["reason"]) for failure in document["failures"]] == [
@@ -149,7 +149,7 @@ async def test_no_more_are_sent_at_a_time_than_asked_for() -> None:
 
 
 async def test_a_reader_that_fails_stops_it_with_its_own_error(server: Server) -> None:
-    def failing() -> Iterator[Entry]:
+    def failing() -> Iterator[WarmingEntry]:
         yield entry("text")
         raise UnreachableError("there", "as the test wants it")
 

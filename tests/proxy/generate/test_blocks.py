@@ -13,7 +13,7 @@ from kvshare.conversation.parser import parser_for
 from kvshare.conversation.tools import ToolFormat
 from kvshare.engine import Delta, FinishReason
 from kvshare.errors import EngineError
-from proxy.generate.answer_writer import BlockKind, Blocks, Change
+from proxy.generate.answer_writer import BlockChange, BlockKind, Blocks
 
 TOOLS = ({"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}},)
 CALL = '<tool_call>{"name": "time", "arguments": {"zone": "UTC"}}</tool_call>'
@@ -25,7 +25,7 @@ def blocks() -> Blocks:
 
 def answered(
     text: str, cuts: list[int] | None = None, end: FinishReason = FinishReason.STOP
-) -> tuple[Blocks, list[Change]]:
+) -> tuple[Blocks, list[BlockChange]]:
     """The blocks of a text that comes in pieces, and all that changed."""
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts or [])})
     read, changes = blocks(), []

@@ -10,14 +10,14 @@ import pytest
 from kvshare.engine import Delta, GenerationRequest, SamplingParams
 from kvshare.errors import EngineError
 from kvshare.requests import Prompt
-from proxy.generate.run import Run
+from proxy.generate.run import AnswerRun
 from proxy.request_log import RequestRecord
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 from vector_index import PromptText
 
 
-def asking(engine: FakeEngine, *texts: str, n: int = 1, record: RequestRecord | None = None) -> Run:
-    return Run(
+def asking(engine: FakeEngine, *texts: str, n: int = 1, record: RequestRecord | None = None) -> AnswerRun:
+    return AnswerRun(
         engine,
         [
             GenerationRequest(
@@ -32,7 +32,7 @@ def asking(engine: FakeEngine, *texts: str, n: int = 1, record: RequestRecord | 
     )
 
 
-async def read(run: Run, texts: dict[int, str]) -> dict[int, str]:
+async def read(run: AnswerRun, texts: dict[int, str]) -> dict[int, str]:
     """Add to `texts` what each choice comes to."""
     async for delta in run.deltas():
         assert isinstance(delta, Delta)

@@ -14,7 +14,7 @@ from delta_tree import Span
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.telemetry import Component, FallbackReason, TicketEvent
-from kvshare.vllm_protocol.messages import Finished, JournalEvent, Stored, Ticket, digest_of
+from kvshare.vllm_protocol.messages import FinishedReport, JournalEvent, StoredSegment, Ticket, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
@@ -197,7 +197,7 @@ async def test_a_report_that_cannot_be_true_is_refused(
     vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]  # the fake's own
     original = vllm._store
 
-    def with_a_hole(ticket: Ticket, tokens: list[int], span: Span) -> Stored:
+    def with_a_hole(ticket: Ticket, tokens: list[int], span: Span) -> StoredSegment:
         stored = original(ticket, tokens, span)
         return stored._replace(start=stored.start + 1)
 
@@ -327,7 +327,7 @@ async def test_tokens_that_vllm_had_itself_are_no_load(
     original = vllm._tell
 
     def with_local_tokens(event: JournalEvent) -> None:
-        original(replace(event, num_local=12) if isinstance(event, Finished) else event)
+        original(replace(event, num_local=12) if isinstance(event, FinishedReport) else event)
 
     vllm._tell = with_local_tokens  # type: ignore[method-assign]  # the fake's own
     await relay.chat("Reykjavik")

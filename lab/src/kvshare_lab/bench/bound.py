@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from delta_tree import Span, merge
 from kvshare.embedded.stored_model import head_dim_of
 from kvshare.kv.layout import ALL_EARLIER, Reach
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 
 _COPIED_BYTES = 256 * 2**20  # more than any processor's cache
 _COPIES = 5
@@ -88,7 +88,7 @@ def spans_of(positions: NDArray[np.int64]) -> tuple[Span, ...]:
     return merge([Span(place, place + 1) for place in np.unique(positions).tolist()])
 
 
-def computed_spans(finished: Finished) -> tuple[Span, ...]:
+def computed_spans(finished: FinishedReport) -> tuple[Span, ...]:
     """
     The positions of the prompt that vLLM computed for a request: where new KV was stored.
 

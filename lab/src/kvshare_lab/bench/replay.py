@@ -13,10 +13,11 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare.extras import require
-from kvshare.logs.requests import LoggedRequest, Outcome, TokenizedRequest, batches
+from kvshare.logs.requests import LoggedRequest
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.replay.requests import Outcome, TokenizedRequest, batches
 from kvshare.settings import load_settings
 from kvshare_lab.bench.figures import grown, memory_bytes, percentiles
 from kvshare_lab.bench.text_like import as_text, common_words, text_like_prompts

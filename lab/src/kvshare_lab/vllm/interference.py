@@ -22,7 +22,7 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.figures import by_name, intervals, percentiles
 from kvshare_lab.bench.harness import alternate, median
 from kvshare_lab.vllm.client import Answer, Client
@@ -57,7 +57,7 @@ class Scene:
 
     streams: Sequence[Answer]
     planned: Sequence[Answer]
-    finished: Sequence[Finished] = ()
+    finished: Sequence[FinishedReport] = ()
 
     @property
     def gaps_s(self) -> list[float]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from delta_tree import Span, TokenIds, gaps
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.direct import scattered_runs
 from kvshare_lab.vllm.client import Answer
 from kvshare_lab.vllm.prompts import unrelated_prompt
@@ -122,7 +122,7 @@ class _Parity:
         found = await asyncio.gather(*(self._planned(*request, max_tokens) for request in requests))
         return max(distance(one, other) for one, other in zip(found, expected, strict=True))
 
-    async def _planned(self, case: str, prompt: TokenIds, stored: Finished, max_tokens: int) -> Answer:
+    async def _planned(self, case: str, prompt: TokenIds, stored: FinishedReport, max_tokens: int) -> Answer:
         """The prompt again, with the stored KV that the case copies."""
         copied, exact_length = _copied(case, self.bench.rng, len(prompt))
         copies = [copy for span in copied for copy in copies_of(stored, span, span.start)]

@@ -19,7 +19,7 @@ from delta_tree import Copy, Span, TokenIds, gaps
 from kvshare.errors import ConfigError, EngineError
 from kvshare.fleet.router import wire_order
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, NoPlan, within
-from kvshare.vllm_protocol.messages import Finished, WireOrder
+from kvshare.vllm_protocol.messages import FinishedReport, WireOrder
 from kvshare_lab.bench.figures import by_name
 from kvshare_lab.bench.harness import median, rounds
 from kvshare_lab.bench.random_models import DEMO_VOCAB_SIZE
@@ -53,7 +53,7 @@ async def _measured(
     bench: Session[Config], tickets: TicketWriter, change: Callable[[TokenIds], TokenIds]
 ) -> dict[str, Any]:
     """One kind of prompts, `repeats` pairs after one that warms up."""
-    found: dict[str, list[tuple[Answer, Finished]]] = {name: [] for name in ARMS}
+    found: dict[str, list[tuple[Answer, FinishedReport]]] = {name: [] for name in ARMS}
     for counts, order in rounds(ARMS, bench.config.repeats):
         donor = bench.unrelated()
         stored, recipient = await tickets.store(donor), _planned(donor, change(donor))
@@ -75,8 +75,8 @@ async def _measured(
 
 
 async def _served(
-    tickets: TicketWriter, stored: Finished, recipient: Recipient, *, is_chosen: bool
-) -> tuple[Answer, Finished]:
+    tickets: TicketWriter, stored: FinishedReport, recipient: Recipient, *, is_chosen: bool
+) -> tuple[Answer, FinishedReport]:
     """One request. Raises EngineError unless as many tokens were computed as planned."""
     plan, spans = recipient.plan, recipient.unselected
     copies: Sequence[Copy] = plan.copies

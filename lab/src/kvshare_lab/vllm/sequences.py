@@ -18,7 +18,7 @@ import numpy as np
 from delta_tree import TokenIds, token_ids
 from kvshare.errors import LogError
 from kvshare.logs import ReadReport, read_file
-from kvshare.logs.requests import TokenizedRequest
+from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.served_model import DEMO
 from kvshare_lab.bench.bound import throughput_bound

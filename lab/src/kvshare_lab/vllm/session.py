@@ -16,7 +16,7 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare.fleet.client import ControlClient
 from kvshare.http_client import session as http_session
-from kvshare.vllm_protocol.messages import Dropped, Finished
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport
 from kvshare_lab.vllm.client import Client
 from kvshare_lab.vllm.prompts import unrelated_prompt
 from kvshare_lab.vllm.stack import BenchConfig, EditedConfig, Stack, StackOptions, document, stack
@@ -39,10 +39,10 @@ class Watch:
     max_bytes: int = 0  # that it may store
     peak_bytes: int = 0  # that it has stored
     num_dropped: int = 0  # segments
-    seen: list[Finished] = field(default_factory=list)
+    seen: list[FinishedReport] = field(default_factory=list)
     last: int = 0  # event that was read
 
-    async def look(self) -> list[Finished]:
+    async def look(self) -> list[FinishedReport]:
         """Read the events since the last look. Returns the requests that have finished."""
         info = await self.control.info()
         self.max_bytes = info.max_bytes
@@ -51,7 +51,7 @@ class Watch:
         self.last = journal.last
         dropped = (event.segment_ids for event in journal.events if isinstance(event, Dropped))
         self.num_dropped += sum(map(len, dropped))
-        new = [event for event in journal.events if isinstance(event, Finished)]
+        new = [event for event in journal.events if isinstance(event, FinishedReport)]
         self.seen += new
         return new
 

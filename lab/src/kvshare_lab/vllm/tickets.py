@@ -11,7 +11,7 @@ from delta_tree import Span, TokenIds
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import (
     TICKET_KEY,
-    Finished,
+    FinishedReport,
     ReplicaInfo,
     Ticket,
     WireCopy,
@@ -42,7 +42,7 @@ class TicketWriter:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
         return info
 
-    async def store(self, prompt: TokenIds) -> Finished:
+    async def store(self, prompt: TokenIds) -> FinishedReport:
         """Have a prompt computed and stored. Its own salt hides it in vLLM's prefix cache."""
         _, finished = await self.ask(prompt, store=True)
         return finished
@@ -57,7 +57,7 @@ class TicketWriter:
         store: bool = False,
         max_tokens: int = 1,
         num_top: int = 0,
-    ) -> tuple[Answer, Finished]:
+    ) -> tuple[Answer, FinishedReport]:
         """
         Send a prompt with a plan, and with a salt that no other request has. Returns the connector's report,
         too. `store`: the connector is to store the prompt.
@@ -89,7 +89,7 @@ class TicketWriter:
         raise EngineError(f"the connector has not reported request {own} after {_MAX_POLLS * _POLL_S:g} s")
 
 
-def copies_of(finished: Finished, source: Span, target_start: int) -> Iterator[WireCopy]:
+def copies_of(finished: FinishedReport, source: Span, target_start: int) -> Iterator[WireCopy]:
     """A stretch of a stored prompt from the segments that have it, to be written from `target_start` on."""
     for stored in sorted(finished.stored, key=lambda stored: stored.start):
         if part := source.intersection(stored.span):

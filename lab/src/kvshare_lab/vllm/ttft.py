@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from delta_tree import TokenIds
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.bound import Bound, bound_figures, computed_spans, copied_bytes_per_s
 from kvshare_lab.bench.figures import by_name, intervals
 from kvshare_lab.bench.harness import median
@@ -146,7 +146,7 @@ async def _alone(bench: Session[Config], client: Client, prompt: TokenIds) -> An
     return await client.complete(prompt)
 
 
-async def _store(bench: Session[Config], prompt: TokenIds) -> tuple[Answer, Finished, dict[str, float]]:
+async def _store(bench: Session[Config], prompt: TokenIds) -> tuple[Answer, FinishedReport, dict[str, float]]:
     """A request through the proxy, until it is stored: the connector's report, milliseconds by stage."""
     before = await bench.proxy.counters()
     answer = await _alone(bench, bench.proxy, prompt)

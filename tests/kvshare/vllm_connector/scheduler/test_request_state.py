@@ -19,14 +19,14 @@ from kvshare.vllm_connector.scheduler.request_state import (
     TicketedRequest,
     why_unshared,
 )
-from kvshare.vllm_protocol.messages import Stored, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.messages import StoredSegment, Ticket, WireCopy, digest_of
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadResult
 
 ROOT = Path(request_state.__file__).parents[3]
 COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
-OUTPUT, STORED = (7, 8), (Stored(SegmentId(3), 100, 20, 640),)
+OUTPUT, STORED = (7, 8), (StoredSegment(SegmentId(3), 100, 20, 640),)
 
 
 def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> LoadResult:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from delta_tree import SegmentId, Span
-from kvshare.vllm_protocol.messages import TICKET_KEY, Finished, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.messages import TICKET_KEY, FinishedReport, Ticket, WireCopy, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TestLoadsThatBeginLater:
         request.num_computed_tokens = len(TOKENS)  # all of the prompt was promised
         assert scheduler.request_finished(request, [1, 2]) is False
         (finished,) = scheduler.events.read(0).events
-        assert isinstance(finished, Finished)
+        assert isinstance(finished, FinishedReport)
         assert (finished.decision, finished.stored) == ("full", ())
 
     def test_one_that_is_looked_up_and_not_admitted_is_looked_up_again(
@@ -197,7 +197,7 @@ def test_weights_that_change_end_what_is_stored() -> None:
     request.num_computed_tokens = len(TOKENS)
     assert not scheduler.request_finished(request, [1, 2])
     *_, finished = scheduler.events.read(0).events
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, FinishedReport)
     assert finished.stored == ()
 
 

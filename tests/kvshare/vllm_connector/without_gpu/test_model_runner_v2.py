@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvshare.vllm_protocol.messages import Finished
+from kvshare.vllm_protocol.messages import FinishedReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -136,7 +136,7 @@ def driven(vllm: Vllm, request: pytest.FixtureRequest) -> Iterator[Driven]:
         yield Driven(vllm, patch, full_graph=full_graph, defers=defers)
 
 
-def share(driven: Driven, text: Texts, copies: Copies, seed: int) -> Finished:
+def share(driven: Driven, text: Texts, copies: Copies, seed: int) -> FinishedReport:
     """A donor and a prompt that reuses it, which is answered as without."""
     vllm, tokens = driven.vllm, text(600, seed)
     donor = vllm.store(tokens)
