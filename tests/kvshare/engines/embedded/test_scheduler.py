@@ -121,7 +121,7 @@ class Answer:
 
 
 def run(*tasks: Answer) -> list[tuple[object, object]]:
-    """Submit all before the first one begins. Returns those that are released, in order, with their errors."""
+    """Submit all before the first one begins. Returns the released ones in order, with their errors."""
     released: SimpleQueue[tuple[object, object]] = SimpleQueue()
     scheduler = Scheduler(chunk_tokens=8, on_release=lambda *found: released.put(found))
     for task in tasks:
