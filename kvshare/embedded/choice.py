@@ -127,7 +127,8 @@ class Choice:
 
     def take(self, logits: torch.Tensor) -> tuple[int, str] | None:
         """
-        Sample the next token. Returns it and the text that can be emitted now.
+        Sample the next token. Returns it and the text that can be emitted now. Where a grammar is followed,
+        `settle` says whether the choice has finished with it.
 
         None if it is not known yet which tokens the grammar allows: call again with the same logits.
 
@@ -146,19 +147,19 @@ class Choice:
                 self._constraint.take(token_id)
                 self.is_pending = True
                 self.num_shown += len(text)
-                return token_id, text + (self.settle() or "")
+                return token_id, text
         self.num_shown += len(text)
         return token_id, text + self._after_token(stopped)
 
-    def settle(self) -> str | None:
+    def settle(self, *, waits: bool) -> str | None:
         """
         Find whether the last token completes the answer. Returns the text that can be emitted then.
 
-        None if it is not known yet.
+        None if it is not known yet; `waits` some milliseconds for it.
 
         Raises:  RequestError if the grammar cannot be followed any further
         """
-        if self._constraint is None or (state := self._constraint.state()) is GrammarState.PENDING:
+        if self._constraint is None or (state := self._constraint.state(waits=waits)) is GrammarState.PENDING:
             return None
         self.is_pending = False
         return self._after_token(state is GrammarState.ENDED)

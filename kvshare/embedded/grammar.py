@@ -125,12 +125,13 @@ class ConstrainedChoice:
         self._forbidden, self._is_pending = None, True
         self._matcher.take(self._number, token_id)
 
-    def state(self) -> GrammarState:
-        """Whether the answer is complete with the last token."""
+    def state(self, *, waits: bool = True) -> GrammarState:
+        """Whether the answer is complete with the last token; `waits`: for a reply that is not there yet."""
         if self._is_pending:
-            frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
+            wait_s = _WAIT_S if waits else 0.0
+            frame = self._matcher.poll(self._number, wait_s=wait_s)
             while frame is not None and frame.kind is Kind.MASK:  # of an earlier token
-                frame = self._matcher.poll(self._number, wait_s=_WAIT_S)
+                frame = self._matcher.poll(self._number, wait_s=wait_s)
             if frame is None:
                 return GrammarState.PENDING
             self._is_pending = False
@@ -140,5 +141,5 @@ class ConstrainedChoice:
 
 
 def _forbidden(mask: bytes, vocab_size: int) -> torch.Tensor:
-    allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
-    return torch.from_numpy(allowed == 0)
+    forbidden = np.unpackbits(~np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
+    return torch.from_numpy(forbidden.view(np.bool_))

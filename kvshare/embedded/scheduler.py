@@ -110,9 +110,21 @@ class Task:
             self._prefill(max_queries)
         else:
             for choice in self._unfinished():
-                if self._is_going_on(choice):
+                self._settle(choice, waits=True)
+                if not choice.is_pending and choice.finish_reason is None:
                     self._take_token(choice, self._next_logits(choice))
         return not self.prefilled or bool(self._unfinished())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last token of a choice may have been its last one, which its grammar says later."""
+        return any(choice.is_pending for choice in self._choices)
+
+    def settle(self) -> bool:
+        """End the choices that are known to be complete by now. Returns whether there is more to do."""
+        for choice in self._unfinished():
+            self._settle(choice, waits=False)
+        return bool(self._unfinished())
 
     def _unfinished(self) -> list[Choice]:
         return [choice for choice in self._choices if choice.finish_reason is None]
@@ -155,12 +167,13 @@ class Task:
             self._choices.append(choice)
             self._take_token(choice, logits)
 
-    def _is_going_on(self, choice: Choice) -> bool:
-        """Whether the choice needs another token, as far as its grammar has said so yet."""
-        if choice.is_pending and (text := choice.settle()) is not None and choice.finish_reason is not None:
+    def _settle(self, choice: Choice, *, waits: bool) -> None:
+        """End a choice whose grammar says that its last token completes the answer."""
+        if not choice.is_pending:
+            return
+        if (text := choice.settle(waits=waits)) is not None and choice.finish_reason is not None:
             logprobs = choice.logprobs.take(num_shown=choice.num_shown, ended=True)
             self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
-        return not choice.is_pending and choice.finish_reason is None
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
         """Those after its last token, which may have been computed in an earlier quantum."""
@@ -200,6 +213,9 @@ class Scheduler:
     """
     Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
 
+    While a grammar's process takes a token, the next task has its quantum. Then the answer ends if that token
+    completed it: it need not wait for its next turn.
+
     A thread calls `on_release(task, error)` when the worker will not use a task again.
     """
 
@@ -209,6 +225,7 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._on_release = on_release
         self._tasks: set[Task] = set()
+        self._pending: set[Task] = set()  # may have ended with their last token
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
 
     def stop(self) -> None:
@@ -223,21 +240,33 @@ class Scheduler:
         self._worker.submit(self._advance, task)
 
     def _advance(self, task: Task) -> None:
+        if task not in self._tasks:  # it ended when it was settled
+            return
+        self._pending.discard(task)
+        if self._has_more(task, lambda: task.advance(max_queries=self._chunk_for(task))):
+            with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
+                self._worker.submit(self._advance, task)
+        for other in tuple(self._pending):
+            if not self._has_more(other, other.settle) or not other.is_pending:
+                self._pending.discard(other)
+        if task in self._tasks and task.is_pending:
+            self._pending.add(task)
+
+    def _has_more(self, task: Task, work: Callable[[], bool]) -> bool:
+        """Work on a task, which says whether there is more to do. If not, it is released."""
         error: BaseException | None = None
         more = False
         try:
-            more = not task.cancelled and task.advance(max_queries=self._chunk_for(task))
+            more = not task.cancelled and work()
         except RequestError as exc:  # its grammar cannot be followed any further
             error = exc
         except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are no Exception
             log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc
-        if more:
-            with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
-                self._worker.submit(self._advance, task)
-        else:
+        if not more:
             self._tasks.discard(task)
             self._on_release(task, error)
+        return more
 
     def _chunk_for(self, task: Task) -> int:
         others_decode = any(other.prefilled for other in tuple(self._tasks) if other is not task)

@@ -8,6 +8,7 @@ Nothing here waits longer than the caller says, so that a slow grammar delays it
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -22,7 +23,7 @@ from kvshare.grammar_pool.limits import MASK_WAIT_S
 
 _SEND_S = 1.0
 _ONE_ROUND_S = 0.001  # in which all choices of a request are polled
-_READ_BYTES = 262_144
+_READ_BYTES = 65_536
 
 
 class WorkerProcess:
@@ -57,7 +58,9 @@ class RemoteMatcher:
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         """`param`: of the request, that errors name. `on_close`: called once, when it is closed."""
-        self._process = process
+        self._process = process  # its socket does not block
+        self._readable = select.poll()
+        self._readable.register(process.connection, select.POLLIN)
         self._on_close: Callable[[], object] | None = on_close
         self._param = param
         self._reader = FrameReader()
@@ -74,8 +77,7 @@ class RemoteMatcher:
         """Advance a choice by a token. Replies: whether it has ended; if not, its next mask."""
         self._sent_at[choice] = time.monotonic()
         with self._lock, suppress(OSError):  # it has ended: `poll` says so
-            self._process.connection.settimeout(_SEND_S)
-            self._process.connection.sendall(take(choice, token_id).packed())
+            self._send(take(choice, token_id).packed())
 
     def poll(self, choice: int, *, wait_s: float) -> Frame | None:
         """
@@ -84,12 +86,9 @@ class RemoteMatcher:
         Raises:  UnsupportedFormatError if the grammar can be followed no further
         """
         frames = self._frames.setdefault(choice, deque())
-        # Choices are polled one after the other: where one has waited in vain, the others do not wait, too.
-        waits = time.monotonic() >= self._waits_again_at
-        with self._lock:
-            self._receive(frames, wait_s if waits else 0.0)
-        if waits and not frames:
-            self._waits_again_at = time.monotonic() + _ONE_ROUND_S
+        if not frames:
+            with self._lock:
+                self._receive(frames, wait_s)
         if frames:
             frame = frames.popleft()
             if frame.kind is Kind.FAILED:
@@ -113,18 +112,41 @@ class RemoteMatcher:
         if on_close is not None:
             on_close()
 
-    def _receive(self, frames: deque[Frame], wait_s: float) -> None:
-        """Read until there is one of these frames, not longer than `wait_s`."""
-        until = time.monotonic() + wait_s
-        process = self._process
-        while not frames and not process.has_ended:
-            process.connection.settimeout(max(0.0, until - time.monotonic()))
+    def _send(self, message: bytes) -> None:
+        """Raises OSError if the process has ended, or reads nothing for long."""
+        connection = self._process.connection
+        with suppress(BlockingIOError):
+            message = message[connection.send(message) :]
+        if message:
+            connection.settimeout(_SEND_S)
             try:
-                received = process.connection.recv(_READ_BYTES)
-            except (BlockingIOError, TimeoutError):
-                return
-            except OSError:
-                received = b""
-            process.has_ended = not received
-            for frame in self._reader.feed(received):
-                self._frames.setdefault(frame.choice, deque()).append(frame)
+                connection.sendall(message)
+            finally:
+                connection.setblocking(False)
+
+    def _receive(self, frames: deque[Frame], wait_s: float) -> None:
+        """Read what is there. Then wait for one of these frames, not longer than `wait_s`."""
+        self._read()
+        if frames or not wait_s or (now := time.monotonic()) < self._waits_again_at:
+            return
+        until = now + wait_s
+        while not frames and not self._process.has_ended and now < until:
+            if self._readable.poll(1e3 * (until - now)):
+                self._read()
+            now = time.monotonic()
+        if not frames:
+            # Choices are polled one after the other: where one has waited in vain, others do not wait, too.
+            self._waits_again_at = now + _ONE_ROUND_S
+
+    def _read(self) -> None:
+        """Sort what has arrived by choice."""
+        process = self._process
+        try:
+            received = b"" if process.has_ended else process.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        process.has_ended = not received
+        for frame in self._reader.feed(received):
+            self._frames.setdefault(frame.choice, deque()).append(frame)

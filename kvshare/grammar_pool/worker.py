@@ -105,6 +105,7 @@ def _serve(compiler: Compiler, connection: socket.socket) -> None:
     if matcher is None or first is None:
         connection.sendall(Frame(Kind.DONE).packed())
         return
+    _do_not_interrupt()
     connection.sendall(Frame(Kind.MASK, payload=first).packed())
     choices: dict[int, Matcher] = {}
     for frame in frames:
@@ -116,11 +117,11 @@ def _serve(compiler: Compiler, connection: socket.socket) -> None:
 def _take(matcher: Matcher, frame: Frame, connection: socket.socket) -> None:
     """Take a token; then find which may be next, while the model computes."""
     try:
-        with _cpu_limit(MASK_S):
-            ended = matcher.take(frame.number)
-            connection.sendall(Frame(Kind.ENDED if ended else Kind.TAKEN, frame.choice).packed())
-            if not ended:
-                connection.sendall(Frame(Kind.MASK, frame.choice, matcher.mask()).packed())
+        _limit_cpu(MASK_S)
+        ended = matcher.take(frame.number)
+        connection.sendall(Frame(Kind.ENDED if ended else Kind.TAKEN, frame.choice).packed())
+        if not ended:
+            connection.sendall(Frame(Kind.MASK, frame.choice, matcher.mask()).packed())
     except UnsupportedGrammarError as exc:
         connection.sendall(Frame(Kind.FAILED, frame.choice, str(exc).encode()).packed())
 
@@ -146,14 +147,20 @@ def _niced(compile_: Callable[[], Matcher | None]) -> Matcher | None:
     return results[0]
 
 
-@contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Inside, the process ends after computing for so long: a busy machine ends no answer."""
+def _limit_cpu(seconds: float) -> None:
+    """From now on the process ends after computing for so long: a busy machine ends no answer."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _do_not_interrupt() -> None:
+    """
+    Let a thread that sends a token compute on, where this process would take its processor for the reply.
+
+    It gets its share nevertheless, and all of it when that thread waits.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager

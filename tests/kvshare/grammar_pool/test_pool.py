@@ -195,6 +195,34 @@ async def test_a_slow_process_holds_its_caller_up_once(pool: GrammarPool) -> Non
     matcher.close()
 
 
+async def test_a_look_without_waiting_takes_no_wait_away(pool: GrammarPool) -> None:
+    """The next poll waits for the reply, although the one before has found none."""
+    matcher, _ = await pool.compiled(lark({"type": "string"}), key="ann", param="tools")
+    assert matcher.pid is not None
+    os.kill(matcher.pid, signal.SIGSTOP)
+    matcher.take(0, TOKEN_OF_QUOTE)
+    assert matcher.poll(0, wait_s=0.0) is None
+    asyncio.get_running_loop().run_in_executor(None, continue_soon, matcher.pid)
+    frame = matcher.poll(0, wait_s=30.0)
+    assert frame is not None
+    assert frame.kind is Kind.TAKEN
+    matcher.close()
+
+
+def continue_soon(pid: int) -> None:
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+async def test_what_follows_an_answer_takes_no_processor_from_the_model(pool: GrammarPool) -> None:
+    """The thread that sends a token is not interrupted for the reply."""
+    matcher, _ = await pool.compiled(lark(FINE), key="ann", param="tools")
+    assert matcher.pid is not None
+    assert os.sched_getscheduler(matcher.pid) == os.SCHED_BATCH
+    matcher.close()
+
+
 async def test_a_dead_first_process_is_replaced(pool: GrammarPool) -> None:
     """The next schema compiles; what runs in other processes goes on."""
     running, _ = await pool.compiled(lark({"type": "string"}), key="ann", param="tools")
@@ -297,12 +325,25 @@ def test_a_worker_imports_no_large_library() -> None:
 
 @pytest.mark.parametrize(
     ("work", "status"),
-    [("while True: pass", -signal.SIGPROF), ("time.sleep(0.5)", 0)],
+    [
+        ("while True: pass", -signal.SIGPROF),
+        ("time.sleep(0.5)", 0),
+        ("compute(0.15); worker._limit_cpu(0.2); compute(0.15)", 0),
+    ],
 )
 def test_a_mask_is_limited_by_what_it_computes(work: str, status: int) -> None:
-    """Not by how long it takes: a process that a busy machine lets wait breaks no answer off."""
-    code = f"import time, kvshare.grammar_pool.worker as worker\nwith worker._cpu_limit(0.2):\n    {work}"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+    """
+    Not by how long it takes: a process that a busy machine lets wait breaks no answer off. Nor by what
+    earlier masks have taken.
+    """
+    code = """
+import time, kvshare.grammar_pool.worker as worker
+def compute(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until: pass
+worker._limit_cpu(0.2)
+"""
+    assert subprocess.run([sys.executable, "-c", code + work], check=False).returncode == status
 
 
 async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -118,12 +118,12 @@ async def ask(
     began = time.perf_counter()
     await engine.generate(request, lambda event: events.append((time.perf_counter() - began, event)))
     await engine.settle()
-    deltas = [(seconds, event.text) for seconds, event in events if isinstance(event, Delta)]
+    deltas = [(seconds, event) for seconds, event in events if isinstance(event, Delta)]
     return Answer(
         report=next(event.report for _, event in events if isinstance(event, Started)),
         finished=next(event for _, event in events if isinstance(event, Finished)),
-        token_times_s=[seconds for seconds, _ in deltas],
-        text="".join(text for _, text in deltas),
+        token_times_s=[seconds for seconds, delta in deltas if delta.num_tokens],
+        text="".join(delta.text for _, delta in deltas),
     )
 
 
