@@ -15,7 +15,7 @@ from kvshare.requests import Prompt, SharingMode, SharingReport
 from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare_lab.bench.direct import greedy, prefilled
-from kvshare_lab.fidelity.measures import divergence, num_agreed
+from kvshare_lab.fidelity.measures import divergence
 from kvshare_lab.fidelity.trial import NUM_FORCED
 
 
@@ -39,19 +39,13 @@ async def serve(
     *,
     tenant: str = "bench",
     full: Callable[[], FullAnswer] | None = None,
-    free_tokens: int = 0,
 ) -> Served:
-    """
-    Plan, compute and store a prompt.
-
-    `full`: computes what an approximate answer is compared with. `free_tokens`: greedy answers of so many
-    tokens are compared, too.
-    """
+    """Plan, compute and store a prompt. `full`: computes what an approximate answer is compared with."""
     sharing, keeper, network = engine.sharing, engine.server.runtime.keeper, engine.server.shared_model
     namespace = engine.namespace(tenant=tenant, scope="tenant").digest
     lookup = await sharing.find_plan(namespace, prompt, SharingMode.APPROX)
     keeper.hold(lookup.plan)
-    kv = network.new_sequence(prompt.num_tokens + NUM_FORCED + free_tokens)
+    kv = network.new_sequence(prompt.num_tokens + NUM_FORCED)
     if isinstance(lookup.plan, Plan):
         with torch.inference_mode():
             kv.write_copies(lookup.plan.copies, lookup.segments)
@@ -64,36 +58,26 @@ async def serve(
     report = lookup.report(prompt.num_tokens)
     if full is None or report.decision != "approx":
         return Served(report, {})
-    return Served(report, _compared(engine, prompt.num_tokens, kv, logits, full(), free_tokens))
+    return Served(report, _compared(engine, prompt.num_tokens, kv, logits, full()))
 
 
-def full_answer(engine: EmbeddedEngine, prompt: Prompt, free_tokens: int = 0) -> FullAnswer:
+def full_answer(engine: EmbeddedEngine, prompt: Prompt) -> FullAnswer:
     """The answer without any sharing, as long as a comparison needs it."""
     network, size, ends = engine.server.shared_model, prompt.num_tokens, engine.server.eos_token_ids
-    kv = network.new_sequence(size + NUM_FORCED + free_tokens)
+    kv = network.new_sequence(size + NUM_FORCED)
     _, first = prefilled(network, prompt.token_ids, NoPlan(), kv)
-    return FullAnswer(*greedy(network, kv, size, first, limit=max(NUM_FORCED, free_tokens), ends=ends))
+    return FullAnswer(*greedy(network, kv, size, first, limit=NUM_FORCED, ends=ends))
 
 
 def _compared(
-    engine: EmbeddedEngine,
-    size: int,
-    kv: SequenceKV,
-    logits: torch.Tensor,
-    full: FullAnswer,
-    free_tokens: int,
+    engine: EmbeddedEngine, size: int, kv: SequenceKV, logits: torch.Tensor, full: FullAnswer
 ) -> Mapping[str, float]:
     """The shared arm's KV and first logits, compared with a full prefill, along that one's answer."""
-    network, ends = engine.server.shared_model, engine.server.eos_token_ids
+    network = engine.server.shared_model
     places = enumerate(full.tokens[: NUM_FORCED - 1], size)
     found = [logits, *(network.next_logits(kv, place, token) for place, token in places)]
     both = min(len(full.logits), len(found))
-    compared = divergence(
+    return divergence(
         torch.log_softmax(torch.stack(list(full.logits[:both])).float(), dim=-1),
         torch.log_softmax(torch.stack(found[:both]).float(), dim=-1),
     ).as_document()
-    if not free_tokens:
-        return compared
-    own, _ = greedy(network, kv, size, logits, limit=free_tokens, ends=ends)
-    answer = full.tokens[:free_tokens]
-    return {**compared, "equal": float(own == answer), "agreement": num_agreed(answer, own) / len(answer)}
