@@ -11,8 +11,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kvshare.cli import bench
-from kvshare.cli.bench import BENCHMARKS, Benchmark
 from kvshare.errors import ConfigError, MissingExtraError
 from kvshare.extras import OF_EMBEDDING, missing_modules
 from kvshare_lab.bench import (
@@ -25,6 +23,8 @@ from kvshare_lab.bench import (
     ttft,
 )
 from kvshare_lab.bench import replay as replayed
+from kvshare_lab.cli import bench
+from kvshare_lab.cli.bench import BENCHMARKS, Benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_no_command_asks_for_an_embedder_before_it_runs(
     benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its default engine; what runs then is tested below."""
-    module = importlib.import_module(bench._chosen(benchmark, benchmark.engines[0], {}))
+    module = importlib.import_module(bench.module_of(benchmark, benchmark.engines[0], {}))
     config = benchmark.engines[0] == bench.VLLM
     monkeypatch.setattr(module, "run", (lambda config: {"ran": True}) if config else (lambda: {"ran": True}))
     if config:

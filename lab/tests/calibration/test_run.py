@@ -9,7 +9,9 @@ import pytest
 from kvshare.errors import ConfigError, LogError
 from kvshare.sharing.calibration import calibration_of, read_calibration
 from kvshare.sharing.prediction import FEATURES
-from kvshare_lab.bench.calibrate import Measured, evaluated, run
+from kvshare_lab.calibration.arms import Measured
+from kvshare_lab.calibration.evaluation import evaluated
+from kvshare_lab.calibration.run import run
 from kvshare_lab.fidelity.suites.logs import similar_requests
 
 

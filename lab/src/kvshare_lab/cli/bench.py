@@ -1,13 +1,13 @@
 """
 `kvshare bench ...`: the commands behind the project's published figures. bench.toml has their options.
 
-A command calls `run(**options)` of `kvshare_lab.bench.<name>`, or with vLLM `run(Config(**options))` of
-`kvshare_lab.vllm.<name>`. It passes only options that were given: those functions have the defaults. A
-result with `"passed": false` ends with exit code 1. In a git checkout a result carries its `commit`.
+In this process a command calls `run(**options)` of `kvshare_lab.bench.<name>` or of its `module`, with vLLM
+`run(Config(**options))` of `kvshare_lab.vllm.<name>`. It passes only options that were given: those functions
+have the defaults. A result with `"passed": false` ends with exit code 1. In a git checkout a result carries
+its `commit`.
 """
 
 import importlib
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import Parameter, Signature, iscoroutine, signature
@@ -19,11 +19,15 @@ import typer
 
 from kvshare.cli.options import Format, OutputFormat, described, parameter
 from kvshare.cli.output import ExitCode, show
-from kvshare.extras import require
+from kvshare.cli.plugins import LAB
+from kvshare_lab.checkout import checkout_commit
 
-app = typer.Typer(no_args_is_help=True, help="Measure: every published figure comes from one of these.")
-
-_PACKAGE = Path(__file__).parents[1]
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help=LAB["bench"],  # as the product lists it
+)
 
 EMBEDDED, VLLM = "embedded", "vllm"
 _BOTH = (EMBEDDED, VLLM)
@@ -35,23 +39,29 @@ _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputForma
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A command. `options`: without those that all commands have. `engines`: the default one first."""
+    """
+    A command. `options`: without those that all commands have. `engines`: the default one first. `module`:
+    what runs in this process.
+    """
 
     name: str
     help: str
     options: tuple[Parameter, ...]
     engines: tuple[str, ...]
+    module: str
 
 
 def _benchmarks() -> Iterator[Benchmark]:
-    document = described("bench.toml")
+    document = described(Path(__file__).with_suffix(".toml"))
     shared = document["options"]
     for name, command in document["commands"].items():
         options = tuple(
             parameter(each, **shared[each]) if isinstance(each, str) else parameter(**each)
             for each in command["options"]
         )
-        yield Benchmark(name, command["help"], options, tuple(command.get("engines", [EMBEDDED])))
+        engines = tuple(command.get("engines", [EMBEDDED]))
+        module = command.get("module", f"kvshare_lab.bench.{name}")
+        yield Benchmark(name, command["help"], options, engines, module)
 
 
 BENCHMARKS = tuple(_benchmarks())
@@ -64,8 +74,7 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         as_json, output_format = options.pop("as_json"), options.pop("output_format")
         engine = options.pop("engine", EMBEDDED)
         given = {name: value for name, value in options.items() if value is not None}
-        chosen = _chosen(benchmark, engine, given)
-        require("bench", what="`kvshare bench`", embeds=False)  # a benchmark that embeds asks for it itself
+        chosen = module_of(benchmark, engine, given)
         module = importlib.import_module(chosen)
         commit = checkout_commit()
         document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
@@ -96,7 +105,7 @@ def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dic
     return {"benchmark": benchmark.name, **defaults, **given, **names, **measured}
 
 
-def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
+def module_of(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
     """The name of the module that runs. Raises typer.BadParameter for an option that it does not have."""
     for name in given if benchmark.engines == _BOTH else ():
         owner = _OWNERS.get(name, engine)
@@ -104,28 +113,7 @@ def _chosen(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
-    package = "kvshare_lab.vllm" if engine == VLLM else "kvshare_lab.bench"
-    return f"{package}.{benchmark.name}"
-
-
-def checkout_commit(package: Path = _PACKAGE) -> str | None:
-    """
-    The commit of the checkout that `package` lies in, with "-dirty" where tracked files differ from it.
-
-    None without git, and where the package was installed: a folder of another repository does not count.
-    """
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return _git(package, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints in the folder; None where there is no git, or it fails."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return f"kvshare_lab.vllm.{benchmark.name}" if engine == VLLM else benchmark.module
 
 
 for _benchmark in BENCHMARKS:

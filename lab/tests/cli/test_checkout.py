@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.cli.bench import checkout_commit
+from kvshare_lab.checkout import checkout_commit
 from tests.kvshare.cli.conftest import Cli
 
 
@@ -47,6 +47,6 @@ def test_an_installed_package_has_none(package: Path, tmp_path: Path) -> None:
 
 def test_benchmarks_carry_the_commit(cli: Cli) -> None:
     """`kvshare bench --json` says what `git` says of this checkout."""
-    outcome = cli("bench", "storage", "--prompt-tokens", "200", "--json")
+    outcome = cli("bench", "parity", "--tokens", "80", "--json")
     assert outcome.code == 0, outcome.stderr
     assert outcome.document.get("commit") == checkout_commit()
