@@ -1,9 +1,11 @@
 """The generator of sheets, questions and near-duplicate pairs."""
 
+import json
 import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +155,14 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_forms_of_the_example_are_such_a_pair() -> None:
+    """examples/two_forms.py has them in a file, as it runs without the lab."""
+    example = Path(__file__).parents[3] / "examples" / "two_forms.py"
+    pair = next(near_duplicate_pairs(seed=1, count=1))
+    forms = json.loads(example.with_suffix(".json").read_text(encoding="utf-8"))
+    assert forms["first"] == list(pair.donor_messages)
+    assert forms["second"] == list(pair.recipient_messages)
+    assert forms["answer"] == pair.answer
+    assert "kvshare_lab" not in example.read_text(encoding="utf-8")
