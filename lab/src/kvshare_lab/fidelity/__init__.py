@@ -9,7 +9,7 @@
     measures.py, arms.py         what is measured of an answer and of a plan
     laboratory.py, rows.py       work that can be stopped and continued
     statistics.py, tables.py, plots.py, report.py        intervals, tests, tables, figures
-    chains.py          edits of edits at different places, served as a server serves them: `--chains`
+    chains.py, served.py         edits of edits at different places, served as by a server: `--chains`
     papers/            the tables of published papers: `kvshare bench papers`
 
 Rules get the same donors, plans and rotation; `full`, `set-cache` and `cache-craft` bring their own copies.
