@@ -32,7 +32,7 @@ types: $(STAMP)
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
-COMMAND_TESTS := tests/lab/src/kvshare_lab/bench tests/kvshare/cli
+COMMAND_TESTS := lab/tests tests/kvshare/cli
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
@@ -67,7 +67,7 @@ long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/test_gpu.py \
-	  lab/tests/bench/test_calibrate.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
+	  lab/tests/calibration/test_run.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
 	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/test_vllm_sources.py
@@ -104,8 +104,9 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[embedded]' openai
 	touch $@
 
-$(STAMP): $(SERVE_STAMP)
-	$(PIP_INSTALL) -e '.[dev]'
+# Both distributions: the product's tests use the lab's models and servers, too.
+$(STAMP): $(SERVE_STAMP) lab/pyproject.toml
+	$(PIP_INSTALL) -e '.[dev]' -e ./lab
 	touch $@
 
 # vLLM on the CPU, for tests; serving does not need it. It is built for Linux only: elsewhere its tests are skipped.

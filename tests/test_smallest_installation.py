@@ -154,8 +154,6 @@ async def _stored(http: aiohttp.ClientSession) -> None:
         (["verify", "demo"], "embedded"),
         (["replay", "log.jsonl"], "replay"),
         (["replay", "diff", "a", "b"], "replay"),
-        (["bench", "parity"], "bench"),
-        (["calibrate"], "bench"),
     ],
 )
 def test_a_command_of_an_extra_names_it(
@@ -165,6 +163,15 @@ def test_a_command_of_an_extra_names_it(
     outcome = installation.run(*command)
     assert outcome.returncode == 2
     assert f"pip install 'kvshare[{extra}]'" in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["bench", "parity"], ["bench", "--help"], ["calibrate"]])
+def test_a_command_of_the_lab_names_it(installation: Installation, command: list[str]) -> None:
+    """The same: the lab is another distribution."""
+    outcome = installation.run(*command)
+    assert outcome.returncode == 2
+    assert "kvshare-lab, which is not installed: pip install ./lab" in outcome.stderr
     assert outcome.stderr.count("\n") == 1
 
 

@@ -11,7 +11,17 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "words.yaml").read_text())
-ROOMS = ("delta_tree", "docs", "examples", "kvshare", "proxy", "scripts", "vector_index")
+ROOMS = (
+    "delta_tree",
+    "docs",
+    "examples",
+    "kvshare",
+    "lab/scripts",
+    "lab/src",
+    "proxy",
+    "scripts",
+    "vector_index",
+)
 KINDS = {".py", ".md", ".yaml", ".toml", ".jinja"}
 CODE_SPAN = re.compile(r"`[^`\n]*`|\{[^{}\n]*\}")
 BANNED = re.compile(

@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli import bench, doctor, models, replay, serve, store, vllm_command, warm
+from kvshare.cli import doctor, models, replay, serve, store, vllm_command, warm
 from kvshare.cli.output import exit_code, hush
+from kvshare.cli.plugins import CommandGroup
 from kvshare.crash_report import report_crashes
 from kvshare.errors import KVShareError
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,  # importing rich for --help doubles its time
     pretty_exceptions_enable=False,
@@ -44,9 +46,7 @@ app.command("pin")(store.pin)
 app.command("unpin")(store.unpin)
 app.command("warm")(warm.warm)
 app.command("hash-key")(serve.hash_key)
-app.command("calibrate")(models.calibrate)
 app.command("workload")(replay.workload)
-app.add_typer(bench.app, name="bench")
 app.add_typer(replay.app, name="replay")
 
 

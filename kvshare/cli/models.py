@@ -1,14 +1,11 @@
-"""
-`kvshare fetch-model`, `verify` and `calibrate`: get a model, test which of its KV can be shared, and measure
-what reused KV costs it.
-"""
+"""`kvshare fetch-model` and `verify`: get a model, and test which of its KV can be shared."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from kvshare.cli.options import Format, OutputFormat, argument, option, with_options
-from kvshare.cli.output import is_quiet, note, show
+from kvshare.cli.options import Format, OutputFormat, argument, option
+from kvshare.cli.output import is_quiet, show
 from kvshare.extras import require
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -49,13 +46,3 @@ def verify(
     source = find_model(model, download=True)
     loaded = served(load_network(source.path, device=device, dtype=dtype), name=source.name)
     show("verify", verification_document(loaded), output_format)
-
-
-@with_options("calibrate")
-def calibrate(*, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
-    """Measure what reused KV costs a model, and write what the server needs to know of it."""
-    require("bench", what="`kvshare calibrate`", embeds=False)
-    from kvshare_lab.bench import calibrate as calibration
-
-    show("bench", calibration.run(**options), output_format)
-    note(f"written: set sharing.calibration to {options['out']}")

@@ -4,7 +4,7 @@ type, limits and default. And the options that several commands share.
 """
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -17,12 +17,12 @@ Command = Callable[..., None]
 _TYPES = {"text": str, "texts": list[str], "int": int, "float": float, "path": Path, "flag": bool}
 
 
-def described(file: str) -> dict[str, Any]:
-    """A TOML file of this folder, as Python reads it without importing anything heavy."""
-    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+def described(file: Path) -> dict[str, Any]:
+    """A TOML file of options, as Python reads it without importing anything heavy."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-_OPTIONS = described("options.toml")
+_OPTIONS = described(Path(__file__).with_suffix(".toml"))
 
 
 def option(command: str, *flags: str, **settings: Any) -> Any:
@@ -34,14 +34,12 @@ def argument(command: str, name: str, **settings: Any) -> Any:
     return typer.Argument(help=_OPTIONS[command][name], **settings)
 
 
-def with_options(command: str) -> Callable[[Command], Command]:
-    """Gives a function the options that options.toml describes in full, in place of its `**options`."""
+def with_options(command: str, table: Mapping[str, Any] = _OPTIONS) -> Callable[[Command], Command]:
+    """Gives a function the options that the table describes in full, in place of its `**options`."""
 
     def change(function: Command) -> Command:
         own = signature(function, eval_str=True).parameters.values()
-        options = [
-            parameter(name, **each) for name, each in _OPTIONS[command].items() if isinstance(each, dict)
-        ]
+        options = [parameter(name, **each) for name, each in table[command].items() if isinstance(each, dict)]
         options += [each for each in own if each.kind is not Parameter.VAR_KEYWORD]
         chosen = Signature(sorted(options, key=lambda each: each.kind))  # positional ones first
         function.__signature__ = chosen  # type: ignore[attr-defined]  # as functions may

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +20,7 @@ from kvshare.cli.vllm_command import parse_bytes
 from kvshare.extras import require
 
 if TYPE_CHECKING:
-    from kvshare.replay.options import Report
+    from kvshare.replay.options import ReplayOptions, Report
 
 Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
@@ -81,30 +81,10 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     )
     if replayed.embeds:
         require("replay", what="a replay that embeds prompts (--arms fast does not)")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
-        raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
-    written = out
+    _make_folder(out)
     try:
         with progress_bar(hidden=as_json) as report:
-            # Each imports what it alone needs, seconds in all.
-            if paper:
-                from kvshare.replay.paper import replay_paper
-
-                document = replay_paper(replayed, report=report)
-            elif is_live:
-                from kvshare.replay.live import LiveOptions, replay_live
-
-                document = replay_live(replayed, LiveOptions(**sent), report=report)
-            else:
-                from kvshare.replay.run import replay
-
-                document = replay(replayed, resume=resume, report=report)
-                from kvshare.replay.report import write_report
-
-                written = write_report(out)
+            document, written = _replay(replayed, sent, paper=paper, resume=resume, report=report)
     except KeyboardInterrupt:
         can_resume = not (paper or is_live) and Checkpoint(out).has_progress
         note("interrupted; continue with --resume" if can_resume else "interrupted")
@@ -114,6 +94,35 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
         note(f"interrupted; the answers until then are in {out}")
         raise typer.Exit(ExitCode.INTERRUPTED)
     note(f"{'report' if written != out else 'results'}: {written}")
+
+
+def _replay(
+    options: ReplayOptions, sent: Mapping[str, Any], *, paper: bool, resume: bool, report: Report
+) -> tuple[Mapping[str, Any], Path]:
+    """The results, and the report or the folder that has them. Each way imports what it alone needs."""
+    if paper:
+        from kvshare.replay.paper import replay_paper
+
+        return replay_paper(options, report=report), options.out
+    if sent["url"]:
+        from kvshare.replay.live import LiveOptions, replay_live
+
+        return replay_live(options, LiveOptions(**sent), report=report), options.out
+    from kvshare.replay.run import replay
+
+    document = replay(options, resume=resume, report=report)
+    from kvshare.replay.report import write_report
+
+    return document, write_report(options.out)
+
+
+def _make_folder(out: Path) -> None:
+    """Raises a usage error where there can be none."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
+        raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
 
 
 @app.command()

@@ -13,7 +13,7 @@ the slope is below 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from typing import Any, Self
@@ -29,10 +29,6 @@ _REACH = 32.0  # tokens after the start of a piece over which its KV approaches 
 _DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
 _MOST_PIECES = 512  # pieces whose context is compared; of more, a sample
 _REPLACED = 0.2  # share of the text in front of a copy: if more is gone, its context is another one
-FLOOR = 1e-6  # nats: below it KL is rounding
-_LEAST_SLOPE = 0.05
-_STEPS = 30  # some six are enough
-_RIDGE = 3.0
 
 Vector = NDArray[np.float64]
 
@@ -193,77 +189,6 @@ class Calibration:
             return found
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
-
-
-def fit(values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64]) -> Calibration:
-    """
-    Fit weights to log10 of measured KL, then bias and slope to its mean.
-
-    The weights come from ridge regression on standardised features. `bias` and `slope` are fitted on
-    predictions for left-out groups, as weights fit their own data too well, and only on plans with repairs,
-    as others are not served.
-
-    Shapes:  values (N, F), kl (N,), groups (N,): ids of plans that belong together, such as those of one
-             document
-    """
-    unseen = typical_of_unseen(values, kl, groups)
-    served = values[:, -1] > 0
-    bias, slope = _mean_of(unseen[served], kl[served])
-    return replace(_typically(values, kl), bias=bias, slope=slope)
-
-
-def typical_of_unseen(
-    values: Vector, kl: NDArray[np.float64], groups: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """(N,) the typical KL of each plan, by weights fitted without its group; shapes as in `fit`."""
-    found = np.zeros(len(groups))
-    for group in np.unique(groups):
-        inside = groups == group
-        found[inside] = _typically(values[~inside], kl[~inside]).typical(values[inside])
-    return found
-
-
-def _typically(values: Vector, kl: NDArray[np.float64]) -> Calibration:
-    """A calibration without bias and slope."""
-    low, high = np.percentile(values, (2, 98), axis=0)
-    inside = np.clip(values, low, high)
-    mean, scale = inside.mean(axis=0), inside.std(axis=0) + 1e-9
-    design, target = (inside - mean) / scale, np.log10(kl + FLOOR)
-    centre = target.mean()
-    solved = np.linalg.solve(
-        design.T @ design + _RIDGE * np.eye(design.shape[1]), design.T @ (target - centre)
-    )
-    weights = solved / scale
-    intercept = float(centre - weights @ mean)
-    return Calibration(
-        intercept=intercept,
-        weights=tuple(weights.tolist()),
-        low=tuple(low.tolist()),
-        high=tuple(high.tolist()),
-        bias=1.0,
-        spread=float((target - intercept - inside @ weights).std()),
-    )
-
-
-def _mean_of(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[float, float]:
-    """
-    Bias and slope of the mean: a generalised linear model with a log link and variance in proportion to the
-    mean (quasi-Poisson; McCullagh and Nelder, 1989, chapter 9), by iteratively reweighted least squares.
-
-    Least squares of KL would fit the largest values only; of its logarithm, it would not fit the mean.
-    """
-    design = np.stack((np.ones(len(typical)), np.log(typical)), axis=1)
-    found = np.array([np.log(kl.mean() / typical.mean()), 1.0])
-    for _ in range(_STEPS):
-        linear = design @ found
-        mean = np.exp(linear)
-        weighed = design.T * mean
-        found = np.linalg.solve(weighed @ design, weighed @ (linear + kl / mean - 1))
-    bias, slope = float(np.exp(found[0])), float(found[1])
-    if isfinite(bias) and slope > _LEAST_SLOPE:
-        return bias, slope
-    # The weights do not predict anything: nearly the mean of all plans, whatever the prediction.
-    return float(kl.mean() / (typical**_LEAST_SLOPE).mean()), _LEAST_SLOPE
 
 
 def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:

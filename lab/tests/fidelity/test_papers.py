@@ -6,7 +6,6 @@ import gzip
 import json
 import random
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from sacrebleu.metrics.bleu import BLEU
 
-from kvshare.cli.bench import BENCHMARKS
 from kvshare.conversation.chat import Chat
 from kvshare.errors import ConfigError
 from kvshare.served_model import FORMS_MODEL
@@ -286,12 +284,6 @@ def test_the_command_makes_all_tables(folder: Path, tmp_path: Path) -> None:
     assert budgets[:3] == [0.1, 0.2, 0.3]
     assert {"WMT19 zh-en", "2WikiMQA", "MuSiQue (CacheBlend)"} <= set(document["absent"])
     assert "no quality figures" in document["note"]
-
-
-def test_the_command_line_offers_what_the_benchmark_takes() -> None:
-    """No default is written twice."""
-    command = next(each for each in BENCHMARKS if each.name == "papers")
-    assert {option.name for option in command.options} == set(signature(papers.run).parameters)
 
 
 def test_wrong_options_are_refused(folder: Path) -> None:

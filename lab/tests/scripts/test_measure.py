@@ -26,11 +26,11 @@ def test_tables_have_the_measured_figures(path: Path) -> None:
 
 def test_only_tables_are_written() -> None:
     """What stands between the two lines is replaced by the rows that the first line names; the rest stays."""
-    text = "Before.\n<!-- measured:begin proxy storage -->\nold\n<!-- measured:end -->\nBehind.\n"
+    text = "Before.\n<!-- measured:begin proxy burst -->\nold\n<!-- measured:end -->\nBehind.\n"
     written = filled(text)
-    assert written == text.replace("old\n", table(["proxy", "storage"]))
+    assert written == text.replace("old\n", table(["proxy", "burst"]))
     assert filled(written) == written
     assert [line.split(" | ")[0] for line in written.splitlines()[4:6]] == [
         f"| {ROWS['proxy']['title']}",
-        f"| {ROWS['storage']['title']}",
+        f"| {ROWS['burst']['title']}",
     ]

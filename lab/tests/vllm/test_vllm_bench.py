@@ -22,7 +22,6 @@ from kvshare_lab.vllm import (
     interference,
     load,
     parity,
-    selection,
     session,
     soak,
     stack,
@@ -89,16 +88,6 @@ async def test_planned_requests_equal_plain_vllm(both: Stack) -> None:
     assert mode["preemptions"] > 0
     assert set(mode["decisions"]["scattered"]) == {"approx"}
     assert set(mode["decisions"]["prefix"]) == {"exact"}
-
-
-async def test_choosing_is_timed_beside_computing_as_many_tokens(both: Stack) -> None:
-    """Both arms compute what was planned, or the benchmark ends in an error."""
-    document = await measured(selection, both, prompt_tokens=300, repeats=1, seed=7)
-    for kind in ("edited", "reordered"):
-        found = document[kind]
-        assert found["ratio"] > 0
-        assert found["tokens"]["repaired"] > 0 < found["tokens"]["selecting"]
-        assert found["stage_ms"]["chosen"]["pass"] > 0 < found["stage_ms"]["unselected"]["pass"]
 
 
 async def test_time_to_first_token_is_measured_in_seven_arms(servers: Stack) -> None:

@@ -1,35 +1,19 @@
-"""The commands that need no store: help, version, hash-key, serve --dry-run, doctor, bench."""
+"""The commands that need no store: help, version, hash-key, serve --dry-run, doctor."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
-from dataclasses import fields
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from kvshare import __version__
-from kvshare.cli import bench
 from kvshare.settings import load_settings
 from tests.kvshare.cli.conftest import Cli
 
-BENCHES = [
-    "parity",
-    "ttft",
-    "plan",
-    "commit",
-    "index",
-    "replay",
-    "storage",
-    "demo",
-    "fidelity",
-    "papers",
-    "proxy",
-]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference"]
 COMMANDS = [
     "serve",
     "vllm",
@@ -43,6 +27,8 @@ COMMANDS = [
     "evict",
     "hash-key",
     "workload",
+    "bench",
+    "calibrate",
 ]
 
 
@@ -57,13 +43,13 @@ def test_help_names_every_command(cli: Cli) -> None:
 
 def test_help_does_not_import_what_is_heavy(cli: Cli) -> None:
     """The modules behind `kvshare --help` load neither torch, rich, pydantic, numpy nor HTTP."""
-    import subprocess
-    import sys
-
-    heavy = "{'torch', 'rich', 'pydantic', 'numpy', 'aiohttp', 'yaml', 'http', 'delta_tree'}"
-    program = f"import sys, kvshare.cli.main; print(sorted({heavy} & set(sys.modules)))"
+    heavy = "{'torch', 'rich', 'pydantic', 'numpy', 'aiohttp', 'yaml', 'http', 'delta_tree', 'kvshare_lab'}"
+    program = (
+        "import sys; from kvshare.cli.main import app; app(['--help'], standalone_mode=False); "
+        f"print(sorted({heavy} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_no_arguments_show_the_help(cli: Cli) -> None:
@@ -172,62 +158,6 @@ def test_serve_names_the_path_of_an_unknown_key(cli: Cli, tmp_path: Path) -> Non
 def test_serve_refuses_wrong_options(cli: Cli) -> None:
     """A value outside an option's choices is wrong usage."""
     assert cli("serve", "--mode", "most").code == 2
-
-
-def test_bench_lists_its_commands(cli: Cli) -> None:
-    """`kvshare bench --help` names what can be measured."""
-    outcome = cli("bench", "--help")
-    assert outcome.code == 0
-    for name in {*BENCHES, *VLLM_BENCHES}:
-        assert f"  {name} " in outcome.stdout
-
-
-def check_options(name: str, engine: str) -> None:
-    """A command's options for an engine are the arguments of its benchmark: no default is written twice."""
-    command = next(each for each in bench.BENCHMARKS if each.name == name)
-    offered = {option.name for option in command.options}
-    if len(command.engines) == 2:
-        offered -= {"model", "family"} if engine == "vllm" else {"threads", "dtype", "eager"}
-    if engine == "vllm":
-        config = importlib.import_module(f"kvshare_lab.vllm.{name}").Config
-        assert offered <= {field.name for field in fields(config)}
-        return
-    run = importlib.import_module(f"kvshare_lab.bench.{name}").run
-    assert offered == set(inspect.signature(run).parameters)
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
-    """Those that run in this process."""
-    check_options(name, "embedded")
-
-
-@pytest.mark.parametrize("name", VLLM_BENCHES)
-def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
-    """The same for those that start real servers."""
-    check_options(name, "vllm")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("ttft", "--dtype", "float32"),
-        ("parity", "--threads", "1"),
-        ("ttft", "--engine", "vllm", "--model", "default"),
-    ],
-)
-def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str, ...]) -> None:
-    """What only vLLM has is wrong usage without it, and is not ignored."""
-    assert cli("bench", *command).code == 2
-
-
-def test_bench_refuses_wrong_options(cli: Cli) -> None:
-    """A share above 1 is wrong usage; so are edits of prompts that come from a file."""
-    assert cli("bench", "ttft", "--changed", "2").code == 2
-    assert cli("bench", "load", "--workload", "rag.jsonl", "--edits", "3").code == 2
-    missing = cli("bench", "load", "--workload", "rag.jsonl")
-    assert missing.code == 1
-    assert "rag.jsonl" in missing.stderr
 
 
 def test_doctor_names_a_wrong_setting(cli: Cli, tmp_path: Path) -> None:

@@ -1,6 +1,20 @@
 """
-Benchmarks behind `kvshare bench NAME --json`: one module each, with `run(**options) -> dict`.
-What is returned was measured; the command puts name and options before it.
+Benchmarks of the embedded engine and of single parts, behind `kvshare bench NAME --json`.
 
-Arms are measured side by side in one process, alternating, and reported as ratios of medians.
+A command is a module with `run(**options) -> dict`; what is returned was measured, and kvshare_lab/cli puts
+name and options before it. Arms are measured side by side in one process, alternating, and reported as ratios
+of medians.
+
+    parity.py, ttft.py, burst.py, grammar.py     the embedded engine
+    plan.py, index.py, replay.py                 the sharing core, without a model
+    proxy.py, connections.py                     the HTTP front and the relay
+    pairs.py, agents.py, papers.py               answers, and what is reused
+    harness.py          a running engine or server, timed requests, arms that take turns
+    figures.py          percentiles, intervals, memory, sizes of files
+    bound.py            the least time that a shared prefill can take
+    direct.py           the model without the engine
+    random_models.py    models with random weights
+    counted_store.py    a store whose KV is only counted
+    text_like.py, pair_texts.py   prompts
+    upstream.py         a model server without a model
 """

@@ -1,5 +1,5 @@
 """
-A store whose KV is only counted, for the benchmarks of planning and storing: the server's own tree, keeper,
+A store whose KV is only counted, for the benchmark of planning: the server's own tree, keeper,
 index and sharing core, without any model. Also prompts to fill it with: variants of some templates.
 """
 
@@ -33,10 +33,10 @@ _CHANGED, _EDITS = 0.1, 5
 
 
 class CountedStore:
-    """A tree, by default in memory, and the keeper that stores prompts in it, without a limit."""
+    """A tree in memory, and the keeper that stores prompts in it, without a limit."""
 
-    def __init__(self, tree: DeltaTree | None = None) -> None:
-        self.tree = DeltaTree.open(None, identity="bench") if tree is None else tree
+    def __init__(self) -> None:
+        self.tree = DeltaTree.open(None, identity="bench")
         self.tier = WeightlessTier(UNLIMITED)
         self.keeper = MemoryKeeper(self.tree, self.tier, min_tokens=1)
         limits = PlannerLimits.from_settings(load_settings(), can_probe=True)

@@ -30,6 +30,7 @@ from kvshare.errors import ConfigError, EngineError
 from kvshare.requests import SharingMode, SharingReport
 from kvshare.served_model import DEMO
 from kvshare.settings import Settings, load_settings
+from proxy.app import build_app
 
 Client = TestClient[Any, Any]
 T = TypeVar("T")
@@ -62,9 +63,6 @@ async def running_engine(
 @asynccontextmanager
 async def serving(overrides: Mapping[str, object]) -> AsyncIterator[tuple[Client, EmbeddedEngine]]:
     """The front over an engine with an empty store: its client, and the engine. Raises EngineError."""
-    # The front is a layer above this package; only its benchmarks import it.
-    from proxy.app import build_app
-
     patient = ClientTimeout(total=None)  # a long prompt takes minutes on a busy machine
     with tempfile.TemporaryDirectory() as folder:
         settings = bench_settings(folder, overrides)

@@ -46,7 +46,7 @@ def run(
     `threads` are the embedder's, all cores if None; beside other work a single one is faster.
     """
     if dense:
-        require("bench", what="`kvshare bench replay --dense`")
+        require("replay", what="`kvshare bench replay --dense`")
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
     words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
     embeddings = None if embedder is None else BatchEmbeddings(embedder)

@@ -1,1 +1,6 @@
-"""The forms and questions that the demo model was trained on; lab/scripts train and evaluate it."""
+"""
+The forms and questions that the forms model was trained on; lab/scripts train and evaluate it.
+
+    sheets.py   filled-in forms and edits of them
+    pairs.py    questions about them, right answers, near-duplicate requests
+"""

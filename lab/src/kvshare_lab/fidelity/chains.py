@@ -22,9 +22,9 @@ from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.errors import ConfigError
 from kvshare.requests import Decision
 from kvshare_lab.bench.harness import environment, running_engine
-from kvshare_lab.bench.served import Served, full_answer, serve
 from kvshare_lab.fidelity.measures import rounded
 from kvshare_lab.fidelity.scenario import SEED
+from kvshare_lab.fidelity.served import Served, full_answer, serve
 from kvshare_lab.fidelity.suites.library import Library
 
 _MEASURED = (1, 5, 10, 20, 30, 40)  # turns

@@ -10,6 +10,7 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     sequences.py        many requests, in a closed or an open loop
     failing_worker.py   the worker class with which loads fail during a soak
 
-Each of the other modules is a command: its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers. `gpu.py` reports several parts; those that no other command has are in `gpu_parts.py`.
+Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu.py, which reports
+several parts; those that no other command has are in gpu_parts.py.
 """

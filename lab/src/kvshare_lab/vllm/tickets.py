@@ -12,10 +12,8 @@ from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import (
     TICKET_KEY,
     FinishedReport,
-    ReplicaInfo,
     Ticket,
     WireCopy,
-    WireOrder,
     digest_of,
 )
 from kvshare.vllm_protocol.salts import private_salt
@@ -35,12 +33,11 @@ class TicketWriter:
     name: str
     _numbers: Iterator[int] = field(default_factory=count)
 
-    async def check(self) -> ReplicaInfo:
-        """What the connector reports of itself. Raises EngineError if it shares nothing."""
+    async def check(self) -> None:
+        """Raises EngineError if the connector shares nothing."""
         info = await self.watch.control.info()
         if not info.shares:
             raise EngineError(f"the connector shares nothing: {'; '.join(info.refusals)}")
-        return info
 
     async def store(self, prompt: TokenIds) -> FinishedReport:
         """Have a prompt computed and stored. Its own salt hides it in vLLM's prefix cache."""
@@ -53,7 +50,6 @@ class TicketWriter:
         copies: Sequence[WireCopy] = (),
         *,
         exact_length: int = 0,
-        order: WireOrder | None = None,
         store: bool = False,
         max_tokens: int = 1,
         num_top: int = 0,
@@ -71,7 +67,6 @@ class TicketWriter:
             num_tokens=len(prompt),
             exact_length=exact_length,
             copies=tuple(copies),
-            order=order,
             store=store,
         )
         own = ticket.ticket_id

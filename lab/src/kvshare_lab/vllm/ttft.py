@@ -15,10 +15,10 @@ What the proxy adds is measured separately, on repetitions that vLLM has in its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from delta_tree import TokenIds
 from kvshare.vllm_protocol.messages import FinishedReport
@@ -80,32 +80,39 @@ class Repeat:
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Medians over the repeats, each of recipients that are new to all servers."""
-    donor, is_long = bench.unrelated(), bench.config.is_long
-    block_size = await bench.plain.block_size()
-    options, info = bench.servers.options, await bench.control.info()
-    bytes_per_s = copied_bytes_per_s(len(options.vllm.cores))
-    bound = partial(
-        Bound.of, options.model_size, bytes_per_token=info.bytes_per_token, bytes_per_s=bytes_per_s
-    )
+    donor = bench.unrelated()
+    arms = await _Arms.of(bench, donor)
+    await bench.begin([donor])
+    await arms.repeat()  # caches and allocators are warm from here on
+    repeats = [await arms.repeat() for _ in range(bench.config.num_repeats)]
+    front = {} if bench.config.is_long else {"front_ms": await _front_ms(bench, donor)}
+    return {**summary(repeats, len(donor)), **front, "decisions": bench.watch.decisions}
 
-    async def share(found: Repeat, ending: str, edited: TokenIds) -> None:
-        """An edited prompt, and the prefix hit that computes as many tokens."""
-        name = f"shared{ending}"
-        shared, finished, stages = await _store(bench, edited)
-        computed = finished.num_computed
-        prompt = prefix_hit(bench.rng, donor, num_new=computed, block_size=block_size)
-        equal_compute = await _alone(bench, bench.plain, prompt)
-        found.ttft_s |= {name: shared.ttft_s, f"{_EQUAL_COMPUTE}{ending}": equal_compute.ttft_s}
-        found.computed[name] = computed
-        found.equal_computed[name] = len(prompt) - equal_compute.num_cached
-        num_copied = len(edited) - computed - finished.num_local
-        found.bounds[name] = bound(computed_spans(finished), num_tokens=len(edited), num_copied=num_copied)
-        found.stage_ms = found.stage_ms or stages
 
-    async def repeat() -> Repeat:
+@dataclass(frozen=True, slots=True)
+class _Arms:
+    """All arms over one donor. `bound`: makes a `Bound` for these servers."""
+
+    bench: Session[Config]
+    donor: TokenIds
+    block_size: int
+    bound: Callable[..., Bound]
+
+    @classmethod
+    async def of(cls, bench: Session[Config], donor: TokenIds) -> Self:
+        block_size, info = await bench.plain.block_size(), await bench.control.info()
+        options = bench.servers.options
+        bytes_per_s = copied_bytes_per_s(len(options.vllm.cores))
+        bound = partial(
+            Bound.of, options.model_size, bytes_per_token=info.bytes_per_token, bytes_per_s=bytes_per_s
+        )
+        return cls(bench, donor, block_size, bound)
+
+    async def repeat(self) -> Repeat:
+        bench, donor = self.bench, self.donor
         found = Repeat({"full": (await _alone(bench, bench.plain, bench.unrelated())).ttft_s})
-        if is_long:
-            await share(found, "", bench.edited(donor))
+        if bench.config.is_long:
+            await self._share(found, "", bench.edited(donor))
             return found
         proxied, _, found.unrelated_stage_ms = await _store(bench, bench.unrelated())
         found.ttft_s["full_proxied"] = proxied.ttft_s
@@ -114,14 +121,23 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
             if not is_even:
                 cached = await _alone(bench, bench.plain, edited)
                 found.ttft_s["prefix_cache"], found.prefix_cached = cached.ttft_s, cached.num_cached
-            await share(found, ending, edited)
+            await self._share(found, ending, edited)
         return found
 
-    await bench.begin([donor])
-    await repeat()  # caches and allocators are warm from here on
-    repeats = [await repeat() for _ in range(bench.config.num_repeats)]
-    front = {} if is_long else {"front_ms": await _front_ms(bench, donor)}
-    return {**summary(repeats, len(donor)), **front, "decisions": bench.watch.decisions}
+    async def _share(self, found: Repeat, ending: str, edited: TokenIds) -> None:
+        """An edited prompt, and the prefix hit that computes as many tokens."""
+        bench, name = self.bench, f"shared{ending}"
+        shared, finished, stages = await _store(bench, edited)
+        computed = finished.num_computed
+        prompt = prefix_hit(bench.rng, self.donor, num_new=computed, block_size=self.block_size)
+        equal_compute = await _alone(bench, bench.plain, prompt)
+        found.ttft_s |= {name: shared.ttft_s, f"{_EQUAL_COMPUTE}{ending}": equal_compute.ttft_s}
+        found.computed[name] = computed
+        found.equal_computed[name] = len(prompt) - equal_compute.num_cached
+        num_copied = len(edited) - computed - finished.num_local
+        spans = computed_spans(finished)
+        found.bounds[name] = self.bound(spans, num_tokens=len(edited), num_copied=num_copied)
+        found.stage_ms = found.stage_ms or stages
 
 
 async def _front_ms(bench: Session[Config], donor: TokenIds) -> float:

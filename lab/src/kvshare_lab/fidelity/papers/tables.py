@@ -111,7 +111,7 @@ def _stream(bench: Bench, name: str, pairs: Sequence[Pair], request: str, measur
 
     The two earlier prompts with the most similar text are stored; the first two have none to copy from.
     """
-    require("bench", what="this suite, which looks for similar texts,")
+    require("replay", what="this suite, which looks for similar texts,")
     sheet, wanted, embedder = Sheet(name), bench.rows + _NUM_STORED, Embedder()
     start = bench.draw(name).randint(EXAMPLES, max(EXAMPLES, len(pairs) - wanted))
     earlier: list[_Earlier] = []

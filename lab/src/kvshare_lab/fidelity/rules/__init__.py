@@ -1,6 +1,7 @@
 """
 Repair rules by name: which of the copied tokens are computed again.
 
+    base.py         what a rule is
     rules.yaml      the name, title and source of each rule
     structural.py   by place alone: the server's default, chunk heads, edit windows, block ends ...
     deviation.py    by how far the first layers' fresh K and V are from the copied ones

@@ -3,6 +3,10 @@ The suites: what is edited, moved or recomposed in each.
 
 A suite is a function that makes the number-th draft, from one source document of a half. The same number and
 the same state of `draw` give the same draft.
+
+    forms.py, chats.py, documents.py, systems.py, logs.py   the suites
+    library.py   the source documents of a half
+    slots.py     texts with slots, and values for these
 """
 
 from collections.abc import Callable, Mapping

@@ -24,8 +24,15 @@ from kvshare.replay.workloads.sources import Passage, objects
 from kvshare_lab.fidelity.scenario import SEED, half_of
 
 T = TypeVar("T")
-_SAMPLES = yaml.safe_load(Path(__file__).with_name("samples.yaml").read_text(encoding="utf-8"))
-TEXTS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8"))
+
+
+def texts(name: str) -> Any:
+    """What the YAML file of this name has, in the folder of the suites."""
+    return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+_SAMPLES = {kind: texts(f"samples/{kind}") for kind in ("passages", "questions", "chats")}
+TEXTS = texts("conversations")
 _RELATION = " >> "  # "Ulm >> country": how MuSiQue writes a question without words
 _LONGEST = {"user": 320, "assistant": 700}  # characters of a message; a token has about four
 _BREAK = re.compile(r"(?<=[.!?:;])\s+|\n+")

@@ -1,25 +1,24 @@
 """
 Texts with slots, and values for these that cannot be confused with each other: the project's forms
-(forms.yaml) and tools (systems.yaml), whose keys are the fields of the classes here; published prompts.
+(forms.yaml and forms/) and tools (systems.yaml), whose keys are the fields of the classes here; published
+prompts.
 """
 
 import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from kvshare.replay.workloads import forms, sources
-from kvshare_lab.fidelity.suites.library import Library, Source
+from kvshare_lab.fidelity.suites.library import Library, Source, texts
 
 Values = Mapping[str, str]  # by slot
 
-WORDS = yaml.safe_load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"))
-SYSTEMS = yaml.safe_load(Path(__file__).with_name("systems.yaml").read_text(encoding="utf-8"))
+WORDS = texts("forms")
+SYSTEMS = texts("systems")
 NEUTRAL: Sequence[str] = WORDS["neutral"]
 
 _MAX_TRIES = 1000  # to draw a value that is not taken
@@ -187,7 +186,7 @@ def _type_of(slot: Slot) -> dict[str, Any]:
     return {"type": "string", **({"enum": slot.options} if slot.options else {"description": slot.kind})}
 
 
-FORMS = [Source(f"form:{name}", Form.model_validate(row)) for name, row in WORDS["forms"].items()]
+FORMS = [Source(f"form:{name}", Form.model_validate(texts(f"forms/{name}"))) for name in WORDS["forms"]]
 TOOLS = [
     Source(f"form:tool-{name}", Tool.model_validate({"name": name, **row}))
     for name, row in SYSTEMS["tools"].items()

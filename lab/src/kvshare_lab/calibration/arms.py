@@ -1,0 +1,59 @@
+"""The measured arms of plans, and the shapes of these plans, which are made again without KV."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from delta_tree import Span, common_prefix_length
+from kvshare.sharing.plan import within
+from kvshare.sharing.prediction import Shape, Vector, shape_of
+from kvshare_lab.fidelity.laboratory import Laboratory
+from kvshare_lab.fidelity.rows import Plan
+
+_FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured arms: features (N, F) and mean KL (N,), by suite and source document."""
+
+    values: Vector
+    kl: NDArray[np.float64]
+    suites: NDArray[np.str_]
+    sources: NDArray[np.str_]
+
+    @property
+    def folds(self) -> NDArray[np.int64]:
+        """(N,) the fold of each arm, out of five; all arms of one source document are in the same."""
+        return np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in self.sources])
+
+
+def measured_arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
+    """The arms of these rules whose budget limits what they repair, and not what choosing costs as well."""
+    found = [
+        (shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"], plan.suite, plan.source)
+        for plan, shape in made
+        for setting, arm in plan.arms.items()
+        if setting.rule in rules and setting.by == "b" and arm.get("kl") is not None
+    ]
+    return Measured(*(np.array([row[column] for row in found]) for column in range(4)))
+
+
+def shape_again(laboratory: Laboratory, plan: Plan) -> Shape | None:
+    """The shape of a measured plan; None where the lab now makes another plan of this number."""
+    scenario = laboratory.scenario(plan.suite, plan.row["half"], plan.row["number"])
+    if scenario is None or len(scenario.prompt) != plan.row["tokens"]:
+        return None
+    stored, tokens = laboratory.stored_prompts(scenario), scenario.prompt.token_ids
+    composition = stored.compose(tokens)
+    exact_length = min(composition.exact_length, len(tokens) - 1)
+    tail = max(exact_length, len(tokens) - laboratory.settings.repair.tail)
+    return shape_of(
+        within(composition.copies, Span(exact_length, tail)),
+        num_tokens=len(tokens),
+        exact_length=exact_length,
+        common={node.node_id: common_prefix_length(node.token_ids, tokens) for node in stored.nodes},
+    )
