@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
-PROTOCOL = 3
+PROTOCOL = 4
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
@@ -190,7 +190,7 @@ class FinishedReport(Message):
 
     Retained positions are covered by the copies `used` (indices into the ticket's copies) without the spans
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
-    generated tokens among the retained ones. `stage_seconds`: "fetch" verifies segments, "lay" writes copies
+    generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
     into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
     """
 

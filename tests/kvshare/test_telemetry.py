@@ -62,7 +62,7 @@ def test_no_count_is_lost_between_threads(
 
 def test_counts_are_kept_apart_by_what_they_name() -> None:
     telemetry = Telemetry()
-    telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+    telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
     telemetry.fallback(Component.TIER, FallbackReason.MISSING)
     telemetry.replica_failed("a")
     telemetry.evicted(EvictionCause.LOST, 3)
@@ -72,7 +72,7 @@ def test_counts_are_kept_apart_by_what_they_name() -> None:
     telemetry.ticket(TicketEvent.EXPIRED, 2)
     counts = telemetry.counts()
     assert counts.fallbacks == {
-        (Component.COMMIT, FallbackReason.NO_ROOM): 1,
+        (Component.STORE, FallbackReason.NO_ROOM): 1,
         (Component.TIER, FallbackReason.MISSING): 1,
     }
     assert counts.replica_failures == {"a": 1}

@@ -35,8 +35,8 @@ UNLIMITED = 2**62  # bytes
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
 _FAILURES = (
     (Component.SHARING, FallbackReason.ERROR),
-    (Component.COMMIT, FallbackReason.ERROR),
-    (Component.COMMIT, FallbackReason.REFUSED),
+    (Component.STORE, FallbackReason.ERROR),
+    (Component.STORE, FallbackReason.REFUSED),
 )
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -174,7 +174,7 @@ class SharingPolicy(CachePolicy):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=max(0.0, 1.0 - max(similarities)) if similarities else None,
-            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
+            embedded="embedding" in lookup.stage_seconds and bool(request.text.strip()),
             num_refused=num_refused,
             num_refused_generation=num_generation,
         )

@@ -305,7 +305,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
         7,
         {},
         {"protocol": 99},
-        {"protocol": PROTOCOL, "request_id": "x"},
+        {"protocol": PROTOCOL, "ticket_id": "x"},
         {"copies": [[1, 2]]},
         {"copies": [[1, 0, 50, 0, 0], [1, 0, 50, 20, 20]]},
         {"copies": [[1, 0, 600, 0, 0]]},

@@ -62,13 +62,13 @@ async def _measured(
             if counts:
                 found[name].append(served)
     chosen_s = [answer.ttft_s for answer, _ in found["chosen"]]
-    unselected_s = [answer.ttft_s - report.stage_seconds["lay"] for answer, report in found["unselected"]]
+    unselected_s = [answer.ttft_s - report.stage_seconds["write"] for answer, report in found["unselected"]]
     stages = {name: by_name([report.stage_seconds for _, report in own]) for name, own in found.items()}
     return {
         **summary(chosen_s, unselected_s),
         "tokens": recipient.token_counts,
         "stage_ms": {
-            name: {stage: 1e3 * median(own[stage]) for stage in ("lay", "pass")}
+            name: {stage: 1e3 * median(own[stage]) for stage in ("write", "pass")}
             for name, own in stages.items()
         },
     }
