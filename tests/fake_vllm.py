@@ -2,7 +2,7 @@
 A `vllm serve` with the connector, as the proxy sees it: real sockets, vLLM's routes, the control protocol.
 
 It has a byte tokenizer and an honest memory: what it keeps are the tokens of a stretch, and a ticket's copies
-are written only where segment, namespace and tokens fit. KV it does not have is computed, as the connector does.
+are written only where segment, namespace and tokens fit. It computes KV that it lacks, as the connector does.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 
 import pytest
 
@@ -18,7 +20,7 @@ from kvshare.telemetry import (
     Telemetry,
     TicketEvent,
 )
-from vector_index import FailureReason, IndexSchema, Nominator
+from vector_index import CircuitState, FailureReason, IndexSchema, Nominator
 from vector_index.qdrant_remote import QdrantRemoteIndex
 
 _THREADS, _TIMES = 4, 50
@@ -92,6 +94,14 @@ def test_counts_that_were_read_stay_as_they_were() -> None:
     before = telemetry.counts()
     telemetry.evicted(EvictionCause.CAPACITY)
     assert before.evictions == {EvictionCause.CAPACITY: 1}
+
+
+@pytest.mark.parametrize(
+    "values", [CircuitState, Component, EvictionCause, FallbackReason, Reason, TicketEvent]
+)
+def test_values_of_labels_are_one_word(values: type[StrEnum]) -> None:
+    """Small letters and underscores, so that a query needs no care; the event of a ticket has a colon."""
+    assert [value for value in values if re.fullmatch(r"(tickets:)?[a-z][a-z_]*", value) is None] == []
 
 
 def test_whatever_the_index_reports_can_be_counted() -> None:

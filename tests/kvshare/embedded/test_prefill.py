@@ -10,7 +10,7 @@ from kvshare.embedded.prefill import Prefill
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
-from kvshare.sharing.selection import probes, stretches
+from kvshare.sharing.selection import probes, spans_where
 from kvshare_lab.bench.random_models import tiny_model
 from kvshare_lab.fidelity.rules import RULES
 from kvshare_lab.fidelity.rules.base import num_wanted, pieces
@@ -23,9 +23,9 @@ BUDGET = 0.15
 
 def plan_of(made: Trial, *, budget: float = BUDGET) -> Plan:
     """A trial's plan as the server has it, with an order for its budget."""
-    computed = tuple(stretches(made.base))
+    computed = tuple(spans_where(made.base))
     order = RepairOrder(
-        pieces=tuple(pieces(made)),
+        stretches=tuple(pieces(made)),
         probes=tuple(probes(pieces(made), made.num_tokens).tolist()),
         num_tokens=num_wanted(made, budget),
     )

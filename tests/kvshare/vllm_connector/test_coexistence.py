@@ -27,7 +27,7 @@ def local_hits(vllm: Vllm, tokens: list[int], salt: str) -> int:
 
 
 def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
-    """KV of quite another text is written under a prompt; the same prompt, asked plainly, is answered right."""
+    """KV of another text is written under a prompt; without a plan the same prompt is answered right."""
     donor = vllm.store(text(600, 1))
     tokens = text(600, 2)
     wrong, event = vllm.shared(tokens, copies(donor, (0, 580)))

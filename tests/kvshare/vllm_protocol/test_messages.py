@@ -207,7 +207,7 @@ def test_a_ticket_of_another_protocol_is_refused() -> None:
 
 
 COPIES = (WireCopy(SegmentId(1), 0, 5, 0, 0), WireCopy(SegmentId(2), 0, 30, 10, 40))  # the second moves
-ORDER = WireOrder(pieces=(WireSpan(10, 20), WireSpan(20, 40)), probes=(10, 25), num_tokens=8, end=45)
+ORDER = WireOrder(stretches=(WireSpan(10, 20), WireSpan(20, 40)), probes=(10, 25), num_tokens=8, end=45)
 
 
 def test_an_order_is_read_as_it_was_written() -> None:
@@ -221,10 +221,10 @@ def test_an_order_is_read_as_it_was_written() -> None:
     [
         {"end": 39},  # before the last copy's end
         {"end": 50},  # the last token
-        {"pieces": (WireSpan(4, 20),)},  # exact KV needs no repair
-        {"pieces": (WireSpan(10, 25), WireSpan(20, 40))},  # overlap
-        {"pieces": (WireSpan(10, 10),)},  # empty
-        {"pieces": (WireSpan(10, 41),)},  # not copied
+        {"stretches": (WireSpan(4, 20),)},  # exact KV needs no repair
+        {"stretches": (WireSpan(10, 25), WireSpan(20, 40))},  # overlap
+        {"stretches": (WireSpan(10, 10),)},  # empty
+        {"stretches": (WireSpan(10, 41),)},  # not copied
         {"probes": (9,)},
         {"probes": (25, 10)},  # not ascending
         {"num_tokens": 31},
