@@ -1,3 +1,3 @@
 """KVShare: the KV cache of similar prompts, shared between the users of an LLM service."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,14 @@ def test_counts_that_were_read_stay_as_they_were() -> None:
 def test_values_of_labels_are_one_word(values: type[StrEnum]) -> None:
     """Small letters and underscores, so that a query needs no care; the event of a ticket has a colon."""
     assert [value for value in values if re.fullmatch(r"(tickets:)?[a-z][a-z_]*", value) is None] == []
+
+
+def test_the_glossary_has_every_component() -> None:
+    """And the replica, which is counted by its name."""
+    text = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = text.split("\n| component | what fails |\n")[1].split("\n\n")[0].splitlines()
+    words = {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert words == {*Component, "replica"}
 
 
 def test_whatever_the_index_reports_can_be_counted() -> None:

@@ -164,7 +164,7 @@ class SharingPolicy(CachePolicy):
         await self._remember(request, plan)
         self._keeper.release(lookup.plan)
         self._check_counters()
-        plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
+        plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "fetch"))
         similarities = [one.similarity for one in lookup.candidates if one.similarity is not None]
         return replace(
             _outcome(plan, counts_repaired=self.sharing_options.open_gates),

@@ -7,4 +7,4 @@ The lab of KVShare: it measures the product and fits its constants. The product 
     demo_model/  the forms and questions that the demo model was trained on
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
