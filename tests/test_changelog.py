@@ -10,7 +10,7 @@ TITLES = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="ut
 
 
 def test_the_latest_dated_version_is_the_package() -> None:
-    """`## 1.2.3 - 2026-11-23`, with the version of kvshare/__init__.py; what comes next may stand before it."""
+    """`## 1.2.3 - 2026-11-23`, with the version of kvshare/__init__.py; the next ones may stand before it."""
     dated = [title for title in TITLES if title != "Unreleased"]
     assert re.fullmatch(rf"{re.escape(kvshare.__version__)} - \d{{4}}-\d\d-\d\d", dated[0])
     assert TITLES in (dated, ["Unreleased", *dated])

@@ -131,10 +131,8 @@ def test_listeners_are_the_last_computed_tokens() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "mistral-window"])
 @pytest.mark.parametrize("repaired", [0, 40])
 @pytest.mark.parametrize("poison", [1e4, float("nan")])
-def test_what_nobody_may_see_is_not_laid_out_and_not_missed(
-    family: str, repaired: int, poison: float
-) -> None:
-    """With repairs still to be chosen anywhere; all that is not laid out holds poison."""
+def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired: int, poison: float) -> None:
+    """With repairs still to be chosen anywhere; all that is not written holds poison."""
     model = EmbeddedModel(tiny_model(family), name=family)
     rng = np.random.default_rng(0)
     stored = token_ids(rng.integers(16, 290, 400))

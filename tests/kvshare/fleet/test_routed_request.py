@@ -26,15 +26,15 @@ OWNER = Owner("acme", "tenant")
 
 def plan_of(*copies: tuple[int, int, int], exact_length: int = 0) -> Plan:
     """Copies (target start, length, shift), each of a segment of its own."""
-    laid = tuple(
+    planned = tuple(
         Copy(NodeId(number), SegmentId(number), 0, length, start, start - shift, start - shift)
         for number, (start, length, shift) in enumerate(copies, start=1)
     )
     return Plan(
         num_tokens=100,
         exact_length=exact_length,
-        copies=laid,
-        placeholders=gaps((copy.target for copy in laid), 100),
+        copies=planned,
+        placeholders=gaps((copy.target for copy in planned), 100),
         repairs=(),
         generation=1,
         estimate=Estimate(1.0, 0.5),

@@ -210,7 +210,7 @@ async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
 
 
 async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
-    """A segment that does not match its checksum is never laid out."""
+    """A segment that does not match its checksum is never written."""
     sharing = sharing_with(FixedNominator(), model)
     wanted = prompt(100)
     node = donor_for(sharing, model, wanted.token_ids)
@@ -289,7 +289,7 @@ async def test_a_sequence_on_an_evicted_donor_is_not_stored(model: EmbeddedModel
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_was_laid_out(
+async def test_an_exact_prefix_of_an_evicted_donor_is_retained_only_where_all_of_it_was_written(
     family: str,
 ) -> None:
     """Layers with a window lack what nobody was going to see; the rest of their slots is no KV."""

@@ -192,8 +192,8 @@ def test_what_is_no_object_is_refused(document: object) -> None:
         (WireCopy(SegmentId(1), 0, 3, 1, 4),),  # an exact one that moves
     ],
 )
-def test_copies_that_cannot_be_laid_are_refused(copies: tuple[WireCopy, ...]) -> None:
-    """Before anything is laid anywhere."""
+def test_copies_that_cannot_be_written_are_refused(copies: tuple[WireCopy, ...]) -> None:
+    """Before anything is written anywhere."""
     ticket = Ticket("r", "n", "d", num_tokens=10, exact_length=5, copies=copies)
     with pytest.raises(WireError, match="copies"):
         Ticket.from_json(sent(ticket))
@@ -231,7 +231,7 @@ def test_an_order_is_read_as_it_was_written() -> None:
     ],
 )
 def test_an_order_that_cannot_be_carried_out_is_refused(changes: dict[str, Any]) -> None:
-    """Before any KV is laid."""
+    """Before any KV is written."""
     order = replace(ORDER, **changes)
     ticket = Ticket("r", "n", "d", num_tokens=50, exact_length=5, copies=COPIES, order=order)
     with pytest.raises(WireError, match="order"):
