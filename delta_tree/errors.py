@@ -8,7 +8,7 @@ DeltaTreeError
   + UnknownNodeError        no node with this id (it may have been evicted)
   + UnknownSegmentError     no segment with this id (it may have been freed)
   + PinnedNodeError         a pinned node is evicted only after `unpin`, or by a purge of its namespace
-  + MetadataStoreError              a problem of the metadata file; it has the file's path
+  + MetadataStoreError      a problem of the metadata file; it has the file's path
     - StoreMissingError     read-only open of a file that is not there
     - StoreCorruptError     the file is damaged; it only describes cached KV, which can be computed again
     - StoreMismatchError    the file was written for another model, or by a newer version

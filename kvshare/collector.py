@@ -5,7 +5,7 @@ import gc
 _YOUNG_OBJECTS = 20_000  # allocations between collections; planning a long prompt makes thousands, no cycles
 
 
-def calm_collector() -> None:
+def make_collections_rare() -> None:
     """
     Make collections rare and short, since all threads wait for them. Called when the server has started.
 

@@ -124,7 +124,7 @@ class Finished:
 
     report: SharingReport
     num_completion_tokens: int
-    stage_seconds: Mapping[str, float]  # wait, prefix, fingerprint, meaning, plan, load, splice, recompute
+    stage_seconds: Mapping[str, float]  # wait, prefix, fingerprint, embedding, plan, fetch, write, recompute
 
 
 Event = Started | Delta | Finished

@@ -62,7 +62,7 @@ class Runtime(Generic[KeeperT]):
         """Index a new node by its tokens now, and by embedding later unless embedding lags behind."""
         await self.sharing.remember(node, None)
         if len(self.embedding) >= _MAX_EMBEDDING:
-            self.sharing.telemetry.fallback(Component.EMBEDDING, FallbackReason.BACKLOG)
+            self.sharing.telemetry.fallback(Component.EMBEDDER, FallbackReason.BACKLOG)
         else:
             self.embedding.spawn(self.sharing.remember(node, text))
 

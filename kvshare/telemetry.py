@@ -25,12 +25,12 @@ class Component(StrEnum):
     SHARING = "sharing"  # lookup and planning of one prompt
     PLANNING = "planning"  # the same for all replicas
     TIER = "tier"  # reading stored KV
-    COMMIT = "commit"  # storing a prompt and its KV
+    STORE = "store"  # storing a prompt and its KV
     FINGERPRINT = "fingerprint"  # search by fingerprints
-    MEANING = "meaning"  # search by embedding
-    EMBEDDING = "embedding"  # embedding a prompt, for a search or to be stored
+    EMBEDDING = "embedding"  # search by embedding
+    EMBEDDER = "embedder"  # embedding a prompt, for a search or to be stored
     INDEXING = "indexing"  # writing the index
-    INDEX_EMBEDDING = "index embedding"  # embedding a stored prompt
+    INDEX_EMBEDDER = "index_embedder"  # embedding a stored prompt
 
 
 class FallbackReason(StrEnum):
@@ -38,7 +38,7 @@ class FallbackReason(StrEnum):
 
     ERROR = "error"
     TIMEOUT = "timeout"
-    CIRCUIT_OPEN = "circuit open"
+    CIRCUIT_OPEN = "circuit_open"
     BACKLOG = "backlog"
     MISSING = "missing"
     REFUSED = "refused"

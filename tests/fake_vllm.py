@@ -2,7 +2,7 @@
 A `vllm serve` with the connector, as the proxy sees it: real sockets, vLLM's routes, the control protocol.
 
 It has a byte tokenizer and an honest memory: what it keeps are the tokens of a stretch, and a ticket's copies
-are laid only where segment, namespace and tokens fit. KV it does not have is computed, as the connector does.
+are written only where segment, namespace and tokens fit. It computes KV that it lacks, as the connector does.
 """
 
 from __future__ import annotations
@@ -302,14 +302,14 @@ class FakeVllm:
             return
         tokens = self.tokens_of(seen.body)
         if ticket.prompt_digest == digest_of(tokens):
-            used = self._laid(ticket, tokens)
+            used = self._written(ticket, tokens)
             computed = gaps((ticket.copies[index].target for index in used), len(tokens))
             stored = tuple(self._store(ticket, tokens, span) for span in computed)
             self.prefilled[ticket.ticket_id] = Prefilled(ticket.ticket_id, tuple(used), stored)
             self._tell(self.prefilled[ticket.ticket_id])
 
-    def _laid(self, ticket: Ticket, tokens: list[int]) -> list[int]:
-        return [index for index in range(len(ticket.copies)) if self._can_lay(ticket, index, tokens)]
+    def _written(self, ticket: Ticket, tokens: list[int]) -> list[int]:
+        return [index for index in range(len(ticket.copies)) if self._can_write(ticket, index, tokens)]
 
     def _end(self, seen: Seen, answer: str) -> None:
         ticket = seen.ticket
@@ -318,7 +318,7 @@ class FakeVllm:
         tokens = self.tokens_of(seen.body)
         fits = ticket.prompt_digest == digest_of(tokens)
         prompt = self.prefilled.pop(ticket.ticket_id, None)
-        used = list(prompt.used) if prompt is not None else self._laid(ticket, tokens) if fits else []
+        used = list(prompt.used) if prompt is not None else self._written(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
         finished = FinishedReport(
@@ -326,7 +326,7 @@ class FakeVllm:
             decision="full" if not used else "exact" if is_exact else "approx",
             reason=None if fits else "prompt_mismatch",
             num_computed=len(tokens) - num_copied,
-            stage_seconds={"lay": 0.001, "pass": 0.01, "save": 0.001},
+            stage_seconds={"write": 0.001, "pass": 0.01, "save": 0.001},
         )
         if fits and ticket.store and self.behaviour.stores:
             output = list(answer.encode())
@@ -337,7 +337,7 @@ class FakeVllm:
             finished = replace(finished, used=tuple(used), output_ids=tuple(output), stored=stored)
         self._tell(finished)
 
-    def _can_lay(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
+    def _can_write(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
         copy = ticket.copies[index]
         namespace, stored = self.segments.get(copy.segment_id, ("", ()))
         wanted = tuple(tokens[copy.target.start : copy.target.end])

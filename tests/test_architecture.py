@@ -1,4 +1,4 @@
-"""docs/architecture.md names files, functions and threads that exist."""
+"""docs/architecture.md names files, functions and threads that exist; docs/map.md names every package."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TRACES = TEXT.split("## Trace: embedded engine\n")[1].split("## Threads and locks\n")[0]
-MODULES = [
-    path.relative_to(ROOT)
-    for room in ("delta_tree", "kvshare", "lab", "proxy", "vector_index")
-    for path in (ROOT / room).rglob("*.py")
-]
+MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+ROOMS = ("delta_tree", "kvshare", "lab/src/kvshare_lab", "proxy", "vector_index")
+MODULES = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 CALL = re.compile(r"^ *([\w/]+\.py) +([A-Za-z_][\w.]*)(?:, ([a-z_]\w*))? {2,}", re.MULTILINE)
 
 
@@ -44,3 +42,23 @@ def test_every_thread_is_started() -> None:
     names = set(re.findall(r"`kvshare-([a-z-]+)`", TEXT))
     assert len(names) > 8
     assert [name for name in names if f'"kvshare-{name}"' not in code and f'"{name}"' not in code] == []
+
+
+def test_every_package_has_its_line_on_the_map() -> None:
+    """One line a package, of the product and of the lab, and no line of another folder."""
+    packages = {path.parent.as_posix() for path in MODULES}
+    lines = re.findall(r"^\| `([\w/]+)` \| \S", MAP, re.MULTILINE)
+    assert sorted(lines) == sorted(packages)
+
+
+def test_every_path_of_the_way_on_the_map_is_a_package() -> None:
+    """A newcomer opens the folders that the steps name."""
+    steps = MAP.split("\n## The way of a request in front of vLLM\n")[1]
+    names = {
+        name
+        for name in re.findall(r"`([\w/]+)`", steps)
+        if "/" in name.strip("/") and not name.startswith("/")
+    }
+    packages = {path.parent.as_posix() for path in MODULES}
+    assert len(names) > 6
+    assert [name for name in sorted(names) if not {name, f"kvshare/{name}"} & packages] == []

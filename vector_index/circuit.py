@@ -32,7 +32,7 @@ class CircuitState(StrEnum):
 
 
 class FailureReason(StrEnum):
-    CIRCUIT_OPEN = "circuit open"
+    CIRCUIT_OPEN = "circuit_open"
     TIMEOUT = "timeout"
     ERROR = "error"
 

@@ -33,10 +33,10 @@ _EMBEDDER_REMEDY = "set index.dense: false, or restart this server"
 # By part, for the log: the setting of its limit of time, and what to do if it fails.
 _PARTS = {
     "fingerprint": ("index.search_timeout_s", _INDEX_REMEDY),
-    "embedding": ("index.embed_timeout_s", _EMBEDDER_REMEDY),
-    "meaning": ("index.search_timeout_s", _INDEX_REMEDY),
+    "embedder": ("index.embed_timeout_s", _EMBEDDER_REMEDY),
+    "embedding": ("index.search_timeout_s", _INDEX_REMEDY),
     "indexing": (None, _INDEX_REMEDY),
-    "index embedding": (None, _EMBEDDER_REMEDY),
+    "index_embedder": (None, _EMBEDDER_REMEDY),
 }
 _CATCH_UP = 16  # prompts at once
 _MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
@@ -115,7 +115,7 @@ class Indexer:
         # Two threads, so that a request's text does not wait for texts that are being indexed.
         self._threads = {
             part: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"kvshare-{name}")
-            for part, name in (("embedding", "embed"), ("index embedding", "embed-index"))
+            for part, name in (("embedder", "embed"), ("index_embedder", "embed-index"))
         }
 
     @property
@@ -221,7 +221,7 @@ class Indexer:
         entries = [self._enter(record) for record in batch]
         texts = [record.prompt_text for record in batch]
         failures: list[Failure] = []
-        vectors = await self._embed("index embedding", texts, timeout_s=self.settings.write_timeout_s)
+        vectors = await self._embed("index_embedder", texts, timeout_s=self.settings.write_timeout_s)
         if isinstance(vectors, Failure):
             failures.append(vectors)
         else:

@@ -22,7 +22,7 @@ from vector_index.prompt_text import PromptText, TextEmbedder
 
 _TOKENS_PER_FINGERPRINT = 4
 
-Source = Literal["prefix", "fingerprint", "meaning"]
+Source = Literal["prefix", "fingerprint", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Ranking:
     def add_embeddings(self, hits: Sequence[Hit]) -> None:
         """Add prompts with near embeddings; the score of these hits is the cosine similarity."""
         for hit in hits:
-            self._add(hit.prompt_id, "meaning", 0.0, hit.score)
+            self._add(hit.prompt_id, "embedding", 0.0, hit.score)
 
     def nomination(self, max_candidates: int) -> Nomination:
         """
@@ -181,7 +181,7 @@ class Ranking:
         candidates = list(self._found.values())
         best_prefix = sorted((c for c in candidates if "prefix" in c.sources), key=_rank)[:1]
         by_passage = [c for c in candidates if "fingerprint" in c.sources]
-        by_embedding = [c for c in candidates if c.sources == ("meaning",)]
+        by_embedding = [c for c in candidates if c.sources == ("embedding",)]
         num_reserved = min(len(by_embedding), max_candidates // 4)
         wanted = (
             best_prefix

@@ -3,7 +3,7 @@ Nominates candidates: earlier prompts that may be worth aligning with a new one.
 
 1. prefix        the longest known run of leading token blocks               microseconds
 2. fingerprint   passages shared after that prefix, at any position          a fraction of a millisecond
-3. meaning       near embeddings; only if much of a long prompt is uncovered  tens of milliseconds
+3. embedding     near embeddings; only if much of a long prompt is uncovered  tens of milliseconds
 
 The searches and the embedding have a time limit and a circuit breaker each. A search of an index in this
 process cannot be cancelled: `max_postings` bounds its cost, and after a late search the request makes no
@@ -53,7 +53,7 @@ class Nominator(Indexer):
         with ranking.timed("fingerprint"):
             await self._by_fingerprints(namespace, token_ids, ranking)
         if allow_dense and prompt_text is not None and self._is_worth_embedding(ranking):
-            with ranking.timed("meaning"):
+            with ranking.timed("embedding"):
                 await self._by_embedding(namespace, prompt_text, ranking)
         return ranking.nomination(self.settings.max_candidates)
 
@@ -77,7 +77,7 @@ class Nominator(Indexer):
             ranking.add_passages(hit, shares_prefix=bool(shares))
 
     async def _by_embedding(self, namespace: str, prompt_text: PromptText, ranking: Ranking) -> None:
-        vectors = await self._embed("embedding", [prompt_text], timeout_s=self.settings.embed_timeout_s)
+        vectors = await self._embed("embedder", [prompt_text], timeout_s=self.settings.embed_timeout_s)
         if isinstance(vectors, Failure):
             ranking.failures.append(vectors)
             return
@@ -85,7 +85,7 @@ class Nominator(Indexer):
         if vector is None:
             return
         limit, max_distance = self.settings.max_candidates, self.settings.max_distance
-        hits = await self.circuits["meaning"].attempt(
+        hits = await self.circuits["embedding"].attempt(
             lambda: self._index.search_embedding(namespace, vector, limit, max_distance),
             timeout_s=self.settings.search_timeout_s,
         )

@@ -59,7 +59,7 @@ class Prefill:
         """After the probe passes: compute repairs, and again listeners and what they attend to most."""
         choice = probe.choice()
         self.plan = probe.plan.with_repairs(choice.repairs)
-        self._remaining = merge([*choice.repairs, *choice.again])
+        self._remaining = merge([*choice.repairs, *choice.renewed])
         self._probe = None
 
 

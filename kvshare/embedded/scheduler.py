@@ -156,7 +156,7 @@ class Task:
                 num_bytes = kv.write_copies(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
             seconds = time.perf_counter() - began
             self.cost.observe_load(num_bytes, seconds)
-            self.stage_seconds["splice"] = seconds
+            self.stage_seconds["write"] = seconds
         return kv
 
     def _start_choices(self, logits: torch.Tensor) -> None:

@@ -212,8 +212,8 @@ class Reconciler:
             # vLLM computes the tail behind the last copy in its own pass, whose time is unknown.
             num_passed = max(copy.target.end for copy in used) - num_copied
             cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
-        if "lay" in finished.stage_seconds:
-            loading = finished.stage_seconds["lay"] + finished.stage_seconds.get("fetch", 0.0)
+        if "write" in finished.stage_seconds:
+            loading = finished.stage_seconds["write"] + finished.stage_seconds.get("verify", 0.0)
             targets = (copy.target for copy in used)  # vLLM has the first tokens itself
             num_loaded = sum(max(0, span.end - max(span.start, finished.num_local)) for span in targets)
             cost.observe_load(num_loaded * cost.rates.bytes_per_token, loading)

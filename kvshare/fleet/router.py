@@ -250,7 +250,7 @@ def wire_order(plan: Plan) -> WireOrder | None:
     if plan.order is None:
         return None
     return WireOrder(
-        pieces=tuple(WireSpan(piece.start, piece.end) for piece in plan.order.pieces),
+        stretches=tuple(WireSpan(stretch.start, stretch.end) for stretch in plan.order.stretches),
         probes=plan.order.probes,
         num_tokens=plan.order.num_tokens,
         end=max(plan.num_tokens - _NUM_LAST_TOKENS, plan.copies[-1].target.end),

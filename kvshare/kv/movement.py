@@ -198,9 +198,9 @@ def find_movement(
     if movement.frequencies:
         wrong.append(_distance_of_neighbours(movement, observed))
         near = max(1, round(1 / max(movement.frequencies)))  # the fastest pair rotates by a radian
-        beside = _distance(movement, observed, beside=near)
-        if beside > rounding:  # else these rows cannot show it
-            wrong.append(beside)
+        neighbour_distance = _distance(movement, observed, off_by=near)
+        if neighbour_distance > rounding:  # else these rows cannot show it
+            wrong.append(neighbour_distance)
     if not wrong:  # nothing to compare with: only rows that are equal to the last bit are known to stay
         if all(torch.equal(pair.here, pair.there) for pair in observed):
             return Verification(movement, error, None)
@@ -230,17 +230,17 @@ def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
                 yield from (Movement.turning(table, pairing, first) for pairing in get_args(Pairing))
 
 
-def _distance(movement: Movement, observed: Iterable[Observed], *, beside: int = 0) -> float:
-    """The largest distance over all shifts, with rows moved `beside` positions too far."""
-    return max(pair.distance_of(movement.moved(pair.here, pair.shift + beside)) for pair in observed)
+def _distance(movement: Movement, observed: Iterable[Observed], *, off_by: int = 0) -> float:
+    """The largest distance over all shifts, with rows moved `off_by` positions too far."""
+    return max(pair.distance_of(movement.moved(pair.here, pair.shift + off_by)) for pair in observed)
 
 
 def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) -> float:
     """The distance where rows are compared with those of the next head; with one head, of the next token."""
     found = []
     for pair in observed:
-        beside = 1 if pair.here.shape[1] > 1 else 0
-        found.append(pair.distance_of(movement.moved(pair.here, pair.shift).roll(1, dims=beside)))
+        axis = 1 if pair.here.shape[1] > 1 else 0
+        found.append(pair.distance_of(movement.moved(pair.here, pair.shift).roll(1, dims=axis)))
     return max(found)
 
 

@@ -77,7 +77,7 @@ def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
     if isinstance(plan, NoPlan) or plan.order is None:
         return None
     order = plan.order
-    return {"tokens": order.num_tokens, "probes": len(order.probes), "pieces": len(order.pieces)}
+    return {"tokens": order.num_tokens, "probes": len(order.probes), "stretches": len(order.stretches)}
 
 
 def _prediction(plan: Plan | NoPlan, limits: PlannerLimits) -> dict[str, Any] | None:

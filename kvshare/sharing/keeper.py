@@ -142,12 +142,12 @@ class PromptKeeper(Generic[TierT]):
             self._count_unstored(exc)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.warning("a prompt is not stored: %s", classes_and_places(exc))
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.ERROR)
+            self.telemetry.fallback(Component.STORE, FallbackReason.ERROR)
         return None
 
     def _count_unstored(self, exc: Exception) -> None:
         """Count a prompt that was not stored. A failing store fails for all prompts, so it is logged once."""
-        self.telemetry.fallback(Component.COMMIT, FallbackReason.REFUSED)
+        self.telemetry.fallback(Component.STORE, FallbackReason.REFUSED)
         if not isinstance(exc, MetadataStoreError):
             log.warning("a prompt is not stored: %s", exc)
             return
@@ -196,7 +196,7 @@ class PromptKeeper(Generic[TierT]):
         if budget.num_bytes + num_bytes <= budget.max_bytes:
             return True
         if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+            self.telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
             return False  # evicting all others would not be enough, so none is evicted
         scopes = None if memory is None else (memory,)
         while (candidate := self.tree.next_to_evict(scopes, without=held)) is not None:
@@ -211,7 +211,7 @@ class PromptKeeper(Generic[TierT]):
                 self.telemetry.evicted(EvictionCause.CAPACITY)
             if budget.num_bytes + num_bytes <= budget.max_bytes:
                 return True
-        self.telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+        self.telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
         return False
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:

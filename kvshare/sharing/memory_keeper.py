@@ -181,14 +181,14 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return None
         num_computed = sum(len(span) for span in self._spans(computed))
         if num_computed * computed.kv.bytes_per_token > self.tier.max_bytes:
-            self.telemetry.fallback(Component.COMMIT, FallbackReason.TOO_LARGE)
+            self.telemetry.fallback(Component.STORE, FallbackReason.TOO_LARGE)
             return None
         draft, retained = self._drafted(computed)
         plan = computed.plan
         with self._writing:
             if isinstance(plan, Plan) and any(copy.segment_id not in self.tier for copy in plan.copies):
                 if plan.first_approximate < plan.num_tokens or not computed.kv.is_whole:
-                    self.telemetry.fallback(Component.COMMIT, FallbackReason.DONOR_GONE)
+                    self.telemetry.fallback(Component.STORE, FallbackReason.DONOR_GONE)
                     return None
                 # All KV in the slots is exact, copied or not: store all of it.
                 draft, retained = self._drafted(replace(computed, plan=NoPlan()))

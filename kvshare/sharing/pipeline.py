@@ -256,7 +256,7 @@ class Sharing:
         If donors are evicted or stored again meanwhile, this plans again, twice at most, without donors whose
         KV is missing.
         """
-        stages = {"plan": 0.0, "load": 0.0}
+        stages = {"plan": 0.0, "fetch": 0.0}
         nodes = self.own_nodes(namespace, candidates)
         found = Lookup(
             NoPlan(Reason.KV_GONE),
@@ -287,7 +287,7 @@ class Sharing:
                 return replace(found, plan=plan)
             began = time.perf_counter()
             fetched = self.tier.fetch({copy.segment_id for copy in plan.copies})
-            stages["load"] += time.perf_counter() - began
+            stages["fetch"] += time.perf_counter() - began
             if not fetched.missing:
                 return replace(found, plan=plan, segments=fetched.segments)
             self.telemetry.fallback(Component.TIER, FallbackReason.MISSING)

@@ -45,11 +45,11 @@ class RepairOrder:
     """
     How many copied tokens an engine computes again. The engine chooses them after a probe pass.
 
-    `pieces`: contiguous approximate copies of one donor, from which the tokens are chosen. `probes`:
+    `stretches`: contiguous approximate copies of one donor, from which the tokens are chosen. `probes`:
     positions in them whose change is measured. See `sharing.selection`.
     """
 
-    pieces: tuple[Span, ...]  # ascending, disjoint
+    stretches: tuple[Span, ...]  # ascending, disjoint
     probes: tuple[int, ...]  # ascending
     num_tokens: int  # to repair, exactly
 
@@ -136,9 +136,9 @@ class Plan:
 
     @property
     def may_compute(self) -> tuple[Span, ...]:
-        """Every position that may be computed: the placeholders, and the pieces of an order."""
-        pieces = () if self.order is None else self.order.pieces
-        return merge([*self.placeholders, *pieces])
+        """Every position that may be computed: the placeholders, and the stretches of an order."""
+        stretches = () if self.order is None else self.order.stretches
+        return merge([*self.placeholders, *stretches])
 
     @property
     def donors(self) -> tuple[NodeId, ...]:

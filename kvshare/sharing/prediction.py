@@ -25,9 +25,9 @@ from delta_tree import Copy, Node, NodeId
 from kvshare.sharing.plan import continues, small_shift
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
-_REACH = 32.0  # tokens after the start of a piece over which its KV approaches the donor's
+_REACH = 32.0  # tokens after the start of a stretch over which its KV approaches the donor's
 _DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
-_MOST_PIECES = 512  # pieces whose context is compared; of more, a sample
+_MOST_STRETCHES = 512  # stretches whose context is compared; of more, a sample
 _REPLACED = 0.2  # share of the text in front of a copy: if more is gone, its context is another one
 
 Vector = NDArray[np.float64]
@@ -38,8 +38,8 @@ class Shape:
     """
     The features of a plan before repairs.
 
-    `values`: (F - 1,) all features but the last. `stale`: tokens near the start of a piece, weighted by their
-    distance to it; a piece adds some 22 to 160. `far`: share of the copied tokens that are relocated.
+    `values`: (F - 1,) all features but the last. `stale`: tokens near the start of a stretch, weighted by
+    their distance to it; a stretch adds some 22 to 160. `far`: share of the copied tokens that are relocated.
     """
 
     values: tuple[float, ...]
@@ -63,10 +63,10 @@ def shape_of(
     new       log of the tokens that stand in front of it now and did not
     shift     log of how far copies moved
     donors    log of how many there are
-    distance  log of the tokens from the start of the last piece to the end of the prompt
+    distance  log of the tokens from the start of the last stretch to the end of the prompt
     exact     share of the prompt that is an exact prefix
     stale     log10 of the share of stale tokens, see `Shape`
-    pieces    log of the number of contiguous stretches of one donor
+    pieces    log of the number of stretches: contiguous copies of one donor
     repaired  log of the repaired tokens per stale token, see `Shape.repaired`
 
     Units:   tokens; `copies` ascending by target; `common`: by donor, the length of its common
@@ -74,23 +74,23 @@ def shape_of(
     """
     if not copies:
         return None
-    pieces = _pieces(copies)
-    lengths = np.array([length for _, length in pieces])
+    stretches = _stretches(copies)
+    lengths = np.array([length for _, length in stretches])
     weights = lengths / lengths.sum()
-    some = slice(None, None, 1 + len(pieces) // _MOST_PIECES)  # a sample of thousands of pieces is enough
+    some = slice(None, None, 1 + len(stretches) // _MOST_STRETCHES)  # of thousands a sample is enough
     shares = weights[some] / weights[some].sum()
-    lost, new, shift = _churn([copy for copy, _ in pieces[some]], copies, common)
+    lost, new, shift = _churn([copy for copy, _ in stretches[some]], copies, common)
     stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
     return Shape(
         values=(
             float(np.log1p(shares @ lost)),
             float(np.log1p(shares @ new)),
             float(np.log1p(shares @ shift)),
-            float(np.log(len({copy.donor for copy, _ in pieces}))),
-            float(np.log1p(num_tokens - pieces[-1][0].target_start)),
+            float(np.log(len({copy.donor for copy, _ in stretches}))),
+            float(np.log1p(num_tokens - stretches[-1][0].target_start)),
             exact_length / num_tokens,
             float(np.log10(stale / num_tokens)),
-            float(np.log(len(pieces))),
+            float(np.log(len(stretches))),
         ),
         stale=stale,
         far=float(shares @ (shift > small_shift(num_tokens))),
@@ -116,7 +116,7 @@ def carried(
     """
     if not any(donor.deviation for donor in donors.values()):
         return 0.0
-    some = copies[:: 1 + len(copies) // _MOST_PIECES]
+    some = copies[:: 1 + len(copies) // _MOST_STRETCHES]
     lost, _, _ = _churn(some, known, common)
     ends = ((donors[copy.donor], copy.donor_start, copy.donor_start + copy.length) for copy in some)
     deviations = [
@@ -191,7 +191,7 @@ class Calibration:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
 
 
-def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
+def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     """First copy and length of each contiguous stretch of one donor."""
     found = [(copies[0], copies[0].length)]
     for before, copy in pairwise(copies):
@@ -204,13 +204,13 @@ def _pieces(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
 
 
 def _churn(
-    pieces: Sequence[Copy], copies: Sequence[Copy], common: Mapping[NodeId, int]
+    stretches: Sequence[Copy], copies: Sequence[Copy], common: Mapping[NodeId, int]
 ) -> tuple[Vector, Vector, Vector]:
-    """For each piece: removed tokens in front of it, new tokens in front of it, and its shift."""
-    target = np.array([piece.target_start for piece in pieces], float)
-    source = np.array([piece.donor_start for piece in pieces], float)
-    stayed = np.zeros(len(pieces))
-    donors = np.array([piece.donor for piece in pieces])
+    """For each stretch: removed tokens in front of it, new tokens in front of it, and its shift."""
+    target = np.array([stretch.target_start for stretch in stretches], float)
+    source = np.array([stretch.donor_start for stretch in stretches], float)
+    stayed = np.zeros(len(stretches))
+    donors = np.array([stretch.donor for stretch in stretches])
     given = np.array([(copy.donor, copy.target_start, copy.donor_start, copy.length) for copy in copies])
     for donor in dict.fromkeys(donors.tolist()):
         own, prefix = donors == donor, common[donor]

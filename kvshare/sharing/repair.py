@@ -64,10 +64,10 @@ def repairs_to_choose(
     The tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, but at most
     `settings.max_budget` of the prompt.
     """
-    pieces = _pieces(copies, num_tokens - settings.tail)
-    most = min(sum(len(piece) for piece in pieces), int(settings.max_budget * num_tokens))
+    stretches = _stretches(copies, num_tokens - settings.tail)
+    most = min(sum(len(stretch) for stretch in stretches), int(settings.max_budget * num_tokens))
     count = min(round(wanted), most)
-    order = RepairOrder(pieces, tuple(probes(pieces, num_tokens).tolist()), count) if count else None
+    order = RepairOrder(stretches, tuple(probes(stretches, num_tokens).tolist()), count) if count else None
     return Repairs(_cut(copies, [0] * len(copies), num_tokens, settings), order)
 
 
@@ -90,9 +90,9 @@ def _cut(
     return merge(repairs)
 
 
-def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
+def _stretches(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
     """Contiguous stretches of one donor in front of `end`, without those that are too short."""
-    pieces: list[Span] = []
+    stretches: list[Span] = []
     before: Copy | None = None
     for copy in copies:
         target = Span(copy.target_start, max(copy.target_start, min(copy.target.end, end)))
@@ -100,10 +100,10 @@ def _pieces(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
             before = None
             continue
         if before is not None and continues(before, copy):
-            target = Span(pieces.pop().start, target.end)
-        pieces.append(target)
+            target = Span(stretches.pop().start, target.end)
+        stretches.append(target)
         before = copy
-    return tuple(pieces)
+    return tuple(stretches)
 
 
 def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:

@@ -1,18 +1,18 @@
 """
 Chooses which copied tokens are computed again. The plan says how many.
 
-    score of a copied token = sum over layers of  sqrt(attended) x changed  x  mendable
+    score of a copied token = sum over layers of  sqrt(attended) x changed  x  repairable
 
     attended   attention that the last placeholders pay to it, mean over them and over heads; the square root,
                because later tokens of the answer attend to other places
     changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
-    mendable   falls with the distance to the start of its piece, as a token attends to stale neighbours
+    repairable falls with the distance to the start of its stretch, as a token attends to stale neighbours
 
 A probe pass computes the placeholders and at most min(64, 3 %) copied tokens. A second pass computes the
 chosen repairs: the same positions in all layers, in at most 32 runs more than the plan has. It also computes
 again the listeners and the placeholders that they attend to most, because the probe pass computed those over
-stale KV. After an edit the changes are at the start of a piece, so the choice is a window; in moved text all
-tokens change a little, and attention decides. docs/fidelity.md compares this rule with published ones.
+stale KV. After an edit the changes are at the start of a stretch, so the choice is a window; in moved text
+all tokens change a little, and attention decides. docs/fidelity.md compares this rule with published ones.
 
 Pure functions: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
 """
@@ -33,8 +33,19 @@ Scores = NDArray[np.floating]
 
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
-_OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)  # of probes in a piece: changes are largest at its start
-_MENDABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
+_OFFSETS = (
+    0,
+    2,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+)  # of probes in a stretch: its start changes most
+_REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
 _LEAST = 1e-6
 
@@ -44,7 +55,7 @@ class RepairChoice:
     """What the second pass computes. Both ascending."""
 
     repairs: tuple[Span, ...]  # copied tokens
-    again: tuple[Span, ...]  # placeholders
+    renewed: tuple[Span, ...]  # placeholders that are computed a second time
 
 
 def choose(
@@ -58,28 +69,28 @@ def choose(
     """
     What the second pass computes: `order.num_tokens` repairs, and some placeholders again.
 
-    Tokens of pieces that were computed because their KV was missing need no repair: the number shrinks in
+    Tokens of stretches that were computed because their KV was missing need no repair: the number shrinks in
     proportion.
     Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes
     """
     num_tokens = attended.shape[1]
-    pieces, computed = (covered(spans, num_tokens) for spans in (order.pieces, placeholders))
-    allowed = pieces & ~computed
-    found = scores(order.pieces, attended, np.array(order.probes, np.int64), changed)
-    num_repairs = round(order.num_tokens * allowed.sum() / max(1, pieces.sum()))
+    in_stretches, computed = (covered(spans, num_tokens) for spans in (order.stretches, placeholders))
+    allowed = in_stretches & ~computed
+    found = scores(order.stretches, attended, np.array(order.probes, np.int64), changed)
+    num_repairs = round(order.num_tokens * allowed.sum() / max(1, in_stretches.sum()))
     repairs = chosen(found, allowed, computed, num_repairs)
-    again = renewed(attended, computed, repairs, first_approximate=first_approximate)
-    return RepairChoice(tuple(stretches(repairs)), tuple(stretches(again)))
+    recomputed = renewed(attended, computed, repairs, first_approximate=first_approximate)
+    return RepairChoice(tuple(spans_where(repairs)), tuple(spans_where(recomputed)))
 
 
-def probes(pieces: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
+def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """
-    (P,) positions whose change is measured, ascending: dense at the start of each piece, then sparse.
+    (P,) positions whose change is measured, ascending: dense at the start of each stretch, then sparse.
 
-    `pieces`: contiguous copies of one donor each, ascending.
+    `stretches`: contiguous copies of one donor each, ascending.
     """
     room = min(_MOST_PROBES, int(_PROBED_SHARE * num_tokens))
-    places = [piece.start + offset for offset in _OFFSETS for piece in pieces if offset < len(piece)]
+    places = [stretch.start + offset for offset in _OFFSETS for stretch in stretches if offset < len(stretch)]
     return np.array(sorted(places[:room]), np.int64)
 
 
@@ -91,7 +102,7 @@ def listeners(computed: Mask) -> NDArray[np.int64]:
 def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
 ) -> RepairChoice:
-    """The same number of repairs without measurements: the starts of the pieces."""
+    """The same number of repairs without measurements: the starts of the stretches."""
     attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
     return choose(order, placeholders, attended, changed, first_approximate=first_approximate)
 
@@ -102,29 +113,29 @@ def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximat
 
     Tokens before the first approximate copy are exact and never computed again.
     """
-    again = np.zeros(len(computed), np.bool_)
-    again[listeners(computed)] = True
-    stale = computed & ~again
+    listening = np.zeros(len(computed), np.bool_)
+    listening[listeners(computed)] = True
+    stale = computed & ~listening
     stale[:first_approximate] = False
     count = min(MAX_RENEWED, int(stale.sum()))
-    return again | chosen(attended.sum(axis=0), stale, again | repairs, count)
+    return listening | chosen(attended.sum(axis=0), stale, listening | repairs, count)
 
 
 def scores(
-    pieces: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
+    stretches: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
 ) -> NDArray[np.float64]:
     """
-    (T,) the scores of the tokens in pieces; 0 elsewhere.
+    (T,) the scores of the tokens in stretches; 0 elsewhere.
 
     Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
     """
     found = np.zeros(attended.shape[1])
     everywhere = np.log(changed + _LEAST).mean(axis=1) if len(places) else np.zeros(len(attended))
-    for piece in pieces:
-        inside = slice(piece.start, piece.end)
-        change = _between(piece, places, changed, everywhere)
-        mendable = _MENDABLE + (1 - _MENDABLE) * np.exp(-np.arange(len(piece)) / _REACH)
-        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * mendable
+    for stretch in stretches:
+        inside = slice(stretch.start, stretch.end)
+        change = _between(stretch, places, changed, everywhere)
+        repairable = _REPAIRABLE + (1 - _REPAIRABLE) * np.exp(-np.arange(len(stretch)) / _REACH)
+        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * repairable
     return found
 
 
@@ -155,7 +166,7 @@ def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
     return highest(np.repeat(means, size)[: len(scores)], allowed, count)
 
 
-def stretches(mask: Mask) -> list[Span]:
+def spans_where(mask: Mask) -> list[Span]:
     """The runs of True, ascending."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     return [Span(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
@@ -175,11 +186,11 @@ def num_runs(rows: Mask) -> int:
 
 
 def _between(
-    piece: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
+    stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(L, len(piece)) changes, interpolated in the logarithm; the mean of all for a piece without probes."""
-    own = (places >= piece.start) & (places < piece.end)
+    """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all."""
+    own = (places >= stretch.start) & (places < stretch.end)
     if not own.any():
-        return np.repeat(np.exp(everywhere)[:, None], len(piece), axis=1)
-    inside, logarithms = np.arange(piece.start, piece.end), np.log(changed[:, own] + _LEAST)
+        return np.repeat(np.exp(everywhere)[:, None], len(stretch), axis=1)
+    inside, logarithms = np.arange(stretch.start, stretch.end), np.log(changed[:, own] + _LEAST)
     return np.exp([np.interp(inside, places[own], row) for row in logarithms])

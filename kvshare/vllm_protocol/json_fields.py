@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Number = Annotated[int, Field(strict=True, ge=0)]
 Flag = Annotated[bool, Field(strict=True)]
-
-_KEYS = {"ticket_id": "request_id", "store": "keep"}  # of other fields, the key is the name
 
 
 class WireError(ValueError):
@@ -27,12 +25,11 @@ class Message:
     """Base of the dataclasses that are sent as JSON objects."""
 
     __slots__ = ()
-    __pydantic_config__ = ConfigDict(alias_generator=lambda name: _KEYS.get(name, name))
     _optional: ClassVar[frozenset[str]] = frozenset()  # fields that may be missing
     _protocol: ClassVar[int | None] = None  # version of the protocol, if the document has one
 
     def to_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json", by_alias=True)
+        document: dict[str, Any] = _adapter(type(self)).dump_python(self, mode="json")
         return document if self._protocol is None else {"protocol": self._protocol, **document}
 
     @classmethod
@@ -52,7 +49,7 @@ class Message:
         if isinstance(document, dict):
             if cls._protocol is not None and document.get("protocol") != cls._protocol:
                 raise ValueError(f"protocol: expected {cls._protocol}, got {document.get('protocol')!r}")
-            keys = {_KEYS.get(each.name, each.name) for each in fields(cls)}  # type: ignore[arg-type]  # they are dataclasses
+            keys = {each.name for each in fields(cls)}  # type: ignore[arg-type]  # they are dataclasses
             if missing := keys - cls._optional - document.keys():
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
         return document

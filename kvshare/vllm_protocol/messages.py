@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from delta_tree import SegmentId, Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 
-PROTOCOL = 3
+PROTOCOL = 4
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
@@ -70,13 +70,13 @@ class WireSpan(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class WireOrder(Message):
     """
-    The connector chooses `num_tokens` copied tokens in `pieces` after a probe pass, and computes them again.
+    The connector chooses `num_tokens` copied tokens in `stretches` after a probe pass, and renews them.
 
     The connector provides the KV before `end`; vLLM computes the tail behind it. See
     `kvshare.sharing.plan.RepairOrder`.
     """
 
-    pieces: tuple[WireSpan, ...]  # ascending, disjoint
+    stretches: tuple[WireSpan, ...]  # ascending, disjoint
     probes: tuple[Number, ...]
     num_tokens: Number
     end: Number
@@ -133,18 +133,18 @@ class Ticket(Message):
         if not max(end_of_copies, 1) <= order.end < self.num_tokens:
             raise ValueError(f"order: expected an end from {end_of_copies} to {self.num_tokens - 1}")
         end = self.first_approximate
-        for piece in order.pieces:
-            if not end <= piece.start < piece.end <= end_of_copies:
+        for stretch in order.stretches:
+            if not end <= stretch.start < stretch.end <= end_of_copies:
                 raise ValueError(
-                    f"order: a piece [{piece.start}, {piece.end}) overlaps, is empty or not copied"
+                    f"order: a stretch [{stretch.start}, {stretch.end}) overlaps, is empty or not copied"
                 )
-            end = piece.end
+            end = stretch.end
         ascending = all(before < probe for before, probe in pairwise(order.probes))
-        inside = all(any(p.start <= probe < p.end for p in order.pieces) for probe in order.probes)
-        num_copied = sum(piece.end - piece.start for piece in order.pieces)
+        inside = all(any(s.start <= probe < s.end for s in order.stretches) for probe in order.probes)
+        num_copied = sum(stretch.end - stretch.start for stretch in order.stretches)
         if not ascending or not inside or order.num_tokens > num_copied:
             raise ValueError(
-                "order: expected ascending probes in its pieces, and no more repairs than those have"
+                "order: expected ascending probes in its stretches, and no more repairs than those have"
             )
 
     @property
@@ -190,7 +190,7 @@ class FinishedReport(Message):
 
     Retained positions are covered by the copies `used` (indices into the ticket's copies) without the spans
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
-    generated tokens among the retained ones. `stage_seconds`: "fetch" verifies segments, "lay" writes copies
+    generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
     into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
     """
 

@@ -4,9 +4,10 @@ Runs the benchmarks that the documents quote, and writes the tables that quote t
     .venv/bin/python lab/scripts/measure.py NAME ...   # runs these (none: all, hours), writes the tables
     .venv/bin/python lab/scripts/measure.py --write    # writes the tables, runs nothing
 
-Each benchmark's document is stored in docs/measured/NAME.json. measure.yaml has the command of each, and
-the template that puts its figures into words. In README.md and docs/benchmarks.md a table stands between the
-lines `<!-- measured:begin NAME NAME ... -->` and `<!-- measured:end -->`.
+What pages quote of a document is stored in docs/measured/NAME.json (quote.py); the command prints all of it.
+measure.yaml has the command of each, and the template that puts its figures into words. In README.md and
+docs/benchmarks.md a table stands between the lines `<!-- measured:begin NAME NAME ... -->` and
+`<!-- measured:end -->`.
 """
 
 import json
@@ -19,8 +20,9 @@ from typing import Any
 import jinja2
 import yaml
 
+from quote import FOLDER, store
+
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "measured"
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 ROWS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 TABLE = re.compile(r"(<!-- measured:begin ([\w -]+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
@@ -65,8 +67,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments != ["--write"]:
         for name in arguments or ROWS:
-            document = kvshare("bench", *ROWS[name]["command"].split(), "--json")
-            (FOLDER / f"{name}.json").write_text(document, encoding="utf-8")
+            store(name, json.loads(kvshare("bench", *ROWS[name]["command"].split(), "--json")))
     for path in QUOTING:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
 

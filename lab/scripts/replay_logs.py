@@ -1,12 +1,12 @@
 """
-Runs every replay that docs/replay.md quotes and prints its tables; writes documents to docs/measured/replay/.
+Runs every replay that docs/replay.md quotes and prints its tables; stores documents in docs/measured/replay/.
 
     .venv/bin/python lab/scripts/replay_logs.py DATA OUT [--limits | --stores] [NAME ...] > tables.md
 
 With --limits the policies differ in how far answers may deviate, with --stores in the size of their stores.
 DATA has the logs, with the names in replay_logs.yaml, which also defines the tables. The workloads, a
-tokenizer and each run's folder with its report are written to OUT. A document is a run's results.json
-without what only its report needs; none has prompt text.
+tokenizer and each run's folder with its report are written to OUT. What is stored is the part
+of a run's results.json that the tables need (quote.py); none has prompt text.
 """
 
 import json
@@ -21,10 +21,10 @@ import typer
 import yaml
 
 from measure import TEMPLATES, kvshare
+from quote import store
 
-FOLDER = Path(__file__).parents[2] / "docs" / "measured" / "replay"
 CONFIG: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-LOGS, WORKLOADS, VIEWS, KEPT = (CONFIG[key] for key in ("logs", "workloads", "views", "kept"))
+LOGS, WORKLOADS, VIEWS = (CONFIG[key] for key in ("logs", "workloads", "views"))
 Document = dict[str, Any]
 
 
@@ -40,7 +40,6 @@ def main(
     if unknown := {*(names or ())} - {*LOGS, *WORKLOADS}:
         raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}")
     out.mkdir(parents=True, exist_ok=True)
-    FOLDER.mkdir(parents=True, exist_ok=True)
     if not (out / "tekken").exists():
         script = Path(__file__).with_name("tekken_tokenizer.py")
         subprocess.run([sys.executable, script, out / "tekken"], check=True, stdout=subprocess.DEVNULL)
@@ -80,26 +79,12 @@ def _workload(name: str, data: Path, out: Path) -> Document:
 
 
 def _replay(name: str, log: Document, arms: list[str], data: Path, out: Path) -> Document:
-    """Runs a replay, and writes and returns what is retained of its document."""
+    """Runs a replay, and stores and returns what the tables need of its document."""
     files = [data / file for file in log["files"]]  # a workload's path is absolute
     folders: list[str | Path] = ["--tokenizer", out / "tekken", "--out", out / name]
     run = kvshare("replay", *files, *log["options"], "--arms", ",".join(arms), *folders, "--json")
-    document = kept(json.loads(run))
-    (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document: Document = store(f"replay/{name}", json.loads(run))
     return document
-
-
-def kept(whole: Document) -> Document:
-    """The members of a results.json that the tables need."""
-
-    def picked(document: Document, kind: str) -> Document:
-        return {key: document[key] for key in KEPT[kind]}
-
-    def groups(by: Document) -> Document:
-        return {kind: {key: picked(own, "group") for key, own in by[kind].items()} for kind in KEPT["by"]}
-
-    arms = [{**picked(arm, "arm"), "by": groups(arm["by"])} for arm in whole["arms"]]
-    return {**picked(whole, "document"), "arms": arms, "times": picked(whole["times"], "times")}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """
 Compares the decisions of replay, the embedded engine and vLLM with one replica, request by request.
 
-    .venv/bin/python lab/scripts/same_as_served.py --requests 300 --json > docs/measured/same-as-served.json
+    .venv/bin/python lab/scripts/same_as_served.py --requests 300 --json |
+        .venv/bin/python lab/scripts/quote.py same-as-served
     .venv/bin/python lab/scripts/same_as_served.py LOG.jsonl.gz rag=QUESTIONS.jsonl.gz agent ...
 
 A source is a log in any format that `kvshare replay` reads, a workload with or without a source file, or

@@ -166,7 +166,9 @@ def test_compositions_against_brute_force(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_what_must_not_move_is_laid_where_it_stood_and_nothing_of_that_is_missed(data: st.DataObject) -> None:
+def test_what_must_not_move_is_put_where_it_stood_and_nothing_of_that_is_missed(
+    data: st.DataObject,
+) -> None:
     """Against every donor, position by position."""
     prompts = StoredPrompts()
     for _ in range(data.draw(st.integers(1, 4))):

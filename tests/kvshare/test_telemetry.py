@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +21,7 @@ from kvshare.telemetry import (
     Telemetry,
     TicketEvent,
 )
-from vector_index import FailureReason, IndexSchema, Nominator
+from vector_index import CircuitState, FailureReason, IndexSchema, Nominator
 from vector_index.qdrant_remote import QdrantRemoteIndex
 
 _THREADS, _TIMES = 4, 50
@@ -62,7 +65,7 @@ def test_no_count_is_lost_between_threads(
 
 def test_counts_are_kept_apart_by_what_they_name() -> None:
     telemetry = Telemetry()
-    telemetry.fallback(Component.COMMIT, FallbackReason.NO_ROOM)
+    telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
     telemetry.fallback(Component.TIER, FallbackReason.MISSING)
     telemetry.replica_failed("a")
     telemetry.evicted(EvictionCause.LOST, 3)
@@ -72,7 +75,7 @@ def test_counts_are_kept_apart_by_what_they_name() -> None:
     telemetry.ticket(TicketEvent.EXPIRED, 2)
     counts = telemetry.counts()
     assert counts.fallbacks == {
-        (Component.COMMIT, FallbackReason.NO_ROOM): 1,
+        (Component.STORE, FallbackReason.NO_ROOM): 1,
         (Component.TIER, FallbackReason.MISSING): 1,
     }
     assert counts.replica_failures == {"a": 1}
@@ -92,6 +95,22 @@ def test_counts_that_were_read_stay_as_they_were() -> None:
     before = telemetry.counts()
     telemetry.evicted(EvictionCause.CAPACITY)
     assert before.evictions == {EvictionCause.CAPACITY: 1}
+
+
+@pytest.mark.parametrize(
+    "values", [CircuitState, Component, EvictionCause, FallbackReason, Reason, TicketEvent]
+)
+def test_values_of_labels_are_one_word(values: type[StrEnum]) -> None:
+    """Small letters and underscores, so that a query needs no care; the event of a ticket has a colon."""
+    assert [value for value in values if re.fullmatch(r"(tickets:)?[a-z][a-z_]*", value) is None] == []
+
+
+def test_the_glossary_has_every_component() -> None:
+    """And the replica, which is counted by its name."""
+    text = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = text.split("\n| component | what fails |\n")[1].split("\n\n")[0].splitlines()
+    words = {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert words == {*Component, "replica"}
 
 
 def test_whatever_the_index_reports_can_be_counted() -> None:

@@ -219,9 +219,9 @@ async def test_meaning_is_asked_only_where_it_can_pay(nominator: Nominator, embe
     nomination = await nominator.nominate("a", tokens(2), WEATHER, allow_dense=True)
     assert embedder.num_texts == 1
     (candidate,) = nomination.candidates
-    assert (candidate.prompt_id, candidate.sources, candidate.score) == (1, ("meaning",), 0.0)
+    assert (candidate.prompt_id, candidate.sources, candidate.score) == (1, ("embedding",), 0.0)
     assert candidate.similarity == pytest.approx(1.0)
-    assert set(nomination.stage_seconds) == {"prefix", "fingerprint", "meaning"}
+    assert set(nomination.stage_seconds) == {"prefix", "fingerprint", "embedding"}
 
 
 async def test_far_meanings_are_not_nominated(nominator: Nominator) -> None:

@@ -161,7 +161,7 @@ async def test_a_moody_index_leaves_the_prefix(setup: Setup, mood: str) -> None:
     assert time.perf_counter() - started < 3.0
     assert [c.prompt_id for c in nomination.candidates] == [1]
     assert nomination.candidates[0].sources == ("prefix",)
-    assert [failure.component for failure in nomination.failures] == ["fingerprint", "meaning"]
+    assert [failure.component for failure in nomination.failures] == ["fingerprint", "embedding"]
 
 
 async def test_what_was_found_before_the_failure_counts(setup: Setup) -> None:
@@ -192,7 +192,7 @@ async def test_an_index_that_blocks_is_left_out_soon(setup: Setup) -> None:
     setup.index.mood = "blocks"
     for _ in range(SETTINGS.failures_to_open):
         late = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
-        assert [failure.component for failure in late.failures] == ["fingerprint", "meaning"]
+        assert [failure.component for failure in late.failures] == ["fingerprint", "embedding"]
     num_calls = setup.index.num_calls
     spared = await setup.nominator.nominate("a", tokens(5), TEXT, allow_dense=True)
     assert {failure.reason for failure in spared.failures} == {FailureReason.CIRCUIT_OPEN}
@@ -218,7 +218,7 @@ async def test_a_moody_embedder_leaves_prefix_and_fingerprints(setup: Setup, moo
     nomination = await setup.nominator.nominate("a", query, TEXT, allow_dense=True)
     assert time.perf_counter() - started < 3.0
     assert [c.sources for c in nomination.candidates] == [("fingerprint",)]
-    assert [failure.component for failure in nomination.failures] == ["embedding"]
+    assert [failure.component for failure in nomination.failures] == ["embedder"]
 
 
 async def test_the_circuit_spares_a_dead_index(setup: Setup) -> None:
@@ -279,7 +279,7 @@ async def test_remembering_without_embedder_keeps_the_fingerprints(setup: Setup,
     """A prompt whose text cannot be embedded is indexed without."""
     setup.embedder.mood = mood
     failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
-    assert [failure.component for failure in failures] == ["index embedding"]
+    assert [failure.component for failure in failures] == ["index_embedder"]
     assert setup.index.entries[2].embedding is None
     assert len(setup.index.entries[2].fingerprints) > 10
 
@@ -315,6 +315,6 @@ async def test_failures_carry_no_text_and_no_tokens(setup: Setup, caplog: pytest
     nomination = await setup.nominator.nominate("a", tokens(5), secret, allow_dense=True)
     assert nomination.failures
     assert "SECRET" not in str(nomination.failures)
-    assert "embedding failed: ValueError" in caplog.text
+    assert "embedder failed: ValueError" in caplog.text
     assert "SECRET" not in caplog.text
     assert str(tokens(5)[0]) not in str(nomination.failures)

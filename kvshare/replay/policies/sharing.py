@@ -35,8 +35,8 @@ UNLIMITED = 2**62  # bytes
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
 _FAILURES = (
     (Component.SHARING, FallbackReason.ERROR),
-    (Component.COMMIT, FallbackReason.ERROR),
-    (Component.COMMIT, FallbackReason.REFUSED),
+    (Component.STORE, FallbackReason.ERROR),
+    (Component.STORE, FallbackReason.REFUSED),
 )
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -164,7 +164,7 @@ class SharingPolicy(CachePolicy):
         await self._remember(request, plan)
         self._keeper.release(lookup.plan)
         self._check_counters()
-        plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "load"))
+        plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "fetch"))
         similarities = [one.similarity for one in lookup.candidates if one.similarity is not None]
         return replace(
             _outcome(plan, counts_repaired=self.sharing_options.open_gates),
@@ -174,7 +174,7 @@ class SharingPolicy(CachePolicy):
             plan_s=plan_s,
             num_stored_bytes=self._keeper.tier.num_bytes,
             distance=max(0.0, 1.0 - max(similarities)) if similarities else None,
-            embedded="meaning" in lookup.stage_seconds and bool(request.text.strip()),
+            embedded="embedding" in lookup.stage_seconds and bool(request.text.strip()),
             num_refused=num_refused,
             num_refused_generation=num_generation,
         )

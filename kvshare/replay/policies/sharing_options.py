@@ -32,14 +32,14 @@ _REJECTIONS = frozenset(
 @dataclass(frozen=True, slots=True)
 class SharingOptions:
     """
-    `nominate`: which searches there are; "meaning" has neither fingerprints nor the prefix table.
+    `nominate`: which searches there are; "embedding" has neither fingerprints nor the prefix table.
 
     `open_gates`: every possible copy is made, whatever it costs in fidelity or time. No threshold applies,
     nothing is repaired, and the search by embedding always runs: the result is how much is found.
     None leaves a setting as config.yaml has it.
     """
 
-    nominate: Literal["both", "fingerprints", "meaning"] = "both"
+    nominate: Literal["both", "fingerprints", "embedding"] = "both"
     open_gates: bool = False
     max_distance: float | None = None
     min_run: int | None = None
@@ -72,9 +72,9 @@ class SharingOptions:
         changes = _NO_TIMEOUTS | self._changed("kgram", "window", "max_candidates", "max_distance")
         if self.window is not None and self.window < settings.index.window:
             changes["max_fingerprints"] = _NEVER
-        if self.nominate == "meaning":
+        if self.nominate == "embedding":
             changes |= {"kgram": _NEVER, "block_size": _NEVER}
-        if self.open_gates or self.nominate == "meaning":
+        if self.open_gates or self.nominate == "embedding":
             changes |= {"dense_min_tokens": 0, "dense_min_uncovered": 0.0}
         return replace(nominator_settings(settings.index), **changes)
 

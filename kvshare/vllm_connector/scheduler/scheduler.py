@@ -345,10 +345,10 @@ def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:
     """The part of the ticket's repair order that lies in the loaded positions."""
     if ticket.order is None:
         return None
-    parts = (piece.span.intersection(provided) for piece in ticket.order.pieces)
-    pieces = tuple(part for part in parts if part)
+    parts = (stretch.span.intersection(provided) for stretch in ticket.order.stretches)
+    stretches = tuple(part for part in parts if part)
     probes = tuple(place for place in ticket.order.probes if provided.start <= place < provided.end)
-    return RepairOrder(pieces, probes, ticket.order.num_tokens) if pieces else None
+    return RepairOrder(stretches, probes, ticket.order.num_tokens) if stretches else None
 
 
 def _num_retained(request: Request, ticketed: TicketedRequest) -> int:

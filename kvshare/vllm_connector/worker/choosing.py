@@ -42,7 +42,7 @@ class Choosing:
         self._computed = load.runs(unreadable)
         probes = order.probes if self.listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
-        self._order = RepairOrder(order.pieces, probes, order.num_tokens)
+        self._order = RepairOrder(order.stretches, probes, order.num_tokens)
         self._probed_rows = cache.rows(load.block_ids, probes) if probes else None
         self.listener = Listener(
             last_tokens(self._computed, MAX_LISTENERS),
@@ -60,7 +60,7 @@ class Choosing:
 
     def second_pass(self, choice: RepairChoice) -> list[Run]:
         """The runs after the choice: repairs, and what attends to them."""
-        return [self._run(span) for span in merge([*choice.repairs, *choice.again])]
+        return [self._run(span) for span in merge([*choice.repairs, *choice.renewed])]
 
     def choice(self) -> RepairChoice:
         """The same on every rank. Probed rows are restored, so that probes are no repairs."""

@@ -329,7 +329,7 @@ class ConnectorWorker:
         """Write all copies, keys rotated to their new positions. On the thread that copies."""
         lap = LapTimer()
         load.readable = self._readable(found)
-        fetch_s = lap()
+        verify_s = lap()
         copies = []
         for copy, target in load.request.targets():
             if copy.segment_id in load.readable:
@@ -338,8 +338,8 @@ class ConnectorWorker:
                 source, rows = Span(start, start + len(target)), found[copy.segment_id].rows
                 copies.append(RowCopy(rows, source, copy.shift, slots))
         prepare_s = lap()
-        lay_s = self._device.beside(mark, lambda: write_copies(self._cache, self._device, copies))
-        return {"fetch": fetch_s, "lay": prepare_s + lay_s}
+        write_s = self._device.beside(mark, lambda: write_copies(self._cache, self._device, copies))
+        return {"verify": verify_s, "write": prepare_s + write_s}
 
     def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
         return {segment_id for segment_id, stored in found.items() if stored.is_whole}

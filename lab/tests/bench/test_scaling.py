@@ -24,7 +24,7 @@ async def test_nominating_is_measured_as_written_cold_and_warm() -> None:
     for arm in document["nomination"].values():
         assert set(arm) == {"large", "small"}
         for kinds in arm.values():
-            assert set(kinds) == {"prefix", "passage", "common", "unknown", "meaning"}
+            assert set(kinds) == {"prefix", "passage", "common", "unknown", "embedding"}
             for name, kind in kinds.items():
                 assert kind["failures"] == 0
                 assert kind["p99_ms"] >= kind["p50_ms"] > 0
@@ -39,7 +39,7 @@ async def test_an_index_without_meanings_is_measured_too() -> None:
     document = await index.run(stored=9, queries=3, dense=False)
     assert document["dimension"] == 0
     assert set(document["nomination"]["warm"]) == {"large"}
-    assert "meaning" not in document["nomination"]["warm"]["large"]
+    assert "embedding" not in document["nomination"]["warm"]["large"]
 
 
 async def test_prompts_too_short_for_the_shared_passage_are_refused() -> None:

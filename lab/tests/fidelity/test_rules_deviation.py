@@ -26,7 +26,7 @@ BUDGET = 0.15
 
 
 def differences(made: Trial) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of K and V, (L, T, H, D): the product's full prefill less what the plan lays."""
+    """Of K and V, (L, T, H, D): the product's full prefill less what the plan writes."""
     k, v = placed_by_hand(made)
     full = engine_kv(made.model, made.scenario.prompt.token_ids)
     return full.k - k, full.v - v

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from delta_tree import Span
-from kvshare.sharing.selection import highest, stretches
+from kvshare.sharing.selection import highest, spans_where
 from kvshare_lab.fidelity.rules import RULES, attention, cachecraft, deviation, structural
 from kvshare_lab.fidelity.rules.base import chunks, cut, heads, pieces
 from kvshare_lab.fidelity.rules.structural import server_windows
@@ -68,9 +68,9 @@ def test_highest_are_the_allowed_ones_with_the_best_scores() -> None:
 def test_runs_of_true_can_be_cut() -> None:
     """Cuts outside a run or at its edges change nothing."""
     mask = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.bool_)
-    assert stretches(mask) == [Span(0, 2), Span(3, 6), Span(7, 8)]
+    assert spans_where(mask) == [Span(0, 2), Span(3, 6), Span(7, 8)]
     assert cut(mask, [5, 4, 3, 2, 0]) == [Span(0, 2), Span(3, 4), Span(4, 5), Span(5, 6), Span(7, 8)]
-    assert stretches(np.zeros(4, np.bool_)) == []
+    assert spans_where(np.zeros(4, np.bool_)) == []
 
 
 def test_pieces_come_from_one_place_and_chunks_from_one_part() -> None:

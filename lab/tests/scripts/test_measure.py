@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from measure import FOLDER, QUOTING, ROWS, TABLE, filled, in_words, table
+from measure import QUOTING, ROWS, TABLE, filled, in_words, table
+from quote import FOLDER
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -243,7 +243,7 @@ def test_the_whole_report_on_this_machine(capsys: pytest.CaptureFixture[str], tm
         assert [row["tokens"] for row in backend["break_even"]["lengths"]] == [128, 256, 300]
         for row in backend["break_even"]["lengths"]:
             assert row["reused"] > 0.3
-            assert set(row["stage_ms"]) == {"fetch", "lay", "pass", "save"}
+            assert set(row["stage_ms"]) == {"verify", "write", "pass", "save"}
         assert min(backend["inter_token"]["arrivals"][name] for name in ("full", "saves", "loads")) > 0
         assert backend["soak"]["right_outputs"] > 0
         assert backend["soak"]["failed_loads"] > 0

@@ -215,7 +215,7 @@ def test_steps_with_a_load_or_a_save_are_affected() -> None:
     """Four gaps from 1 to 5 s: a request's work ends at its first token at 3 s, and its save 0.5 s later."""
     stream = answered(1.0, 1.0, 1.0, 1.0, 1.0)
     planned = answered(2.0, sent_at_s=1.0)
-    report = FinishedReport("1", "approx", None, stage_seconds={"lay": 0.25, "pass": 0.25, "save": 0.5})
+    report = FinishedReport("1", "approx", None, stage_seconds={"write": 0.25, "pass": 0.25, "save": 0.5})
     assert Scene([stream], [planned], [report]).affected_steps == pytest.approx(2 / 4)
     assert Scene([stream], [], []).affected_steps == 0
 

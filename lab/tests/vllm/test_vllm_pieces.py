@@ -81,7 +81,7 @@ def test_a_sequence_mixes_kinds_and_never_repeats() -> None:
 
 
 def test_a_workload_is_sent_from_its_top_in_its_order(tmp_path: Path) -> None:
-    """As the chat template lays the messages out; long prompts keep their head."""
+    """As the chat template arranges the messages; long prompts keep their head."""
     rows = list(generate("template", num_requests=6, seed=0))
     write_rows(rows, tmp_path / "template.jsonl.gz")
     given = read_prompts(tmp_path / "template.jsonl.gz", num_prompts=4, max_tokens=150)

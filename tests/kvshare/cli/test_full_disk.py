@@ -124,7 +124,7 @@ def test_a_server_that_starts_without_room_gets_its_index_later(tmp_path: Path) 
         filler.fill()
         for seed in range(100, 110):
             server.complete(prompt(seed))
-        refused = {"component": "commit", "reason": "refused"}
+        refused = {"component": "store", "reason": "refused"}
         eventually(lambda: server.metric("kvshare_fallback_total", **refused) == 10)
         assert len(server.logged("prompts are not stored until")) == 1
         filler.empty()

@@ -15,6 +15,7 @@ from kvshare.cli import views
 from kvshare.cli.checks import found
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
+from tests.kvshare.replay.report.small_results import results
 
 WIDTH = 80
 NODE = 8_654_221_355_326_034
@@ -121,6 +122,17 @@ VERIFIED = {
 }
 CHECKS = [asdict(found("geometry.fixed", reason="keys cannot be moved")), asdict(found("vllm.none"))]
 MEASURED = Path(__file__).parents[3] / "docs" / "measured"
+_SMALL = results()
+REPLAY = {
+    **_SMALL,
+    "data": {
+        **_SMALL["data"],
+        "num_requests": 1_234_567,
+        "num_conversations": 123_456,
+        "num_tokens": 1_234_567_890,
+    },
+    "times": {"requests_per_s": 12_345.6},
+}
 FIGURE = {"name": "token_hit_rate", "a": 0.98765, "b": 0.12345, "difference": -0.8642, "low": -0.87654}
 POLICY = "kvshare:exact,min_run=16,max_donors=4@16GiB"
 DIFFERENCE = {
@@ -215,7 +227,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "key": {"key": "kvs-" + "a" * 43, "sha256": "0" * 64},
     "bench": json.loads((MEASURED / "index.json").read_text("utf-8")),
     "bench gpu": GPU,
-    "replay": json.loads((MEASURED / "replay" / "template.json").read_text("utf-8")),
+    "replay": REPLAY,
     "replay-diff": DIFFERENCE,
     "replay-live": LIVE,
     "replay-paper": json.loads((MEASURED / "replay" / "paper-template.json").read_text("utf-8")),

@@ -220,7 +220,7 @@ async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
         assert (newest.report.num_exact, oldest.report.num_exact) == (119, 0)
         await stored(engine, prompt(600, seed=9))
         assert engine.status().kv_bytes <= 500 * bytes_per_token
-        assert engine.status().counts.fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
+        assert engine.status().counts.fallbacks == {(Component.STORE, FallbackReason.TOO_LARGE): 1}
     finally:
         await engine.stop()
 
@@ -524,6 +524,7 @@ async def test_near_duplicates_at_once_are_computed_once(engine: EmbeddedEngine)
         if report.decision == "approx":
             assert report.num_copied > 200
             assert each[-1].stage_seconds["wait"] > 0
+            assert each[-1].stage_seconds.keys() >= {"plan", "fetch", "write", "recompute"}
     assert engine.status().num_nodes == 6
 
 

@@ -10,7 +10,7 @@ from kvshare.embedded.prefill import Prefill
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
-from kvshare.sharing.selection import probes, stretches
+from kvshare.sharing.selection import probes, spans_where
 from kvshare_lab.bench.random_models import tiny_model
 from kvshare_lab.fidelity.rules import RULES
 from kvshare_lab.fidelity.rules.base import num_wanted, pieces
@@ -23,9 +23,9 @@ BUDGET = 0.15
 
 def plan_of(made: Trial, *, budget: float = BUDGET) -> Plan:
     """A trial's plan as the server has it, with an order for its budget."""
-    computed = tuple(stretches(made.base))
+    computed = tuple(spans_where(made.base))
     order = RepairOrder(
-        pieces=tuple(pieces(made)),
+        stretches=tuple(pieces(made)),
         probes=tuple(probes(pieces(made), made.num_tokens).tolist()),
         num_tokens=num_wanted(made, budget),
     )
@@ -131,10 +131,8 @@ def test_listeners_are_the_last_computed_tokens() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "mistral-window"])
 @pytest.mark.parametrize("repaired", [0, 40])
 @pytest.mark.parametrize("poison", [1e4, float("nan")])
-def test_what_nobody_may_see_is_not_laid_out_and_not_missed(
-    family: str, repaired: int, poison: float
-) -> None:
-    """With repairs still to be chosen anywhere; all that is not laid out holds poison."""
+def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired: int, poison: float) -> None:
+    """With repairs still to be chosen anywhere; all that is not written holds poison."""
     model = EmbeddedModel(tiny_model(family), name=family)
     rng = np.random.default_rng(0)
     stored = token_ids(rng.integers(16, 290, 400))

@@ -338,7 +338,7 @@ def test_a_store_that_cannot_take_the_answer_keeps_the_prompt(
     assert node is not None
     assert node.num_tokens == 50
     assert keeper.tier.take_dropped("a") == [parts[1].segment_id]
-    assert keeper.telemetry.counts().fallbacks == {(Component.COMMIT, FallbackReason.REFUSED): 1}
+    assert keeper.telemetry.counts().fallbacks == {(Component.STORE, FallbackReason.REFUSED): 1}
 
 
 class TestPrompts:

@@ -26,15 +26,15 @@ OWNER = Owner("acme", "tenant")
 
 def plan_of(*copies: tuple[int, int, int], exact_length: int = 0) -> Plan:
     """Copies (target start, length, shift), each of a segment of its own."""
-    laid = tuple(
+    planned = tuple(
         Copy(NodeId(number), SegmentId(number), 0, length, start, start - shift, start - shift)
         for number, (start, length, shift) in enumerate(copies, start=1)
     )
     return Plan(
         num_tokens=100,
         exact_length=exact_length,
-        copies=laid,
-        placeholders=gaps((copy.target for copy in laid), 100),
+        copies=planned,
+        placeholders=gaps((copy.target for copy in planned), 100),
         repairs=(),
         generation=1,
         estimate=Estimate(1.0, 0.5),
@@ -175,7 +175,7 @@ def test_any_subset_of_copies_can_be_kept(used: set[int], num_output: int) -> No
 
 
 ORDERED = replace(
-    PLAN, order=RepairOrder(pieces=(Span(30, 60), Span(70, 84)), probes=(30, 32, 70), num_tokens=6)
+    PLAN, order=RepairOrder(stretches=(Span(30, 60), Span(70, 84)), probes=(30, 32, 70), num_tokens=6)
 )
 
 
@@ -183,7 +183,7 @@ def test_an_order_travels_with_the_ticket() -> None:
     """The connector provides all but the last 16 tokens, and never less than the copies."""
     ticket = ticket_for(ORDERED, PROMPT, ticket_id="r", namespace="n", store=True)
     assert ticket.order is not None
-    assert [entry.span for entry in ticket.order.pieces] == [Span(30, 60), Span(70, 84)]
+    assert [entry.span for entry in ticket.order.stretches] == [Span(30, 60), Span(70, 84)]
     assert (ticket.order.probes, ticket.order.num_tokens, ticket.order.end) == ((30, 32, 70), 6, 90)
     assert Ticket.from_json(ticket.to_json()) == ticket
     assert ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True).order is None

@@ -58,7 +58,7 @@ def test_rows_that_are_not_known_to_move_stay_where_they_are() -> None:
 
 
 def test_rows_that_move_otherwise_are_other_rows() -> None:
-    """A namespace holds the digest: KV of one must not be laid into the other."""
+    """A namespace holds the digest: KV of one must not be written into the other."""
     shape = layout(((2, 4), (2, 4)))
     digests = {shape.moving([(movement, STAYS)]).digest for movement in (TURNS, OTHER, STAYS, None)}
     digests.add(shape.moving([(replace(TURNS, first=1), STAYS)]).digest)

@@ -167,7 +167,7 @@ def test_what_is_saved_net_pays_for_the_embedding(log: Path, tmp_path: Path) -> 
 
 
 def test_no_text_in_any_file(log: Path, tmp_path: Path) -> None:
-    """Not of prompts, not of users, not where the log lay: neither in the results nor in a checkpoint."""
+    """Not of prompts, not of users, not where the log was: neither in the results nor in a checkpoint."""
     with pytest.raises(KeyboardInterrupt):
         replay(options(log, tmp_path / "out"), embedder=FakeEmbedder(), report=Interrupt(39))
     _assert_nothing_told(tmp_path)

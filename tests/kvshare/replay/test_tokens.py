@@ -68,7 +68,7 @@ def test_batches_do_not_show(tokenizer: RequestTokenizer) -> None:
     np.testing.assert_array_equal(found[99].token_ids, alone.token_ids)
 
 
-def test_what_the_template_refuses_is_laid_out_plainly(
+def test_what_the_template_refuses_is_written_plainly(
     tokenizer: RequestTokenizer, encoder: PromptEncoder
 ) -> None:
     """A role that it does not know."""

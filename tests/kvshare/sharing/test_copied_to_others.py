@@ -6,12 +6,12 @@ from kvshare.sharing.plan import Estimate, Plan
 
 
 def plan_of(*copies: tuple[int, int, int, int]) -> Plan:
-    """Copies as donor, where it stands there, where it is laid, length."""
-    laid = tuple(
+    """Copies as donor, where it stands there, where it is written, length."""
+    planned = tuple(
         Copy(NodeId(donor), SegmentId(number), 0, length, target, start, start)
         for number, (donor, start, target, length) in enumerate(copies)
     )
-    return Plan(1000, 20, laid, (Span(900, 1000),), (), 0, Estimate(1.0, 0.5, 0.0))
+    return Plan(1000, 20, planned, (Span(900, 1000),), (), 0, Estimate(1.0, 0.5, 0.0))
 
 
 def test_a_common_beginning_is_no_gift() -> None:

@@ -57,7 +57,7 @@ def store(
 
 
 def continued(donor: Node, num_kept: int, length: int) -> tuple[TokenIds, Plan]:
-    """A prompt that begins with `num_kept` tokens of a donor, as a plan lays it out."""
+    """A prompt that begins with `num_kept` tokens of a donor, as a plan has it."""
     copies = tuple(
         Copy(donor.node_id, entry, offset, size, start, start, start)
         for start, entry, offset, size in donor.pieces.first(num_kept).rows()

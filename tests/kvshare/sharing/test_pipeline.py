@@ -210,7 +210,7 @@ async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
 
 
 async def test_corrupt_bytes_are_a_miss(model: EmbeddedModel) -> None:
-    """A segment that does not match its checksum is never laid out."""
+    """A segment that does not match its checksum is never written."""
     sharing = sharing_with(FixedNominator(), model)
     wanted = prompt(100)
     node = donor_for(sharing, model, wanted.token_ids)
@@ -285,11 +285,11 @@ async def test_a_sequence_on_an_evicted_donor_is_not_stored(model: EmbeddedModel
     assert store(sharing, model, wanted.token_ids, plan=lookup.plan) is None
     assert sharing.tree.stats().num_nodes == 0
     assert sharing.tier.num_bytes == 0
-    assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.DONOR_GONE): 1}
+    assert fallbacks(sharing) == {(Component.STORE, FallbackReason.DONOR_GONE): 1}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_was_laid_out(
+async def test_an_exact_prefix_of_an_evicted_donor_is_retained_only_where_all_of_it_was_written(
     family: str,
 ) -> None:
     """Layers with a window lack what nobody was going to see; the rest of their slots is no KV."""
@@ -313,7 +313,7 @@ async def test_an_exact_prefix_of_an_evicted_donor_is_kept_only_where_all_of_it_
         assert not kv.k[:, :200].isnan().any()
     else:
         assert node is None
-        assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.DONOR_GONE): 1}
+        assert fallbacks(sharing) == {(Component.STORE, FallbackReason.DONOR_GONE): 1}
 
 
 async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: EmbeddedModel) -> None:
@@ -413,7 +413,7 @@ async def test_nobody_is_evicted_for_a_prompt_that_would_not_fit_anyway(model: E
     sharing.tree.pin(pinned.node_id)
     assert store(sharing, model, prompt(150, seed=3).token_ids) is None
     assert sharing.tree.get(small.node_id) is not None
-    assert fallbacks(sharing) == {(Component.COMMIT, FallbackReason.NO_ROOM): 1}
+    assert fallbacks(sharing) == {(Component.STORE, FallbackReason.NO_ROOM): 1}
 
 
 async def test_exact_kv_is_kept_though_its_donor_is_gone(model: EmbeddedModel) -> None:

@@ -61,7 +61,7 @@ def test_what_was_refused_is_not_tried_again() -> None:
     keeper = new_keeper(300)
     assert keeper.store_prompt(computed(1, PROMPT)) is None
     assert completed(keeper, None) is None
-    assert keeper.telemetry.counts().fallbacks == {(Component.COMMIT, FallbackReason.TOO_LARGE): 1}
+    assert keeper.telemetry.counts().fallbacks == {(Component.STORE, FallbackReason.TOO_LARGE): 1}
 
 
 def test_a_known_prompt_with_another_answer_is_a_prompt_of_its_own() -> None:

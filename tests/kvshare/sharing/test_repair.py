@@ -102,7 +102,7 @@ def test_an_order_is_for_as_many_tokens_as_are_wanted() -> None:
     assert repairs.spans == (Span(995, 1000),)
     assert repairs.order is not None
     assert repairs.order.num_tokens == 30
-    assert repairs.order.pieces == (Span(200, 300), Span(300, 995))
+    assert repairs.order.stretches == (Span(200, 300), Span(300, 995))
     assert repairs.order.probes[:3] == (200, 202, 205)
     assert len(repairs.order.probes) == 7 + 10  # as far as the pieces reach
 
@@ -110,7 +110,7 @@ def test_an_order_is_for_as_many_tokens_as_are_wanted() -> None:
 def test_one_place_of_one_donor_is_one_piece() -> None:
     repairs = ordered([copy(200, 100), copy(300, 100), copy(400, 100, donor_start=440)])
     assert repairs.order is not None
-    assert repairs.order.pieces == (Span(200, 400), Span(400, 500))
+    assert repairs.order.stretches == (Span(200, 400), Span(400, 500))
 
 
 def test_an_order_is_for_no_more_than_is_copied_and_may_be_repaired() -> None:
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_short_copy_is_no_piece() -> None:
     repairs = ordered([copy(100, 100), copy(990, 10, donor_start=1400)])
     assert repairs.spans == (Span(990, 1000),)
     assert repairs.order is not None
-    assert repairs.order.pieces == (Span(100, 200),)
+    assert repairs.order.stretches == (Span(100, 200),)
 
 
 def test_nothing_to_repair_is_no_order() -> None:

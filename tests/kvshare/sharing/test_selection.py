@@ -14,7 +14,7 @@ from kvshare.sharing.selection import (
     probes,
     renewed,
     scores,
-    stretches,
+    spans_where,
 )
 
 ONE_LAYER = np.ones((1, 200))
@@ -130,5 +130,5 @@ def test_at_most_so_many_are_computed_again_in_few_runs() -> None:
     assert num_runs(again) <= MAX_FURTHER_RUNS + 1
 
 
-def test_stretches_are_the_runs_of_true() -> None:
-    assert stretches(np.array([True, True, False, True])) == [Span(0, 2), Span(3, 4)]
+def test_spans_where_are_the_runs_of_true() -> None:
+    assert spans_where(np.array([True, True, False, True])) == [Span(0, 2), Span(3, 4)]

@@ -22,8 +22,8 @@ from kvshare.vllm_connector.workers import KVShareWorker
 STAGES = {
     "prepare": (ConnectorWorker, "_take_model"),
     "self-test": (SelfTest, "check_listening"),
-    "fetch": (ConnectorWorker, "_readable"),
-    "place": (worker, "write_copies"),
+    "verify": (ConnectorWorker, "_readable"),
+    "write": (worker, "write_copies"),
     "pass": (PartialForward, "_forward"),
     "save": (ConnectorWorker, "_copy_out"),
 }

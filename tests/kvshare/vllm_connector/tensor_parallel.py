@@ -64,7 +64,7 @@ class Scenario:
             return
         self._parity()
         self._abort()
-        for stage in ("fetch", "place", "save"):
+        for stage in ("verify", "write", "save"):
             self._fault(stage)
         self._evictions()
         say("held", [vllm.side.segments.ids(), *self._held()])

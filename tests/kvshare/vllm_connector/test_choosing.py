@@ -34,7 +34,7 @@ class Scene:
     def order(self) -> WireOrder:
         pieces = [copy.target for copy in self.copies]
         return WireOrder(
-            pieces=tuple(WireSpan(piece.start, piece.end) for piece in pieces),
+            stretches=tuple(WireSpan(piece.start, piece.end) for piece in pieces),
             probes=tuple(probes(pieces, len(self.tokens)).tolist()),
             num_tokens=NUM_REPAIRED,
             end=len(self.tokens) - 16,
@@ -64,7 +64,7 @@ class Scene:
             generation=1,
             estimate=Estimate(1.0, 0.5),
             order=RepairOrder(
-                tuple(entry.span for entry in self.order.pieces), self.order.probes, NUM_REPAIRED
+                tuple(entry.span for entry in self.order.stretches), self.order.probes, NUM_REPAIRED
             ),
         )
 

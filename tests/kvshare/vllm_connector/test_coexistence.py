@@ -27,13 +27,13 @@ def local_hits(vllm: Vllm, tokens: list[int], salt: str) -> int:
 
 
 def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, copies: Copies) -> None:
-    """KV of quite another text is laid under a prompt; the same prompt, asked plainly, is answered right."""
+    """KV of another text is written under a prompt; without a plan the same prompt is answered right."""
     donor = vllm.store(text(600, 1))
     tokens = text(600, 2)
     wrong, event = vllm.shared(tokens, copies(donor, (0, 580)))
     assert event.used == (0, 1)
     truth = vllm.plain(tokens)
-    assert wrong.logprobs[0] != truth.logprobs[0]  # the laid KV was really used: this test can fail
+    assert wrong.logprobs[0] != truth.logprobs[0]  # the written KV was really used: this test can fail
     for salt in (None, "tenant", "tenant"):
         (answer,) = vllm.ask((tokens, None, salt))
         assert answer.distance(truth) <= LIMIT
@@ -78,7 +78,7 @@ def test_exact_requests_keep_hitting_the_prefix_cache(vllm: Vllm, text: Texts, c
     event = vllm.finished(second)
     assert answer.distance(plain) <= LIMIT
     assert (event.num_local, event.used, event.decision) == (512, (0, 1), "exact")
-    assert "lay" not in event.stage_seconds
+    assert "write" not in event.stage_seconds
 
 
 def test_kv_loaded_for_an_exact_plan_may_be_found_by_others(vllm: Vllm, text: Texts, copies: Copies) -> None:

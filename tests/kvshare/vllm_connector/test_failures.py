@@ -277,7 +277,7 @@ def test_a_plan_for_another_prompt(vllm: Vllm, text: Texts, copies: Copies) -> N
     assert (event.reason, event.stored) == ("prompt_mismatch", ())
 
 
-def test_segments_of_another_namespace_are_not_laid(vllm: Vllm, text: Texts, copies: Copies) -> None:
+def test_segments_of_another_namespace_are_not_written(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """A ticket that names somebody else's segment gets nothing of it."""
     tokens = text(600, 10)
     donor = vllm.store(tokens, namespace="tenant-b")
@@ -286,7 +286,7 @@ def test_segments_of_another_namespace_are_not_laid(vllm: Vllm, text: Texts, cop
     assert (event.decision, event.used, event.num_computed) == ("full", (), 600)
 
 
-def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
+def test_a_copy_beyond_its_segment_is_not_written(vllm: Vllm, text: Texts) -> None:
     """More tokens than the segment has: a plan from another time. It is computed."""
     from kvshare.vllm_protocol.messages import WireCopy
 
@@ -305,7 +305,7 @@ def test_a_copy_beyond_its_segment_is_not_laid(vllm: Vllm, text: Texts) -> None:
         7,
         {},
         {"protocol": 99},
-        {"protocol": PROTOCOL, "request_id": "x"},
+        {"protocol": PROTOCOL, "ticket_id": "x"},
         {"copies": [[1, 2]]},
         {"copies": [[1, 0, 50, 0, 0], [1, 0, 50, 20, 20]]},
         {"copies": [[1, 0, 600, 0, 0]]},

@@ -135,7 +135,7 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
             part.segment_id: source.cut(Span(part.start, min(part.start + part.length, len(tokens))))
             for part in donor.stored
         }
-        laid = [
+        row_copies = [
             Copy(
                 NodeId(1),
                 c.segment_id,
@@ -148,8 +148,8 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
             for c in moved
         ]
         target = model.new_sequence(len(recipient))
-        target.write_copies(laid, segments)
-        runs = gaps([c.target for c in laid], len(recipient))
+        target.write_copies(row_copies, segments)
+        runs = gaps([c.target for c in row_copies], len(recipient))
         ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
         logits = model.compute(PartialPass(target, tuple(runs)), ids)
         expected = torch.log_softmax(logits.float().flatten()[-model.vocab_size :], -1)

@@ -110,7 +110,7 @@ def test_aborts_leave_nothing_behind(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "decision", "reason"),
-    [("fetch", "full", "load_failed"), ("place", "full", "load_failed"), ("save", "approx", "save_failed")],
+    [("verify", "full", "load_failed"), ("write", "full", "load_failed"), ("save", "approx", "save_failed")],
 )
 def test_what_fails_on_one_rank_fails_on_both(
     outcome: Outcome, stage: str, decision: str, reason: str

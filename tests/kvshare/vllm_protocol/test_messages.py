@@ -106,10 +106,10 @@ def sent(value: Any) -> Any:
 @settings(deadline=None)
 @given(tickets())
 def test_a_ticket_is_read_as_it_was_written(ticket: Ticket) -> None:
-    """Every field survives, big segment ids too; two have keys that are older than their names."""
+    """Every field survives, big segment ids too, under its own name."""
     document = sent(ticket)
     assert Ticket.from_json(document) == ticket
-    assert (document["request_id"], document["keep"]) == (ticket.ticket_id, ticket.store)
+    assert (document["ticket_id"], document["store"]) == (ticket.ticket_id, ticket.store)
 
 
 @settings(deadline=None)
@@ -132,7 +132,7 @@ def test_a_ticket_without_a_field_names_it(ticket: Ticket, data: st.DataObject) 
     """Whatever is missing or of another type is told by name."""
     document = sent(ticket)
     name = data.draw(st.sampled_from(sorted(document)))
-    wrongs: list[object] = [None, {}, -1, [[1, 2]], "" if name in ("protocol", "keep") else True]
+    wrongs: list[object] = [None, {}, -1, [[1, 2]], "" if name in ("protocol", "store") else True]
     for wrong in wrongs:
         if (name, wrong) == ("order", None):
             continue  # there is nothing to choose
@@ -192,8 +192,8 @@ def test_what_is_no_object_is_refused(document: object) -> None:
         (WireCopy(SegmentId(1), 0, 3, 1, 4),),  # an exact one that moves
     ],
 )
-def test_copies_that_cannot_be_laid_are_refused(copies: tuple[WireCopy, ...]) -> None:
-    """Before anything is laid anywhere."""
+def test_copies_that_cannot_be_written_are_refused(copies: tuple[WireCopy, ...]) -> None:
+    """Before anything is written anywhere."""
     ticket = Ticket("r", "n", "d", num_tokens=10, exact_length=5, copies=copies)
     with pytest.raises(WireError, match="copies"):
         Ticket.from_json(sent(ticket))
@@ -207,7 +207,7 @@ def test_a_ticket_of_another_protocol_is_refused() -> None:
 
 
 COPIES = (WireCopy(SegmentId(1), 0, 5, 0, 0), WireCopy(SegmentId(2), 0, 30, 10, 40))  # the second moves
-ORDER = WireOrder(pieces=(WireSpan(10, 20), WireSpan(20, 40)), probes=(10, 25), num_tokens=8, end=45)
+ORDER = WireOrder(stretches=(WireSpan(10, 20), WireSpan(20, 40)), probes=(10, 25), num_tokens=8, end=45)
 
 
 def test_an_order_is_read_as_it_was_written() -> None:
@@ -221,17 +221,17 @@ def test_an_order_is_read_as_it_was_written() -> None:
     [
         {"end": 39},  # before the last copy's end
         {"end": 50},  # the last token
-        {"pieces": (WireSpan(4, 20),)},  # exact KV needs no repair
-        {"pieces": (WireSpan(10, 25), WireSpan(20, 40))},  # overlap
-        {"pieces": (WireSpan(10, 10),)},  # empty
-        {"pieces": (WireSpan(10, 41),)},  # not copied
+        {"stretches": (WireSpan(4, 20),)},  # exact KV needs no repair
+        {"stretches": (WireSpan(10, 25), WireSpan(20, 40))},  # overlap
+        {"stretches": (WireSpan(10, 10),)},  # empty
+        {"stretches": (WireSpan(10, 41),)},  # not copied
         {"probes": (9,)},
         {"probes": (25, 10)},  # not ascending
         {"num_tokens": 31},
     ],
 )
 def test_an_order_that_cannot_be_carried_out_is_refused(changes: dict[str, Any]) -> None:
-    """Before any KV is laid."""
+    """Before any KV is written."""
     order = replace(ORDER, **changes)
     ticket = Ticket("r", "n", "d", num_tokens=50, exact_length=5, copies=COPIES, order=order)
     with pytest.raises(WireError, match="order"):

@@ -205,7 +205,7 @@ async def test_a_report_that_cannot_be_true_is_refused(
     await relay.chat("Rome")
     await eventually(lambda: not vllm.segments)
     assert relay.num_nodes == 0
-    assert relay.counts.fallbacks[Component.COMMIT, FallbackReason.REFUSED] == (2 if prefills else 1)
+    assert relay.counts.fallbacks[Component.STORE, FallbackReason.REFUSED] == (2 if prefills else 1)
 
 
 class TestAtOnce:

@@ -99,4 +99,4 @@ class Variants:
 
 def nomination_s(lookup: Lookup) -> float:
     """Seconds to find candidates: all stages but planning and loading."""
-    return sum(value for stage, value in lookup.stage_seconds.items() if stage not in ("plan", "load"))
+    return sum(value for stage, value in lookup.stage_seconds.items() if stage not in ("plan", "fetch"))

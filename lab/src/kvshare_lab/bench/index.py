@@ -30,7 +30,7 @@ _HEAD, _TAIL = 32, 64  # tokens before and after the passage that half of the pr
 _NEAR = 50  # prompts per group of near embeddings
 _NOISE = 0.12  # of a vector in its group: cosine distances of 0.02 to 0.04
 _SAMPLES_PER_BATCH = 8
-_KINDS = ("prefix", "passage", "common", "unknown", "meaning")  # of queries
+_KINDS = ("prefix", "passage", "common", "unknown", "embedding")  # of queries
 _LARGE, _NUM_SMALL = "large", 100
 _BATCH = 1024
 _FLUSH_EVERY = 64 * _BATCH
@@ -97,7 +97,7 @@ class Corpus(TextEmbedder):
             return np.concatenate([self._tokens(_HEAD), stored.token_ids[_HEAD:]]), None
         if kind == "common":  # equal only in what half of the namespace shares
             return np.concatenate([self._tokens(_HEAD), self._passage, self._tokens(_TAIL)]), None
-        text = self._text(stored.prompt_id) if kind == "meaning" else None
+        text = self._text(stored.prompt_id) if kind == "embedding" else None
         return self._tokens(self._num_tokens), text
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -178,7 +178,7 @@ async def _ask(
         num_failures += len(nomination.failures)
         if kind in ("prefix", "passage"):
             num_found += stored.prompt_id in {candidate.prompt_id for candidate in nomination.candidates}
-        elif kind == "meaning":
+        elif kind == "embedding":
             num_found += any(candidate.similarity is not None for candidate in nomination.candidates)
         else:
             num_found += bool(nomination.candidates)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.collector import calm_collector
+from kvshare.collector import make_collections_rare
 from kvshare.extras import missing_modules
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_index import nominator_settings
@@ -146,7 +146,7 @@ async def _agent(
 ) -> dict[str, Any]:
     prompts = AgentPrompts(rng, prompt_tokens)
     async with store.sharing(nominator_settings(load_settings().index)) as sharing:
-        calm_collector()  # as a server does
+        make_collections_rare()  # as a server does
         before = memory_bytes()
         indexed, build_s = await timed(_fill(store, sharing, prompts, stored))
         memory = per_prompt(grown(before), stored)

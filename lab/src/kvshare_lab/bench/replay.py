@@ -121,6 +121,6 @@ def _measured(policy: SharingPolicy, requests: Iterator[TokenizedRequest], num_t
         "cpu_ms_per_request": round(1e3 * cpu_s / len(results), 3),
         "nominate": percentiles([outcome.lookup_s for outcome in outcomes]),
         "plan": percentiles([outcome.plan_s for outcome in outcomes]),
-        "keep": percentiles([taken - outcome.lookup_s - outcome.plan_s for outcome, taken in results]),
+        "store": percentiles([taken - outcome.lookup_s - outcome.plan_s for outcome, taken in results]),
         "hit_rate": sum(outcome.num_hit for outcome in outcomes) / (len(results) * num_tokens),
     }

@@ -18,7 +18,7 @@ import numpy as np
 from delta_tree import Copy, TokenIds
 from kvshare.settings import Settings
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
-from kvshare.sharing.selection import covered, stretches
+from kvshare.sharing.selection import covered, spans_where
 from kvshare_lab.fidelity.layered import LayeredModel, greedy_answers
 from kvshare_lab.fidelity.measures import agreement, divergence, margin, rounded, text_scores
 from kvshare_lab.fidelity.rows import Stage
@@ -165,7 +165,7 @@ def _stored(turn: Trial, selection: Selection, outcome: Outcome, policy: str) ->
     is_copied = covered([copy.target for copy in copies], turn.num_tokens)
     is_exact = np.arange(turn.num_tokens) < turn.exact_length
     fresh = turn.base | outcome.computed if policy == "originals" else turn.base
-    spans = tuple(stretches(~is_copied | fresh & ~is_exact))
+    spans = tuple(spans_where(~is_copied | fresh & ~is_exact))
     return Plan(
         num_tokens=turn.num_tokens,
         exact_length=turn.exact_length,

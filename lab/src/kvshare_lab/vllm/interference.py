@@ -74,7 +74,7 @@ class Scene:
         windows = []
         for answer, finished in zip(self.planned, self.finished, strict=True):
             seconds, first = finished.stage_seconds, answer.sent_at_s + answer.ttft_s
-            before = sum(seconds.get(stage, 0.0) for stage in ("fetch", "lay", "pass"))
+            before = sum(seconds.get(stage, 0.0) for stage in ("verify", "write", "pass"))
             windows.append((first - before, first + seconds.get("save", 0.0)))
         times = ([each.sent_at_s + after for after in each.token_times_s] for each in self.streams)
         steps = chain.from_iterable(map(pairwise, times))

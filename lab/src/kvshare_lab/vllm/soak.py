@@ -155,8 +155,8 @@ class _Soak:
         path = f"/admin/requests/{answer.headers['X-KVShare-Request']}"
         for _ in range(_MAX_POLLS):  # what was executed may be reported after the answer
             if executed := json.loads(await self.bench.proxy.fetch(path))["executed"]:
-                # "lay": an earlier load succeeded, before vLLM preempted the request.
-                return executed["reason"] == _FAILED and "lay" not in executed["seconds"]
+                # "write": an earlier load succeeded, before vLLM preempted the request.
+                return executed["reason"] == _FAILED and "write" not in executed["seconds"]
             await asyncio.sleep(_POLL_S)
         return False
 

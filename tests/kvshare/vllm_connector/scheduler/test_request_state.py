@@ -238,14 +238,14 @@ class TestReport:
 
     def test_a_retained_request(self, running: TicketedRequest) -> None:
         end(running, retains=True)
-        running.note_times({"lay": 1.0, "save": 0.2})
+        running.note_times({"write": 1.0, "save": 0.2})
         running.note_times({"save": 0.3})
         running.note_saved(lost=None)
         event = running.finished()
         assert (event.decision, event.reason, event.used) == ("approx", None, (0,))
         assert (event.num_computed, event.num_local) == (120, 0)
         assert (event.output_ids, event.stored) == (OUTPUT, STORED)
-        assert event.stage_seconds == {"lay": 1.0, "save": 0.5}
+        assert event.stage_seconds == {"write": 1.0, "save": 0.5}
 
     def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
         end(running, retains=True)

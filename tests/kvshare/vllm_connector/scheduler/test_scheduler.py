@@ -152,7 +152,7 @@ def test_reports_about_unknown_requests_change_nothing() -> None:
     report = WorkerReport(
         loads={"aborted": LoadResult(failed=True)},
         saved_prompts={"aborted"},
-        stage_seconds={"aborted": {"fetch": 1.0}},
+        stage_seconds={"aborted": {"verify": 1.0}},
     )
     scheduler.update_connector_output(report, ["aborted"])
     assert scheduler.events.last == 0
@@ -207,17 +207,17 @@ def test_reports_of_two_ranks_become_one() -> None:
 
     span = (Span(3, 5),)
     first = WorkerReport(
-        {"a": LoadResult(repaired=span)}, {"a"}, set(), {"a": {"fetch": 1.0}, "b": {"fetch": 2.0}}
+        {"a": LoadResult(repaired=span)}, {"a"}, set(), {"a": {"verify": 1.0}, "b": {"verify": 2.0}}
     )
     second = WorkerReport(
-        {"a": LoadResult(True, frozenset([SEGMENT])), "c": LoadResult()}, set(), {"b"}, {"a": {"fetch": 9.0}}
+        {"a": LoadResult(True, frozenset([SEGMENT])), "c": LoadResult()}, set(), {"b"}, {"a": {"verify": 9.0}}
     )
     both = first.aggregate(second)
     assert isinstance(both, WorkerReport)
     assert both.loads == {"a": LoadResult(True, frozenset([SEGMENT]), span), "c": LoadResult()}
     assert both.unreadable == {SEGMENT}
     assert (both.saved_prompts, both.failed_saves) == ({"a"}, {"b"})
-    assert both.stage_seconds == {"a": {"fetch": 1.0}, "b": {"fetch": 2.0}}
+    assert both.stage_seconds == {"a": {"verify": 1.0}, "b": {"verify": 2.0}}
 
 
 def test_the_connector_is_registered_once() -> None:

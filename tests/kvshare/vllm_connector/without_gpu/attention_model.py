@@ -42,7 +42,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, and how vLLM lays its caches out in memory."""
+    """A model's shape, and how vLLM arranges its caches in memory."""
 
     memory: str = "LBNHC"  # a `KVCacheLayout`: NHD, vLLM's default on GPUs
     head_size: int = 64
@@ -189,7 +189,7 @@ def vllm_config(case: Case, folder: Path) -> VllmConfig:
 
 
 def caches(spec: FullAttentionSpec, case: Case) -> list[torch.Tensor]:
-    """The layers' views (B, H, N, 2 D), laid out by vLLM."""
+    """The layers' views (B, H, N, 2 D), arranged by vLLM."""
     layout = KVCacheLayout[case.memory]
     layer_stride, block_stride, *_ = compute_layout_strides(spec, NUM_BLOCKS, NUM_LAYERS, layout)
     size = spec.page_size_bytes * NUM_BLOCKS * NUM_LAYERS

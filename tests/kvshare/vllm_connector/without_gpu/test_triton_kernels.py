@@ -1,7 +1,7 @@
 """
 vLLM's Triton kernels for GPUs, run by Triton's interpreter, under our `PagedCache` and `PartialForward`: the
 backend, its metadata builder, its attention kernels (2D, and 3D for single tokens) and its writing kernel are
-vLLM's, on caches that vLLM laid out.
+vLLM's, on caches as vLLM arranges them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """
-Copies beside vLLM's steps, whenever they happen: the worker's real protocol, store, laying and gathering over
-a small cache. The thread that copies does so only when the test says; order is all that it promises.
+Copies beside vLLM's steps, whenever they happen: the worker's real protocol, store, writing and gathering
+over a small cache. The thread that copies does so only when the test says; order is all that it promises.
 
 No block is given away while a copy from or to it is pending, no segment's bytes are overwritten before they
-are read, what is laid is what was saved, and everything that was begun is reported exactly once. Memory that
-vLLM has taken away, as when it sleeps, is not touched.
+are read, what is written is what was saved, and everything that was begun is reported exactly once. Memory
+that vLLM has taken away, as when it sleeps, is not touched.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ class Protocol(RuleBasedStateMachine):
             rows = self.rows(self.blocks[name])
             positions = [float(p) + 0.5 for p in range(NUM_TOKENS)]
             for position, own in enumerate(rows.transpose(0, 1)):
-                laid, computed = self.content[name], positions[position]
-                assert (own == laid).all() or (position < 5 and (own == computed).all())
+                written, computed = self.content[name], positions[position]
+                assert (own == written).all() or (position < 5 and (own == computed).all())
         self.take_blocks(name)
 
     @invariant()

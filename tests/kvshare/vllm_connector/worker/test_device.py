@@ -142,7 +142,7 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     report = worker.build_connector_worker_meta()
     assert report is not None
     assert report.stage_seconds["s"] == {"save": pytest.approx(0.005)}
-    assert report.stage_seconds["l"] == {"fetch": 0.0, "lay": pytest.approx(0.003)}
+    assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(0.003)}
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (2, [2]), (5, [2, 2, 1])])

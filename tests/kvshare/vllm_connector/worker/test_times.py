@@ -25,11 +25,11 @@ def test_what_the_device_has_not_done_is_not_known_yet() -> None:
     """How long it took to be given the work does not matter; the time comes a step later."""
     times = Times(CudaDevice.__new__(CudaDevice))  # its stream and its staging buffer are not needed
     began, placed, computed = Event(0), Event(30), Event(50)
-    times.add("lay", began, placed, {"a": 30, "b": 10})
+    times.add("write", began, placed, {"a": 30, "b": 10})
     times.add("pass", placed, computed, {"a": 0, "b": 5})
     assert times.take() == {}
     placed.is_past = True
-    assert times.take() == {"a": {"lay": pytest.approx(0.0225)}, "b": {"lay": pytest.approx(0.0075)}}
+    assert times.take() == {"a": {"write": pytest.approx(0.0225)}, "b": {"write": pytest.approx(0.0075)}}
     computed.is_past = True
     assert times.take() == {"a": {"pass": 0.0}, "b": {"pass": pytest.approx(0.02)}}
     assert times.take() == {}
@@ -40,9 +40,9 @@ def test_on_the_host_all_is_known_at_once() -> None:
     device = Device()
     times = Times(device)
     for _ in range(2):
-        times.add("lay", device.mark(), device.mark(), {"a": 3})
-    times.add("fetch", device.mark(), device.mark(), {"a": 0})
+        times.add("write", device.mark(), device.mark(), {"a": 3})
+    times.add("verify", device.mark(), device.mark(), {"a": 0})
     (found,) = times.take().values()
-    assert set(found) == {"lay", "fetch"}
-    assert 0 <= found["lay"] < 1
-    assert found["fetch"] == 0
+    assert set(found) == {"write", "verify"}
+    assert 0 <= found["write"] < 1
+    assert found["verify"] == 0

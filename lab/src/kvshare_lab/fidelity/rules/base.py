@@ -8,7 +8,7 @@ import numpy as np
 
 from delta_tree import Span
 from kvshare.sharing.plan import continues
-from kvshare.sharing.selection import Scores, stretches
+from kvshare.sharing.selection import Scores, spans_where
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.trial import Selection, Trial
 
@@ -76,7 +76,7 @@ def heads(stretches: Sequence[Span], num_tokens: int, count: int, *, from_end: b
 def cut(mask: Mask, starts: Sequence[int]) -> list[Span]:
     """The runs of True, cut before each of these positions."""
     found: list[Span] = []
-    for run in stretches(mask):
+    for run in spans_where(mask):
         inside = [start for start in starts if run.start < start < run.end]
         edges = [run.start, *sorted(inside), run.end]
         found += [Span(start, end) for start, end in pairwise(edges)]

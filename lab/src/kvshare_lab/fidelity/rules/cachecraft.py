@@ -13,7 +13,7 @@ import numpy as np
 
 from delta_tree import Copy, Span
 from kvshare.sharing.plan import within
-from kvshare.sharing.selection import Scores, covered, highest, stretches
+from kvshare.sharing.selection import Scores, covered, highest, spans_where
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.rules.attention import question_attention, second_pass
 from kvshare_lab.fidelity.rules.base import Choices, no_probe, num_wanted, takes_all
@@ -127,7 +127,7 @@ def _found_chunks(trial: Trial) -> list[_Chunk]:
         best, node, source = same[int(np.argmin(overheads))]
         scores = np.zeros(trial.num_tokens)
         scores[span.start : span.end] = best.token_scores
-        runs = stretches(covered([span], trial.num_tokens) & trial.copied)
+        runs = spans_where(covered([span], trial.num_tokens) & trial.copied)
         copies = [part for run in runs for part in within(copies_from(node, source, span), run)]
         found.append(_Chunk(span, min(overheads), scores, tuple(copies)))
     return found
