@@ -24,8 +24,8 @@ from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
-from kvshare.sharing.planner import PlannerLimits
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import PromptText
 

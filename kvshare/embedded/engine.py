@@ -35,7 +35,7 @@ from kvshare.runtime import ServedEngine
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
 from vector_index import EmbedderError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.planner import PlannerLimits
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.vllm_protocol.messages import PROTOCOL
 
 log = logging.getLogger(__name__)

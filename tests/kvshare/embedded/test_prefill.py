@@ -46,7 +46,7 @@ def computed(made: Trial, plan: Plan, *, max_queries: int = 512) -> tuple[Prefil
     kv.k.zero_()
     kv.v.zero_()
     kv.write_copies(plan.copies, made.stored.kv)
-    prefill = Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv)
+    prefill = Prefill(made.model.model.compute, made.scenario.prompt.token_ids, plan, kv)
     logits = None
     while logits is None:
         _, logits = prefill.advance(max_queries=max_queries)
@@ -80,7 +80,7 @@ def test_the_plan_says_how_much_is_computed(scene: str) -> None:
     kv = made.model.model.new_sequence(made.num_tokens)
     kv.write_copies(plan.copies, made.stored.kv)
     prefill, num_computed, logits = (
-        Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv),
+        Prefill(made.model.model.compute, made.scenario.prompt.token_ids, plan, kv),
         0,
         None,
     )
@@ -166,7 +166,7 @@ def test_what_nobody_may_see_is_not_laid_out_and_not_missed(
         for plane in kv.planes:
             plane.fill_(poison)
         num_bytes = kv.write_copies(plan.copies, segments, computed=may_compute)
-        prefill, logits = Prefill(model, token_ids(asked), plan, kv), None
+        prefill, logits = Prefill(model.compute, token_ids(asked), plan, kv), None
         while logits is None:
             _, logits = prefill.advance(max_queries=64)
         found.append((logits, prefill.plan, num_bytes))

@@ -150,7 +150,7 @@ def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
 def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
     """One node; the replica is told which of the two copies it may let go of."""
     told: list[str] = []
-    keeper.tier.on_drop = told.append
+    keeper.tier.call_on_drop(told.append)
     store(keeper, 1)
     again = whole()
     assert offer(keeper, again, prompt(1)) is None

@@ -20,9 +20,10 @@ from delta_tree import (
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import ModelCalibration, cautious
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 from kvshare.sharing.prediction import FEATURES, Calibration
 from tests.kvshare.sharing.test_planner import prompt, replaced, stored
 

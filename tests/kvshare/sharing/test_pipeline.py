@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -17,10 +16,11 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits
 from kvshare.telemetry import Component, FallbackReason
 from kvshare_lab.bench.random_models import tiny_model
 from vector_index import (
@@ -71,7 +71,13 @@ def _index() -> QdrantRemoteIndex:
     return QdrantRemoteIndex(_schema(), ":memory:")
 
 
-def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int = 10**9) -> Sharing:
+def sharing_with(
+    nominator: Nominator,
+    model: EmbeddedModel,
+    *,
+    max_bytes: int = 10**9,
+    dense_min_prefill_s: float = 0.0,
+) -> Sharing:
     settings = load_settings()
     return Sharing(
         keeper=MemoryKeeper(
@@ -80,7 +86,9 @@ def sharing_with(nominator: Nominator, model: EmbeddedModel, *, max_bytes: int =
             min_tokens=settings.sharing.min_prompt_tokens,
         ),
         nominator=nominator,
-        limits=PlannerLimits(sharing=settings.sharing, repair=settings.repair),
+        limits=PlannerLimits(
+            sharing=settings.sharing, repair=settings.repair, dense_min_prefill_s=dense_min_prefill_s
+        ),
         cost=CostModel(Rates(1000.0, 2e9, bytes_per_token=model.layout.bytes_per_token), smoothing=0.2),
     )
 
@@ -443,8 +451,7 @@ async def test_meaning_is_searched_only_where_prefill_takes_long(model: Embedded
         dense: ClassVar[list[bool]] = []
 
     nominator = Asked()
-    sharing = sharing_with(nominator, model)
-    sharing.limits = replace(sharing.limits, dense_min_prefill_s=0.5)  # 500 tokens at the prior rate
+    sharing = sharing_with(nominator, model, dense_min_prefill_s=0.5)  # 500 tokens at the prior rate
     for length, mode in ((499, "approx"), (500, "approx"), (500, "exact")):
         await sharing.find_plan("ns", prompt(length), SharingMode(mode))
     assert nominator.dense == [False, True, False]

@@ -24,8 +24,9 @@ from delta_tree import (
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import MAX_GENERATION, PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
-from kvshare.sharing.planner import MAX_GENERATION, PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 
 SETTINGS = load_settings()
 LIMITS = PlannerLimits(sharing=SETTINGS.sharing, repair=SETTINGS.repair)

@@ -58,9 +58,9 @@ async def _answers(engine: EmbeddedEngine, pair: Pair, tenant: str) -> tuple[Ans
     await asked(donor.token_ids, mode=SharingMode.OFF, store=True)
     full = await asked(recipient.token_ids, mode=SharingMode.OFF)
     shared = await asked(recipient.token_ids, mode=SharingMode.APPROX)
-    engine.sharing.limits = replace(configured, repair=bare)
+    engine.sharing._limits = replace(configured, repair=bare)
     unrepaired = await asked(recipient.token_ids, mode=SharingMode.APPROX)
-    engine.sharing.limits = configured
+    engine.sharing._limits = configured
     return shared, {
         "full": full.text.strip(),
         "kvshare": shared.text.strip(),
