@@ -14,10 +14,10 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 from delta_tree import Node, NodeId, TokenIds, UnknownSegmentError
+from kvshare.admin import Costs
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import classes_and_places
@@ -33,7 +33,6 @@ from vector_index import Candidate, Failure, Nomination, Nominator, PromptText
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-_CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
 # Longer prompts are planned on a second thread: 45,000 tokens take some 25 ms, 2,000 one or two.
 _LONG_PROMPT_TOKENS = 8192
 
@@ -133,17 +132,9 @@ class Sharing:
             seconds=time.perf_counter() - began,
         )
 
-    def costs(self) -> dict[str, Any]:
-        """
-        JSON-ready: the rates, which of them were measured, and the shortest prompt for which a plan pays that
-        computes a tenth of it.
-        """
-        rates = self.cost.rates
-        return {
-            **asdict(rates),
-            "measured": sorted(self.cost.measured),
-            "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=self._limits.min_saved_s),
-        }
+    def costs(self) -> Costs:
+        """What plans are priced with now."""
+        return self.cost.document(min_saved_s=self._limits.min_saved_s)
 
     def note_use(self, lookup: Lookup) -> Future[None]:
         """
