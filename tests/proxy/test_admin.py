@@ -26,9 +26,7 @@ async def test_questions_carry_their_arguments(
     assert (response.status, server.engine.asked) == (status, [question])
 
 
-@pytest.mark.parametrize(
-    ("path", "param"), [("/admin/node/first", "id"), ("/admin/node/12?tokens=1", "tokens")]
-)
+@pytest.mark.parametrize(("path", "param"), [("node/first", "id"), ("node/12?tokens=1", "tokens")])
 async def test_bad_arguments_are_400(server: Server, path: str, param: str) -> None:
     """They do not reach the engine, and the error object names the argument."""
     response = await server.get(f"/admin/{path}")

@@ -1,4 +1,4 @@
-"""One fixture per backend behind the same name, so that every backend passes one suite."""
+"""Every backend behind one name, so that all pass one suite; and a nominator whose parts may fail."""
 
 import os
 from collections.abc import AsyncIterator
@@ -7,6 +7,7 @@ from uuid import uuid4
 import pytest
 from qdrant_client import AsyncQdrantClient
 
+from tests.vector_index.moody import SETTINGS, TEXT, Setup, tokens
 from vector_index import IndexSchema, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,3 +45,12 @@ async def index(request: pytest.FixtureRequest, schema: IndexSchema) -> AsyncIte
         client = AsyncQdrantClient(url=url, api_key=key)
         await client.delete_collection(collection)
         await client.close()
+
+
+@pytest.fixture
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    setup = Setup(getattr(request, "param", SETTINGS))
+    assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
+    yield setup
+    setup.embedder.go_on.set()
+    setup.nominator.close()

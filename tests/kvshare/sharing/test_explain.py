@@ -14,7 +14,7 @@ from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
-from tests.kvshare.sharing.test_planner import RATES, prompt, replaced, stored
+from tests.kvshare.sharing.prompts import RATES, prompt, replaced, stored
 from vector_index import Candidate, Nominator, NominatorSettings, PromptText, QdrantRemoteIndex
 
 
