@@ -248,14 +248,7 @@ class Sharing:
                 break
             began = time.perf_counter()
             try:
-                plan = make_plan(
-                    token_ids,
-                    nodes,
-                    self.tree.segment,
-                    approximate=mode is SharingMode.APPROX,
-                    limits=self._limits,
-                    rates=self.cost.rates,
-                )
+                plan = self._make_plan(token_ids, nodes, mode)
             except UnknownSegmentError:
                 nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
@@ -273,6 +266,16 @@ class Sharing:
             found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
             nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
         return found
+
+    def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
+        return make_plan(
+            token_ids,
+            nodes,
+            self.tree.segment,
+            approximate=mode is SharingMode.APPROX,
+            limits=self._limits,
+            rates=self.cost.rates,
+        )
 
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()

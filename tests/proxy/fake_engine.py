@@ -10,26 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from delta_tree import DeltaTree
-from kvshare.admin import (
-    Command,
-    CommandResult,
-    DiffDocument,
-    DiffQuestion,
-    EvictionDocument,
-    NodeDocument,
-    NodeQuestion,
-    PinDocument,
-    ServerStats,
-    StatsQuestion,
-    StoreQuestion,
-    TreeDocument,
-    TreeQuestion,
-)
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
 from kvshare.engine import (
@@ -48,12 +32,10 @@ from kvshare.errors import ContextLengthError, ErrorCode, OverloadedError, Reque
 from kvshare.namespace import Namespace
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
-from kvshare.sharing.cost import CostModel, Rates
 from kvshare.status import EngineStatus, ModelCard
 from kvshare.telemetry import Telemetry
+from tests.proxy.small_store import SmallStore
 from vector_index import PromptText
-
-_T = TypeVar("_T")
 
 MODEL = "echo"
 VOCABULARY = 256
@@ -80,15 +62,15 @@ class Behaviour:
     max_waiting: int = 4
 
 
-class FakeEngine(GeneratingEngine):
+class FakeEngine(SmallStore, GeneratingEngine):
     """Echoes the last message, one token per character."""
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:
+        super().__init__()
         self.behaviour = behaviour or Behaviour()
         self.stored: dict[str, list[tuple[int, ...]]] = {}  # namespace digest -> prompts
         self.requests: list[GenerationRequest] = []
         self.chats: list[Chat] = []
-        self.asked: list[object] = []  # questions and commands of administrators
         self.num_running = 0
         self.num_waiting = 0
         self.num_freed = 0
@@ -264,31 +246,6 @@ class FakeEngine(GeneratingEngine):
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         return {"prompt_tokens": request.prompt.num_tokens, "mode": request.mode}
-
-    async def stats(self, question: StatsQuestion) -> ServerStats:
-        costs = CostModel(Rates(1000.0, 1e9), smoothing=0.5).document(min_saved_s=0.0)
-        return {**self._asked(question), "costs": costs, "pins": {"num_bytes": 0, "max_bytes": 0}}
-
-    async def tree(self, question: TreeQuestion) -> TreeDocument:
-        return self._asked(question)
-
-    async def node(self, question: NodeQuestion) -> NodeDocument:
-        return self._asked(question)
-
-    async def diff(self, question: DiffQuestion) -> DiffDocument:
-        return self._asked(question)
-
-    async def execute(self, command: Command) -> EvictionDocument | PinDocument:
-        self.asked.append(command)
-        with DeltaTree.open(None, identity=MODEL) as tree:
-            result: CommandResult[EvictionDocument] | CommandResult[PinDocument] = command.apply(tree)
-            return result.document
-
-    def _asked(self, question: StoreQuestion[_T]) -> _T:
-        """Answered over an empty tree."""
-        self.asked.append(question)
-        with DeltaTree.open(None, identity=MODEL) as tree:
-            return question.answer(tree)
 
 
 def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, str | None]:

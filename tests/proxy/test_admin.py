@@ -13,9 +13,10 @@ from tests.proxy.conftest import Server, chat, key_of
     [
         ("/admin/stats", StatsQuestion(), 200),
         ("/admin/tree?depth=2&sort=hits", TreeQuestion(depth=2, sort="hits"), 200),
-        ("/admin/node/12", NodeQuestion(12), 400),  # nothing is stored
-        ("/admin/node/12?id=13", NodeQuestion(12), 400),  # the path wins over the query
-        ("/admin/diff?a=1&b=2", DiffQuestion(1, 2), 400),
+        ("/admin/node/1", NodeQuestion(1), 200),
+        ("/admin/node/1?id=2", NodeQuestion(1), 200),  # the path wins over the query
+        ("/admin/node/12", NodeQuestion(12), 400),  # it is not stored
+        ("/admin/diff?a=1&b=2", DiffQuestion(1, 2), 200),
     ],
 )
 async def test_questions_carry_their_arguments(
