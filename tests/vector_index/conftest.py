@@ -7,8 +7,10 @@ from uuid import uuid4
 import pytest
 from qdrant_client import AsyncQdrantClient
 
-from tests.vector_index.moody import SETTINGS, TEXT, Setup, tokens
-from vector_index import IndexSchema, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
+from tests.vector_index import moody, topics
+from tests.vector_index.moody import Setup
+from tests.vector_index.topics import TopicEmbedder
+from vector_index import IndexSchema, Nominator, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -49,8 +51,23 @@ async def index(request: pytest.FixtureRequest, schema: IndexSchema) -> AsyncIte
 
 @pytest.fixture
 async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
-    setup = Setup(getattr(request, "param", SETTINGS))
-    assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
+    setup = Setup(getattr(request, "param", moody.SETTINGS))
+    assert await setup.nominator.remember(1, "a", moody.tokens(1), moody.TEXT) == ()
     yield setup
     setup.embedder.go_on.set()
     setup.nominator.close()
+
+
+@pytest.fixture
+def embedder() -> TopicEmbedder:
+    return TopicEmbedder()
+
+
+@pytest.fixture
+async def nominator(embedder: TopicEmbedder) -> AsyncIterator[Nominator]:
+    index = QdrantEdgeIndex(topics.SETTINGS.schema(embedder))
+    await index.open()
+    nominator = Nominator(index, embedder, topics.SETTINGS)
+    yield nominator
+    nominator.close()
+    await index.close()
