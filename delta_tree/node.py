@@ -186,6 +186,21 @@ class NodeDraft:
     exact_length: int
     deviation: float = 0.0
 
+    def as_node(self, node_id: NodeId, tokens: TokenIds, *, created_at: float) -> Node:
+        """The node that it becomes. `tokens`: its own, checked."""
+        return Node(
+            node_id=node_id,
+            namespace=self.namespace,
+            token_ids=tokens,
+            pieces=self.pieces,
+            exact_length=self.exact_length,
+            deviation=self.deviation,
+            created_at=created_at,
+            last_used_at=created_at,
+            num_hits=0,
+            pinned=False,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

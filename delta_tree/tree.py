@@ -1,12 +1,10 @@
 """
 The delta tree: which prompts are stored, which descends from which, and which segments they share.
 
-One lock guards every change. A change is computed, written to disk, then applied in memory; if it cannot be
-written, nothing is changed. Uses and evictions for room are written with the next change. Tiers hold the KV
-bytes: each change returns the segments that they can drop.
+One lock guards every change. A change is computed here; `writing.py` writes it to disk, then applies it in
+memory. Tiers hold the KV bytes: each change returns the segments that they can drop.
 """
 
-import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -14,18 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
 from delta_tree.checks import SegmentLookup, check_forest, check_node, check_parent, quality, segments_with
 from delta_tree.errors import (
     EditRangeError,
     InvalidNodeError,
     InvalidTokensError,
-    MetadataStoreError,
     PinnedNodeError,
     StoreCorruptError,
 )
 from delta_tree.forest import Forest
+from delta_tree.lengths import lengthened, shortened
 from delta_tree.node import (
     Change,
     Eviction,
@@ -34,18 +30,13 @@ from delta_tree.node import (
     NodeDraft,
     NodeId,
     NodeIds,
-    Piece,
-    PieceTable,
     Segment,
     SegmentId,
 )
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
-
-log = logging.getLogger(__name__)
-
-_MAX_UNWRITTEN_USES = 256
+from delta_tree.writing import ChangeWriter
 
 
 class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
@@ -60,11 +51,9 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     ) -> None:
         super().__init__(forest)
         self._storage = storage
+        self._writer = ChangeWriter(storage, forest)
         self._clock = clock
         self._new_id = new_id
-        self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
-        self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
-        self._loses_uses = False
 
     @classmethod
     def open(
@@ -107,9 +96,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     def close(self) -> None:
         """Write use counters and lazy evictions, and release the file."""
         with self._lock:
-            self._write_pending()
-            if self._storage is not None:
-                self._storage.close()
+            self._writer.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -134,19 +121,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             known = self._forest.find(draft.namespace, tokens)
             if known is not None:
                 return self._insert_again(known, draft, segment_of)
-            now = self._clock()
-            node = Node(
-                node_id=self._free_node_id(),
-                namespace=draft.namespace,
-                token_ids=tokens,
-                pieces=draft.pieces,
-                exact_length=draft.exact_length,
-                deviation=draft.deviation,
-                created_at=now,
-                last_used_at=now,
-                num_hits=0,
-                pinned=False,
-            )
+            node = draft.as_node(self._free_node_id(), tokens, created_at=self._clock())
             check_node(node, segment_of)
             if memory is not None:
                 self._forest.eviction_order.put_into(memory, draft.namespace)
@@ -168,10 +143,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
                 return
             if num_copied:
                 self._forest.eviction_order.record_copies(node_id, num_copied)
-            self._forest.apply(Change(put_nodes=(self._touched(node),)))
-            self._used.add(node_id)
-            if len(self._used) >= _MAX_UNWRITTEN_USES:
-                self._write_pending()
+            self._writer.note_use(self._touched(node))
 
     def put_into(self, memory: str, namespace: str) -> None:
         """The prompts of this namespace compete for room with all others of this memory."""
@@ -220,20 +192,11 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             node = self.node(node_id)
             if node.pinned:
                 raise PinnedNodeError(node_id)
-            if not 0 < num_tokens < node.num_tokens:
-                raise InvalidNodeError(f"a prompt of {node.num_tokens} tokens cannot keep {num_tokens}")
-            kept = token_ids(node.token_ids[:num_tokens])
-            if self._forest.find(node.namespace, kept) is not None:
+            shorter = shortened(node, num_tokens)
+            if self._forest.find(node.namespace, shorter.token_ids) is not None:
                 raise InvalidNodeError(f"another node has the first {num_tokens} tokens of node {node_id}")
-            shorter = replace(
-                node,
-                token_ids=kept,
-                pieces=node.pieces.first(num_tokens),
-                exact_length=min(node.exact_length, num_tokens),
-                deviation=node.deviation if node.exact_length < num_tokens else 0.0,
-            )
             freed, num_bytes = self._forest.freed_by([shorter], ())
-            self._store(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
+            self._writer.store(Change(put_nodes=(shorter,), dropped_segments=freed), lazily=lazily)
             return Eviction(0, freed, num_bytes)
 
     def lengthen(self, node_id: NodeId, tokens: TokenIds, segments: Sequence[Segment]) -> Node:
@@ -247,25 +210,11 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         with self._lock:
             node = self.node(node_id)
-            whole = token_ids(tokens)
-            continues = len(whole) > node.num_tokens and np.array_equal(
-                whole[: node.num_tokens], node.token_ids
-            )
-            if not continues:
-                raise InvalidNodeError(
-                    f"{len(whole)} tokens do not continue the {node.num_tokens} of node {node_id}"
-                )
-            if self._forest.find(node.namespace, whole) is not None:
-                raise InvalidNodeError(f"another node has these {len(whole)} tokens already")
-            added = (Piece(segment.segment_id, 0, segment.num_tokens) for segment in segments)
-            longer = replace(
-                node,
-                token_ids=whole,
-                pieces=PieceTable([*node.pieces, *added]),
-                exact_length=len(whole) if node.exact_length == node.num_tokens else node.exact_length,
-            )
+            longer = lengthened(node, token_ids(tokens), segments)
+            if self._forest.find(node.namespace, longer.token_ids) is not None:
+                raise InvalidNodeError(f"another node has these {longer.num_tokens} tokens already")
             check_node(longer, segments_with(self._forest, node.namespace, segments))
-            self._store(Change(put_segments=tuple(segments), put_nodes=(longer,)))
+            self._writer.store(Change(put_segments=tuple(segments), put_nodes=(longer,)))
             return longer
 
     def purge(self, namespace: str) -> Eviction:
@@ -296,51 +245,15 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             nodes = [self.node(node_id) for node_id in dict.fromkeys(node_ids)]
             changed = tuple(replace(node, pinned=pinned) for node in nodes if node.pinned != pinned)
             if changed:
-                self._store(Change(put_nodes=changed))
-
-    def _store(self, change: Change, *, lazily: bool = False) -> None:
-        """Write a change and all unwritten ones, then apply it; `lazily`: write it with the next change."""
-        if lazily and self._storage is not None and self._storage.is_writable:
-            self._unwritten.append(change)
-        else:
-            if self._storage is not None:
-                self._write(self._storage, [*self._unwritten, change])
-            self._unwritten.clear()
-            self._used.clear()
-        self._forest.apply(change)
-
-    def _write_pending(self) -> None:
-        """Write use counters and lazy evictions. An error is logged only: it must not fail a request."""
-        if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
-            try:
-                self._write(self._storage, self._unwritten)
-                self._unwritten.clear()
-            except MetadataStoreError as exc:
-                if not self._loses_uses:
-                    log.warning(
-                        "use counters are not stored: %s. Look at the space and permissions there; until "
-                        "then a restart loses the order of eviction",
-                        exc,
-                    )
-                self._loses_uses = True
-        self._used.clear()
-
-    def _write(self, storage: Storage, changes: Sequence[Change]) -> None:
-        """Write changes with the due use counters. Raises MetadataStoreError."""
-        storage.write(changes, self._due_uses())
-        if self._loses_uses:
-            log.warning("use counters are stored again")
-            self._loses_uses = False
-
-    def _due_uses(self) -> list[Node]:
-        return [self._forest.nodes[i] for i in self._used if i in self._forest.nodes]
+                self._writer.store(Change(put_nodes=changed))
 
     def _drop(self, node_ids: Iterable[NodeId], *, lazily: bool = False) -> Eviction:
         dropped = tuple(node_ids)
         freed, num_bytes = self._forest.freed_by((), dropped)
         if dropped:
             heirs = self._forest.lineage.heirs(dropped)
-            self._store(Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed), lazily=lazily)
+            change = Change(dropped_nodes=dropped, heirs=heirs, dropped_segments=freed)
+            self._writer.store(change, lazily=lazily)
         return Eviction(len(dropped), freed, num_bytes)
 
     def _insert_again(self, known: Node, draft: NodeDraft, segment_of: SegmentLookup) -> Insertion:
@@ -359,7 +272,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         used = draft.pieces.segment_ids
         unneeded = (s.segment_id for s in draft.new_segments if s.segment_id not in used)
         freed, _ = self._forest.freed_by([node], ())
-        self._store(
+        self._writer.store(
             Change(
                 put_segments=tuple(s for s in draft.new_segments if s.segment_id in used),
                 put_nodes=(node,),

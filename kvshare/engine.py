@@ -1,10 +1,13 @@
 """
 The interface of engines: requests, events and abstract classes, without HTTP and torch.
 
-Every `Engine` starts, stops, and reports its status and what it stores. A `GeneratingEngine` also tokenizes,
-plans (with `kvshare.sharing`), computes, and emits events: the proxy turns HTTP bodies into
-`GenerationRequest` and events into chunks. A fleet of vLLMs (`kvshare.fleet`) generates nothing here: the
-proxy relays to it.
+    Engine               starts, stops, reports its status, and answers and obeys administrators
+      ServedEngine         kvshare/runtime.py: what both engines do alike with store, index and sharing core
+        VllmEngine           kvshare/fleet/engine.py: vLLMs in other processes; the proxy relays to it
+        EmbeddedEngine       kvshare/embedded/engine.py: a model in this process; also a GeneratingEngine
+      GeneratingEngine     tokenizes, plans (with `kvshare.sharing`), computes, and emits events
+
+The proxy turns HTTP bodies into `GenerationRequest` and events into chunks.
 """
 
 from __future__ import annotations
@@ -18,13 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvshare.admin import (
+    Command,
+    DiffDocument,
+    DiffQuestion,
+    EvictionDocument,
+    NodeDocument,
+    NodeQuestion,
+    PinDocument,
+    ServerStats,
+    StatsQuestion,
+    TreeDocument,
+    TreeQuestion,
+)
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.lark import Grammar
 from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace, Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
-from kvshare.telemetry import Counts
-from vector_index import CircuitState
+from kvshare.status import EngineStatus, ModelCard
 
 
 class FinishReason(StrEnum):
@@ -143,59 +158,6 @@ class Embeddings:
     num_tokens: tuple[int, ...]  # of each text, with the special ones
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What `/v1/models` reports of the served model."""
-
-    model_id: str
-    created: int  # unix seconds
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """One vLLM behind the proxy."""
-
-    name: str
-    serves: bool  # takes requests
-    shares: bool  # and its connector answers
-    num_inflight: int
-    num_segments: int
-    kv_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStatus:
-    """Whether the index is written, and how much disk space it has."""
-
-    paused: str | None  # why nothing is written now; None: it is
-    num_waiting: int  # prompts that are indexed when the pause ends
-    free_bytes: int | None  # of its disk; None: the index is on another machine
-    store_bytes: int | None = None  # of metadata and index on disk; None: they have no folder
-    num_foreign_hits: int = 0  # search results from another namespace, which were discarded
-    circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the component they protect
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """What `/ready` and `/metrics` report: whether the engine can serve, and its load."""
-
-    ready: bool
-    detail: str
-    num_running: int = 0
-    num_waiting: int = 0
-    num_nodes: int = 0
-    num_segments: int = 0
-    kv_bytes: int = 0
-    kv_budget_bytes: int = 0
-    max_depth: int = 0
-    counts: Counts = field(default_factory=Counts)
-    num_embedding: int | None = None  # stored prompts still to be embedded; None: not known yet
-    num_pending_tickets: int | None = None  # requests whose replica has not reported; None: no replicas
-    replicas: tuple[ReplicaStatus, ...] = ()
-    index: IndexStatus | None = None
-
-
 class Engine(ABC):
     """An engine serves one model. All coroutines run on one event loop, which nothing blocks."""
 
@@ -215,8 +177,24 @@ class Engine(ABC):
     def status(self) -> EngineStatus: ...
 
     @abstractmethod
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a question about the store: `what` is a key of `kvshare.admin.QUESTIONS`."""
+    async def stats(self, question: StatsQuestion) -> ServerStats:
+        """How much is stored, in all and per namespace, and what plans are priced with."""
+
+    @abstractmethod
+    async def tree(self, question: TreeQuestion) -> TreeDocument:
+        """The stored prompts, below their parents."""
+
+    @abstractmethod
+    async def node(self, question: NodeQuestion) -> NodeDocument:
+        """One stored prompt. Raises RequestError if it is not stored."""
+
+    @abstractmethod
+    async def diff(self, question: DiffQuestion) -> DiffDocument:
+        """The edits between two stored prompts. Raises RequestError if one of them is not stored."""
+
+    @abstractmethod
+    async def execute(self, command: Command) -> EvictionDocument | PinDocument:
+        """Evict, pin or unpin prompts. Raises RequestError if that cannot be done, and changes nothing."""
 
     @abstractmethod
     def digests_of(self, owner: Owner) -> Collection[str]:

@@ -9,23 +9,37 @@ in order of arrival. The event loop never blocks on it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from delta_tree import DeltaTree, Node
-from kvshare.admin import QUESTIONS
+from kvshare.admin import (
+    Command,
+    DiffDocument,
+    DiffQuestion,
+    EvictionDocument,
+    NodeDocument,
+    NodeQuestion,
+    PinDocument,
+    ServerStats,
+    StatsQuestion,
+    StoreQuestion,
+    TreeDocument,
+    TreeQuestion,
+)
 from kvshare.background import Background
-from kvshare.engine import Engine, EngineStatus
+from kvshare.engine import Engine
 from kvshare.errors import ShuttingDownError
 from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
-from kvshare.sharing.planner import PlannerLimits
+from kvshare.status import EngineStatus
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import PromptText
 
@@ -66,13 +80,14 @@ class Runtime(Generic[KeeperT]):
         else:
             self.embedding.spawn(self.sharing.remember(node, text))
 
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """An administrator's question: a key of `QUESTIONS`. Raises RequestError for wrong arguments."""
-        answer = await self.evict(self.keeper.ask, QUESTIONS[what], arguments)
-        if what == "stats":
-            pins = await self.write(self.keeper.pins)
-            return {**answer.document, "costs": self.sharing.costs(), "pins": pins}
-        return answer.document
+    async def ask(self, question: StoreQuestion[_T]) -> _T:
+        """Answer an administrator's question in the writer thread: nothing changes meanwhile."""
+        return await self.write(question.answer, self.sharing.tree)
+
+    async def stats(self, question: StatsQuestion) -> ServerStats:
+        stored = await self.ask(question)
+        pins = await self.write(self.keeper.pins)
+        return {**stored, "costs": self.sharing.costs(), "pins": pins}
 
     def status(self) -> EngineStatus:
         """What is stored, in constant time and without a lock. The engine adds the running requests."""
@@ -167,5 +182,18 @@ class ServedEngine(Engine, Generic[ServerT]):
         self._running = None
         await self._opened.aclose()
 
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return await self.server.runtime.inspect(what, arguments)
+    async def stats(self, question: StatsQuestion) -> ServerStats:
+        return await self.server.runtime.stats(question)
+
+    async def tree(self, question: TreeQuestion) -> TreeDocument:
+        return await self.server.runtime.ask(question)
+
+    async def node(self, question: NodeQuestion) -> NodeDocument:
+        return await self.server.runtime.ask(question)
+
+    async def diff(self, question: DiffQuestion) -> DiffDocument:
+        return await self.server.runtime.ask(question)
+
+    async def execute(self, command: Command) -> EvictionDocument | PinDocument:
+        runtime = self.server.runtime
+        return await runtime.evict(runtime.keeper.execute, command)

@@ -14,10 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshare.engine import IndexStatus
 from kvshare.errors import ConfigError
 from kvshare.extras import how_to_install, missing_modules
 from kvshare.settings import IndexSettings, StoreSettings
+from kvshare.status import IndexStatus
 from vector_index import (
     DiskSpace,
     EmbedderError,

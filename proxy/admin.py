@@ -13,11 +13,23 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import generate_latest
 
+from kvshare.admin import (
+    DiffQuestion,
+    Evict,
+    NodeQuestion,
+    Pin,
+    StatsQuestion,
+    TreeQuestion,
+    Unpin,
+    checked,
+)
 from kvshare.errors import ErrorCode, RequestError
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError
 from proxy.lifecycle import Phase
 from proxy.request_body import read_object
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 _MOST_LISTED = 1000
 
@@ -29,10 +41,13 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
     if not serves_admins:
         return
     app.router.add_get("/metrics", metrics)
-    for path in ("stats", "tree", "node/{id}", "diff"):
-        app.router.add_get(f"/admin/{path}", _inspection(path.partition("/")[0]))
-    for what in ("evict", "pin", "unpin"):
-        app.router.add_post(f"/admin/{what}", _inspection(what))
+    app.router.add_get("/admin/stats", stats)
+    app.router.add_get("/admin/tree", tree)
+    app.router.add_get("/admin/node/{id}", node)
+    app.router.add_get("/admin/diff", diff)
+    app.router.add_post("/admin/evict", _executing(Evict))
+    app.router.add_post("/admin/pin", _executing(Pin))
+    app.router.add_post("/admin/unpin", _executing(Unpin))
     app.router.add_get("/admin/requests", requests)
     app.router.add_get("/admin/requests/{id}", request_by_id)
 
@@ -62,26 +77,54 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _inspection(what: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """
-    A handler that calls `Engine.inspect(what)`, which checks the arguments: those of the path and the query,
-    or, of what changes the store, the body.
-    """
+async def stats(request: web.Request) -> web.Response:
+    """GET /admin/stats: how much is stored."""
+    server = request.app[SERVER]
+    return _answer(server, await server.engine.stats(checked(StatsQuestion, _arguments(request))))
+
+
+async def tree(request: web.Request) -> web.Response:
+    """GET /admin/tree: prompts below their parents."""
+    server = request.app[SERVER]
+    return _answer(server, await server.engine.tree(checked(TreeQuestion, _arguments(request))))
+
+
+async def node(request: web.Request) -> web.Response:
+    """GET /admin/node/{id}: one prompt."""
+    server = request.app[SERVER]
+    return _answer(server, await server.engine.node(checked(NodeQuestion, _arguments(request))))
+
+
+async def diff(request: web.Request) -> web.Response:
+    """GET /admin/diff?a=ID&b=ID: the edits between two prompts."""
+    server = request.app[SERVER]
+    return _answer(server, await server.engine.diff(checked(DiffQuestion, _arguments(request))))
+
+
+def _executing(kind: type[Evict] | type[Pin] | type[Unpin]) -> Handler:
+    """A handler that carries out a command of this kind; its body has the arguments."""
 
     async def handler(request: web.Request) -> web.Response:
-        is_change = request.method == "POST"
-        arguments = await read_object(request) if is_change else {**request.query, **request.match_info}
-        server = request.app[SERVER]
-        answer = await server.engine.inspect(what, arguments)
-        if digests := _digests_in(answer):
-            answer = {**answer, "owners": _owners(server, digests)}
-        return web.json_response(answer)
+        command = checked(kind, await read_object(request))
+        return web.json_response(await request.app[SERVER].engine.execute(command))
 
     return handler
 
 
-def _digests_in(answer: Mapping[str, Any]) -> set[str]:
-    rows = (answer, *answer.get("namespaces", ()), *answer.get("roots", ()))
+def _arguments(request: web.Request) -> Mapping[str, str]:
+    """Those of the query, and of the path, which wins."""
+    return {**request.query, **request.match_info}
+
+
+def _answer(server: ServerContext, document: Mapping[str, Any]) -> web.Response:
+    """The document, with whose the namespaces in it are."""
+    if digests := _digests_in(document):
+        document = {**document, "owners": _owners(server, digests)}
+    return web.json_response(document)
+
+
+def _digests_in(document: Mapping[str, Any]) -> set[str]:
+    rows = (document, *document.get("namespaces", ()), *document.get("roots", ()))
     return {row["namespace"] for row in rows if "namespace" in row}
 
 

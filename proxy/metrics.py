@@ -26,9 +26,9 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from kvshare import __version__
-from kvshare.engine import EngineStatus
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
+from kvshare.status import EngineStatus
 from kvshare.telemetry import EvictionCause
 from proxy.request_log import RequestRecord
 from vector_index import CircuitState

@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from kvshare.errors import ErrorCode, RequestError
 from kvshare.requests import SharingMode
-from kvshare.rules.rewrite import apply_rules, shape_of
+from kvshare.rules.rewrite import apply_rules
+from kvshare.rules.texts import shape_of
 from proxy.cache_salt import divided
 from proxy.connection import send_continue
 from proxy.content_encoding import codings_of, decoded

@@ -1,12 +1,46 @@
 """
-An operator's questions to the store, answered as JSON-ready documents.
+What administrators ask of a store and change in it, on a running server or the metadata of a stopped one.
 
-Functions over a `DeltaTree`, asked by the server's admin routes and by `kvshare tree` and its like on the
-store of a stopped server. Documents have spans and counts, no token ids. Segment ids are written as 16 hex
-digits: they do not fit a JSON number.
+    questions.py   how much is stored, how prompts hang together, what differs between two
+    commands.py    evict, pin, unpin
+    documents.py   the JSON-ready answers to both
+    arguments.py   their arguments, checked, from a query string or JSON
 """
 
-from kvshare.admin import questions
-from kvshare.admin.question import QUESTIONS, Answer, Question
+from kvshare.admin.arguments import checked
+from kvshare.admin.commands import Command, CommandResult, Evict, Pin, Unpin
+from kvshare.admin.documents import (
+    Costs,
+    DiffDocument,
+    EvictionDocument,
+    NodeDocument,
+    PinDocument,
+    PinnedBytes,
+    ServerStats,
+    StoreStats,
+    TreeDocument,
+)
+from kvshare.admin.questions import DiffQuestion, NodeQuestion, StatsQuestion, StoreQuestion, TreeQuestion
 
-__all__ = ["QUESTIONS", "Answer", "Question", "questions"]
+__all__ = [
+    "Command",
+    "CommandResult",
+    "Costs",
+    "DiffDocument",
+    "DiffQuestion",
+    "Evict",
+    "EvictionDocument",
+    "NodeDocument",
+    "NodeQuestion",
+    "Pin",
+    "PinDocument",
+    "PinnedBytes",
+    "ServerStats",
+    "StatsQuestion",
+    "StoreQuestion",
+    "StoreStats",
+    "TreeDocument",
+    "TreeQuestion",
+    "Unpin",
+    "checked",
+]

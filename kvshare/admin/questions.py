@@ -1,169 +1,185 @@
 """
-The questions. Some only look: what is stored, how prompts hang together, what differs between two. The others
-change the store: evict, pin, unpin.
+What an administrator may ask of a store: how much it holds, how prompts hang together, what differs between
+two. A question changes nothing; see `kvshare.admin.commands` for what does.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
 from delta_tree import (
     DeltaTree,
     EditScript,
-    Eviction,
     Node,
     Op,
-    PinnedNodeError,
     SegmentId,
+    TreeStats,
     UnknownNodeError,
     UnknownSegmentError,
     align,
 )
-from kvshare.admin.question import Answer, namespace_of, node_of, not_found, question
+from kvshare.admin.arguments import STRICT, Digest, Number, namespace_of, node_of, not_found
+from kvshare.admin.documents import (
+    DiffDocument,
+    EditDocument,
+    EditsDocument,
+    NodeDocument,
+    NodeSummary,
+    PieceDocument,
+    StoredTotals,
+    StoreStats,
+    TreeDocument,
+    TreeEntry,
+)
 from kvshare.errors import ErrorCode, RequestError
-from kvshare.query_arguments import Digest, Flag, Number
 
-_SORTED_BY = {"bytes": "subtree_bytes", "hits": "num_hits", "age": "age_s", "tokens": "num_tokens"}
+TreeOrder = Literal["bytes", "hits", "age", "tokens"]
+DocumentT_co = TypeVar("DocumentT_co", covariant=True)
+
 _MIN_RUN = 16  # of the edits from a parent: shorter matches are accidental
 _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts further down
 
 
-@question
-def stats(tree: DeltaTree, /, *, namespace: Digest | None = None) -> Answer:
+class StoreQuestion(Protocol[DocumentT_co]):
+    """Any of the questions below."""
+
+    def answer(self, tree: DeltaTree) -> DocumentT_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatsQuestion:
     """How much is stored, in all and per namespace."""
-    chosen = namespace_of(tree, namespace)
-    digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
-    rows = [{"namespace": digest, **asdict(tree.stats(digest))} for digest in digests]
-    return Answer({"totals": asdict(tree.stats(chosen)), "namespaces": rows})
+
+    __pydantic_config__ = STRICT
+    namespace: Digest | None = None
+
+    def answer(self, tree: DeltaTree) -> StoreStats:
+        chosen = namespace_of(tree, self.namespace)
+        digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
+        return {
+            "totals": _totals(tree.stats(chosen)),
+            "namespaces": [{"namespace": digest, **_totals(tree.stats(digest))} for digest in digests],
+        }
 
 
-@question
-def tree(
-    tree: DeltaTree,
-    /,
-    *,
-    root: Number | None = None,
-    namespace: Digest | None = None,
-    depth: Annotated[Number, Field(le=_MAX_DEPTH)] = 4,
-    sort: Literal["bytes", "hits", "age", "tokens"] = "bytes",
-) -> Answer:
+@dataclass(frozen=True, slots=True)
+class TreeQuestion:
     """Prompts below their parents, `depth` levels of them; of siblings, those that have most come first."""
-    now = time.time()
 
-    def branches(nodes: Collection[Node], levels: int) -> list[dict[str, Any]]:
+    __pydantic_config__ = STRICT
+    root: Number | None = None
+    namespace: Digest | None = None
+    depth: Annotated[Number, Field(le=_MAX_DEPTH)] = 4
+    sort: TreeOrder = "bytes"
+
+    def answer(self, tree: DeltaTree) -> TreeDocument:
+        chosen = namespace_of(tree, self.namespace)
+        if self.root is None:
+            roots = [node for node in tree.nodes(chosen) if not tree.ancestors(node.node_id)]
+        else:
+            node = node_of(tree, "root", self.root)
+            roots = [node] if chosen in (None, node.namespace) else []
+        return {"depth": self.depth, "roots": self._branches(tree, roots, self.depth, time.time())}
+
+    def _branches(self, tree: DeltaTree, nodes: Collection[Node], levels: int, now: float) -> list[TreeEntry]:
         if not levels:
             return []
-        entries = []
+        entries: list[TreeEntry] = []
         for node in nodes:
             try:
                 children = [tree.node(child) for child in tree.children(node.node_id)]
-                entry = {**_summary(tree, node, now), "num_children": len(children)}
+                summary = _summary(tree, node, now)
             except UnknownNodeError:
                 continue  # evicted since we began; a running server does not wait for us
-            entries.append({**entry, "children": branches(children, levels - 1)})
-        return sorted(entries, key=lambda entry: -entry[_SORTED_BY[sort]])
+            below = self._branches(tree, children, levels - 1, now)
+            entries.append({**summary, "num_children": len(children), "children": below})
+        return sorted(entries, key=self._weight, reverse=True)
 
-    chosen = namespace_of(tree, namespace)
-    if root is None:
-        roots = [node for node in tree.nodes(chosen) if not tree.ancestors(node.node_id)]
-    else:
-        found = node_of(tree, "root", root)
-        roots = [found] if chosen in (None, found.namespace) else []
-    return Answer({"depth": depth, "roots": branches(roots, depth)})
+    def _weight(self, entry: TreeEntry) -> float:
+        """What siblings are sorted by."""
+        match self.sort:
+            case "bytes":
+                return entry["subtree_bytes"]
+            case "hits":
+                return entry["num_hits"]
+            case "age":
+                return entry["age_s"]
+            case "tokens":
+                return entry["num_tokens"]
 
 
-@question
-def node(tree: DeltaTree, /, *, id: Number) -> Answer:
+@dataclass(frozen=True, slots=True)
+class NodeQuestion:
     """One prompt: its parents, its edits, its pieces of KV, and the prompts that share them."""
-    found = node_of(tree, "id", id)
-    try:
-        parents, shared_with = tree.ancestors(found.node_id), tree.shared_with(found.node_id)
-        origin = tree.node(parents[0]) if parents else found
-        script = align(origin.token_ids, found.token_ids, min_run=_MIN_RUN)
-        document = {
-            **_summary(tree, found, time.time()),
-            "parents": list(parents),
-            "children": list(tree.children(found.node_id)),
-            "edits": _edits(script) if parents else None,
-            "pieces": [_piece(tree, *row) for row in found.pieces.rows()],
-            "shared_with": [{"id": other.node_id, "num_tokens": other.num_tokens} for other in shared_with],
-        }
-    except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
-        raise not_found("id", found.node_id) from exc
-    return Answer(document)
+
+    __pydantic_config__ = STRICT
+    id: Number
+
+    def answer(self, tree: DeltaTree) -> NodeDocument:
+        node = node_of(tree, "id", self.id)
+        try:
+            parents, shared_with = tree.ancestors(node.node_id), tree.shared_with(node.node_id)
+            origin = tree.node(parents[0]) if parents else node
+            script = align(origin.token_ids, node.token_ids, min_run=_MIN_RUN)
+            return {
+                **_summary(tree, node, time.time()),
+                "parents": list(parents),
+                "children": list(tree.children(node.node_id)),
+                "edits": _edits(script) if parents else None,
+                "pieces": [_piece(tree, *row) for row in node.pieces.rows()],
+                "shared_with": [{"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with],
+            }
+        except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
+            raise not_found("id", node.node_id) from exc
 
 
-@question
-def diff(tree: DeltaTree, /, *, a: Number, b: Number, min_run: Number = 1) -> Answer:
+@dataclass(frozen=True, slots=True)
+class DiffQuestion:
     """The token-level edits from prompt `a` to `b` of one namespace; a match below `min_run` is a change."""
-    source, target = node_of(tree, "a", a), node_of(tree, "b", b)
-    if source.namespace != target.namespace:
-        raise RequestError(
-            "b: expected a node of the same namespace as a", param="b", code=ErrorCode.NAMESPACE_MISMATCH
-        )
-    script = align(source.token_ids, target.token_ids, min_run=min_run)
-    prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)
-    document = {
-        "a": a,
-        "b": b,
-        "namespace": source.namespace,
-        "num_common_prefix": prefix,
-        "kept_share_of_a": script.num_kept / source.num_tokens,
-        "kept_share_of_b": script.num_kept / target.num_tokens,
-        "edits": _edits(script),
+
+    __pydantic_config__ = STRICT
+    a: Number
+    b: Number
+    min_run: Number = 1
+
+    def answer(self, tree: DeltaTree) -> DiffDocument:
+        source, target = node_of(tree, "a", self.a), node_of(tree, "b", self.b)
+        if source.namespace != target.namespace:
+            raise RequestError(
+                "b: expected a node of the same namespace as a", param="b", code=ErrorCode.NAMESPACE_MISMATCH
+            )
+        script = align(source.token_ids, target.token_ids, min_run=self.min_run)
+        prefix = next((keep.length for keep in script.keeps if keep.source == keep.target == 0), 0)
+        return {
+            "a": self.a,
+            "b": self.b,
+            "namespace": source.namespace,
+            "num_common_prefix": prefix,
+            "kept_share_of_a": script.num_kept / source.num_tokens,
+            "kept_share_of_b": script.num_kept / target.num_tokens,
+            "edits": _edits(script),
+        }
+
+
+def _totals(stats: TreeStats) -> StoredTotals:
+    return {
+        "num_nodes": stats.num_nodes,
+        "num_roots": stats.num_roots,
+        "num_pinned": stats.num_pinned,
+        "num_segments": stats.num_segments,
+        "num_tokens": stats.num_tokens,
+        "num_stored_tokens": stats.num_stored_tokens,
+        "num_bytes": stats.num_bytes,
+        "max_depth": stats.max_depth,
     }
-    return Answer(document)
 
 
-@question
-def evict(
-    tree: DeltaTree,
-    /,
-    *,
-    node: Number | None = None,
-    namespace: Digest | None = None,
-    all: Flag = False,
-    dry_run: Flag | None = None,
-) -> Answer:
-    """
-    Evict one prompt, or purge a namespace or everything, pinned prompts too. KV that others need stays.
-
-    Exactly one of `node`, `namespace` and `all`. `dry_run` is false by default for `node`, else true.
-    """
-    _check_one_of(node=node, namespace=namespace, all=all or None)
-    if node is not None:
-        return _evict_node(tree, node_of(tree, "node", node), dry_run=bool(dry_run))
-    chosen = namespace_of(tree, namespace)
-    nodes = tree.nodes(chosen)
-    if dry_run is False:
-        return _evicted(nodes, tree.purge_all() if chosen is None else tree.purge(chosen), dry_run)
-    segments = tuple(segment.segment_id for segment in tree.segments(chosen))
-    return _evicted(nodes, Eviction(len(nodes), segments, tree.stats(chosen).num_bytes), dry_run=True)
-
-
-@question
-def pin(tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None) -> Answer:
-    """Protect one prompt from eviction, or all that a namespace has now; exactly one of the two."""
-    _check_one_of(node=node, namespace=namespace)
-    nodes = _one_or_all(tree, node, namespace)
-    return Answer(_pinned(tree, nodes), to_pin=tuple(entry.node_id for entry in nodes))
-
-
-@question
-def unpin(
-    tree: DeltaTree, /, *, node: Number | None = None, namespace: Digest | None = None, all: Flag = False
-) -> Answer:
-    """Allow eviction again: of one prompt, those of a namespace, or all; exactly one of the three."""
-    _check_one_of(node=node, namespace=namespace, all=all or None)
-    nodes = [entry for entry in _one_or_all(tree, node, namespace) if entry.pinned]
-    tree.unpin(*(entry.node_id for entry in nodes))
-    return Answer(_pinned(tree, nodes))
-
-
-def _summary(tree: DeltaTree, node: Node, now: float) -> dict[str, Any]:
+def _summary(tree: DeltaTree, node: Node, now: float) -> NodeSummary:
     return {
         "id": node.node_id,
         "namespace": node.namespace,
@@ -178,20 +194,23 @@ def _summary(tree: DeltaTree, node: Node, now: float) -> dict[str, Any]:
     }
 
 
-def _edits(script: EditScript) -> dict[str, Any]:
-    """Spans [start, end) in both prompts; counts in tokens of the target, for deletes of the source."""
+def _edits(script: EditScript) -> EditsDocument:
     counts = dict.fromkeys((op.value for op in Op), 0)
-    ops = []
+    ops: list[EditDocument] = []
     for edit in script.edits:
         source, target = edit.source, edit.target
         counts[edit.op.value] += len(source if edit.op is Op.DELETE else target)
-        ends = {"source": [source.start, source.end], "target": [target.start, target.end]}
-        ops.append({"op": edit.op.value, **ends})
+        ops.append(
+            {
+                "op": edit.op.value,
+                "source": [source.start, source.end],
+                "target": [target.start, target.end],
+            }
+        )
     return {"counts": counts, "ops": ops}
 
 
-def _piece(tree: DeltaTree, start: int, segment_id: SegmentId, offset: int, length: int) -> dict[str, Any]:
-    """Where the KV of a stretch lies; a shift is how far it is from where it was computed."""
+def _piece(tree: DeltaTree, start: int, segment_id: SegmentId, offset: int, length: int) -> PieceDocument:
     segment = tree.segment(segment_id)
     return {
         "start": start,
@@ -203,48 +222,3 @@ def _piece(tree: DeltaTree, start: int, segment_id: SegmentId, offset: int, leng
         "num_references": tree.reference_count(segment_id),
         "num_bytes": round(segment.bytes_per_token * length),
     }
-
-
-def _check_one_of(**given: object) -> None:
-    """Raises RequestError unless exactly one of the arguments is given."""
-    if sum(value is not None for value in given.values()) != 1:
-        *names, last = ("all=true" if name == "all" else name for name in given)
-        raise RequestError(f"node: expected exactly one of {', '.join(names)} and {last}", param="node")
-
-
-def _one_or_all(tree: DeltaTree, node_id: int | None, namespace: str | None) -> Collection[Node]:
-    return tree.nodes(namespace_of(tree, namespace)) if node_id is None else (node_of(tree, "node", node_id),)
-
-
-def _pinned(tree: DeltaTree, nodes: Collection[Node]) -> dict[str, Any]:
-    """How many prompts, and the KV that they point to; some of it may be other prompts' as well."""
-    segments = {segment_id for entry in nodes for segment_id in entry.pieces.segment_ids}
-    num_bytes = sum(tree.segment(segment_id).num_bytes for segment_id in segments)
-    return {"num_nodes": len(nodes), "num_bytes": num_bytes}
-
-
-def _evict_node(tree: DeltaTree, node: Node, *, dry_run: bool) -> Answer:
-    try:
-        if node.pinned:
-            raise PinnedNodeError(node.node_id)
-        if dry_run:
-            owned = tuple(piece for piece in node.pieces.segment_ids if tree.reference_count(piece) == 1)
-            gone = Eviction(1, owned, tree.owned_bytes(node.node_id))
-        else:
-            gone = tree.evict(node.node_id)
-    except PinnedNodeError as exc:
-        raise RequestError(f"node: {exc}", param="node", code=ErrorCode.NODE_PINNED) from exc
-    except UnknownNodeError as exc:
-        raise not_found("node", node.node_id) from exc
-    return _evicted([node], gone, dry_run)
-
-
-def _evicted(nodes: Collection[Node], gone: Eviction, dry_run: bool) -> Answer:
-    document = {
-        "dry_run": dry_run,
-        "num_nodes": gone.num_nodes,
-        "num_segments": len(gone.freed_segments),
-        "freed_bytes": gone.freed_bytes,
-    }
-    removed = () if dry_run else tuple((node.namespace, node.node_id) for node in nodes)
-    return Answer(document, () if dry_run else gone.freed_segments, removed)

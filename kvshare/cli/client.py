@@ -87,18 +87,36 @@ def is_kvshare(url: str, *, timeout_s: float = 3.0) -> bool:
 
 
 class AdminClient(JsonClient):
-    """The admin routes of `kvshare serve`."""
+    """The admin routes of `kvshare serve`: a `Source` of `kvshare.cli.source`."""
 
     _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
-    def ask(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The document of a question, as `kvshare.cli.store` puts it."""
-        if what == "explain":
-            request = {name: value for name, value in arguments.items() if name != "api"}
-            request["model"] = request.get("model") or self.call("/v1/models")["data"][0]["id"]
-            return self.call("/admin/explain", query={"api": arguments.get("api", "chat")}, body=request)
-        if what in ("evict", "pin", "unpin"):
-            return self.call(f"/admin/{what}", body=arguments)
-        if what == "node":
-            return self.call(f"/admin/node/{arguments['id']}")
-        return self.call(f"/admin/{what}", query=arguments)
+    def stats(self, *, namespace: str | None = None) -> dict[str, Any]:
+        return self.call("/admin/stats", query={"namespace": namespace})
+
+    def tree(self, *, root: int | None, namespace: str | None, depth: int, sort: str) -> dict[str, Any]:
+        query = {"root": root, "namespace": namespace, "depth": depth, "sort": sort}
+        return self.call("/admin/tree", query=query)
+
+    def node(self, node_id: int) -> dict[str, Any]:
+        return self.call(f"/admin/node/{node_id}")
+
+    def diff(self, a: int, b: int, *, min_run: int) -> dict[str, Any]:
+        return self.call("/admin/diff", query={"a": a, "b": b, "min_run": min_run})
+
+    def evict(
+        self, *, node: int | None, namespace: str | None, everything: bool, dry_run: bool
+    ) -> dict[str, Any]:
+        body = {"node": node, "namespace": namespace, "all": everything, "dry_run": dry_run}
+        return self.call("/admin/evict", body=body)
+
+    def pin(self, *, node: int | None, namespace: str | None) -> dict[str, Any]:
+        return self.call("/admin/pin", body={"node": node, "namespace": namespace})
+
+    def unpin(self, *, node: int | None, namespace: str | None, everything: bool) -> dict[str, Any]:
+        return self.call("/admin/unpin", body={"node": node, "namespace": namespace, "all": everything})
+
+    def explain(self, request: Mapping[str, Any], *, api: str = "chat") -> dict[str, Any]:
+        """The plan that a request would get; without a model in it, of the one that is served."""
+        model = request.get("model") or self.call("/v1/models")["data"][0]["id"]
+        return self.call("/admin/explain", query={"api": api}, body={**request, "model": model})

@@ -16,15 +16,16 @@ from kvshare.extras import require
 from kvshare.kv.tier import EverySegment
 from kvshare.metadata import METADATA_FILE, opened
 from kvshare.requests import Prompt, SharingMode
-from kvshare.rules.rewrite import CHAT, apply_rules
+from kvshare.rules.rewrite import apply_rules
+from kvshare.rules.texts import CHAT
 from kvshare.served_index import nominator_settings
 from kvshare.served_model import find_model
 from kvshare.settings import IndexSettings, Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.keeper import PromptKeeper
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
-from kvshare.sharing.planner import PlannerLimits
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
 
 _NO_TIMEOUT_S = 3600.0  # no request waits behind this search

@@ -187,7 +187,7 @@ def check_break_even(url: str, key: str | None) -> Check:
     Nothing is measured here: what a prefill and a load take depends on the machine under the load it has.
     """
     try:
-        costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).ask("stats", {})["costs"]
+        costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats()["costs"]
         missing = [rate for rate in _RATES if rate not in costs["measured"]]
         tokens, pass_ms = costs["break_even_tokens"], 1e3 * costs["pass_s"]
         prefill, load = costs["prefill_tokens_per_s"], costs["load_bytes_per_s"] / 1e9

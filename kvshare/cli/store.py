@@ -1,18 +1,14 @@
 """
 `kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running server, or of the metadata of
-a stopped one. Both answer alike.
-
-Commands get `ask(what, arguments)`, which shows the document of a question: a key of
-`kvshare.admin.QUESTIONS`, or "explain" with a request. An argument of None is as good as not given.
+a stopped one. Both answer alike: a `Source` is either.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -29,18 +25,14 @@ from kvshare.cli.options import (
     option,
 )
 from kvshare.cli.output import note, show
+from kvshare.cli.source import Api, Document, Source, TreeOrder
 from kvshare.errors import StoreError
 
-Api = Literal["chat", "completions", "responses", "messages"]
-TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
-Source = Callable[[str, Mapping[str, Any]], dict[str, Any]]
-Ask = Callable[[str, Mapping[str, Any]], None]
 
+def with_source(command: Callable[..., Document]) -> Callable[..., None]:
+    """A command that chooses a `Source` by its options, hands it to `command`, and shows the document."""
 
-def asking(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter, an `Ask`, asks and shows; it gets the options that this needs."""
-
-    def with_source(
+    def run(
         *,
         url: Url = None,
         key: Key = None,
@@ -49,106 +41,107 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
         output_format: Format = OutputFormat.TERMINAL,
         **own: Any,
     ) -> None:
-        ask = source(url=url, key=key, store=store, config=config)
-        command(lambda what, arguments: show(what, ask(what, arguments), output_format), **own)
+        document = command(source(url=url, key=key, store=store, config=config), **own)
+        show(command.__name__, document, output_format)
 
-    shared = signature(with_source, eval_str=True)
+    shared = signature(run, eval_str=True)
     own = signature(command, eval_str=True).parameters.values()
     options = [*list(own)[1:], *(each for each in shared.parameters.values() if each.name != "own")]
-    with_source.__signature__ = shared.replace(parameters=options)  # type: ignore[attr-defined]  # has one
-    with_source.__doc__ = command.__doc__
-    return with_source
+    run.__signature__ = shared.replace(parameters=options)  # type: ignore[attr-defined]  # has one
+    run.__doc__ = command.__doc__
+    return run
 
 
-@asking
-def stats(ask: Ask, namespace: NamespaceDigest = None) -> None:
+@with_source
+def stats(origin: Source, namespace: NamespaceDigest = None) -> Document:
     """How much is stored, in all and per namespace."""
-    ask("stats", {"namespace": namespace})
+    return origin.stats(namespace=namespace)
 
 
-@asking
+@with_source
 def tree(
-    ask: Ask,
+    origin: Source,
     root: Annotated[int | None, argument("tree", "root")] = None,
     depth: Annotated[int, option("tree", "--depth", min=1)] = 4,
     sort: Annotated[TreeOrder, option("tree", "--sort")] = "bytes",
     namespace: NamespaceDigest = None,
-) -> None:
+) -> Document:
     """Stored prompts, each below the one that it was edited from, and the KV that they hold."""
-    ask("tree", {"root": root, "depth": depth, "sort": sort, "namespace": namespace})
+    return origin.tree(root=root, depth=depth, sort=sort, namespace=namespace)
 
 
-@asking
-def node(ask: Ask, node_id: Annotated[int, argument("node", "node_id", metavar="ID")]) -> None:
+@with_source
+def node(origin: Source, node_id: Annotated[int, argument("node", "node_id", metavar="ID")]) -> Document:
     """One stored prompt. Its parents, edits, pieces of KV and the prompts that share it; never its text."""
-    ask("node", {"id": node_id})
+    return origin.node(node_id)
 
 
-@asking
+@with_source
 def diff(
-    ask: Ask,
+    origin: Source,
     a: Annotated[int, argument("diff", "a")],
     b: Annotated[int, argument("diff", "b")],
     min_run: Annotated[int, option("diff", "--min-run", min=1)] = 1,
-) -> None:
+) -> Document:
     """The edits between two stored prompts, as spans and counts."""
-    ask("diff", {"a": a, "b": b, "min_run": min_run})
+    return origin.diff(a, b, min_run=min_run)
 
 
-@asking
+@with_source
 def evict(
-    ask: Ask,
+    origin: Source,
     node_id: Annotated[int | None, argument("evict", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
     everything: Annotated[bool, option("evict", "--all")] = False,
     yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
     dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
-) -> None:
+) -> Document:
     """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
     if yes and dry_run:
         raise typer.BadParameter("expected either --yes or --dry-run")
     only_show = dry_run or (node_id is None and not yes)
-    ask("evict", {"node": node_id, "namespace": namespace, "all": everything, "dry_run": only_show})
+    document = origin.evict(node=node_id, namespace=namespace, everything=everything, dry_run=only_show)
     if only_show:
         note("dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it"))
+    return document
 
 
-@asking
+@with_source
 def pin(
-    ask: Ask,
+    origin: Source,
     node_id: Annotated[int | None, argument("pin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
-) -> None:
+) -> Document:
     """Protect stored prompts from eviction: one, or all that a namespace has now. At most half of the KV."""
     if (node_id is None) == (namespace is None):
         raise typer.BadParameter("expected exactly one of ID and --namespace")
-    ask("pin", {"node": node_id, "namespace": namespace})
+    return origin.pin(node=node_id, namespace=namespace)
 
 
-@asking
+@with_source
 def unpin(
-    ask: Ask,
+    origin: Source,
     node_id: Annotated[int | None, argument("unpin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
     everything: Annotated[bool, option("unpin", "--all")] = False,
-) -> None:
+) -> Document:
     """Allow the eviction of pinned prompts again. Nothing is evicted now."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
-    ask("unpin", {"node": node_id, "namespace": namespace, "all": everything})
+    return origin.unpin(node=node_id, namespace=namespace, everything=everything)
 
 
-@asking
+@with_source
 def explain(
-    ask: Ask,
+    origin: Source,
     prompt: Annotated[str | None, option("explain", "--prompt", "-p")] = None,
     file: Annotated[
         typer.FileText | None, option("explain", "--file", "-f", metavar="<path>", encoding="utf-8")
     ] = None,
     api: Annotated[Api, option("explain", "--api")] = "chat",
-) -> None:
+) -> Document:
     """Show the plan that a prompt would get: its donors, why others were not used, what is computed."""
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected exactly one of --prompt and --file")
@@ -156,7 +149,7 @@ def explain(
     if file is None and api != "chat":
         raise typer.BadParameter("expected --file with a request of this API", param_hint="--api")
     request = one_turn if file is None else _read_request(file, is_chat=api == "chat")
-    ask("explain", {**request, **({} if api == "chat" else {"api": api})})
+    return origin.explain(request, api=api)
 
 
 def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
@@ -185,49 +178,12 @@ def source(*, url: str | None, key: str | None, store: Path | None, config: Path
     if url is not None:
         from kvshare.cli.client import AdminClient
 
-        return AdminClient(checked_url(url, "--url"), key=key or os.environ.get("KVSHARE_ADMIN_KEY")).ask
+        return AdminClient(checked_url(url, "--url"), key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
     from kvshare.settings import load_settings
 
     path = store or load_settings(config).store.path
     if path is None:
         raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
-    return partial(_ask_store, Path(path), config)
+    from kvshare.cli.stopped_store import StoppedStore
 
-
-def _ask_store(folder: Path, config: Path | None, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the metadata of a stopped server. Evicting and unpinning write; explaining needs its config."""
-    if what == "explain":
-        if "api" in arguments:
-            raise StoreError("other requests than chats are explained by a running server: use --url")
-        from kvshare.cli.explain_offline import explain_offline
-        from kvshare.settings import load_settings
-
-        return explain_offline(folder, load_settings(config), arguments["messages"])
-    if what == "pin":
-        raise StoreError("how much may be pinned is known to a running server only: ask it with --url")
-    from kvshare.admin import QUESTIONS
-    from kvshare.metadata import METADATA_FILE, UnreadableStoreError, opened
-
-    path = folder / METADATA_FILE
-    read_only = what not in ("evict", "unpin") or bool(arguments.get("dry_run"))
-    whole = what == "evict" and bool(arguments["all"])
-    drop_file = whole and not read_only  # also forgets for which model it was written
-    try:
-        with opened(path, read_only=read_only) as tree:
-            document = QUESTIONS[what](tree, arguments).document
-            if drop_file:
-                _delete(path)  # while it is locked
-    except UnreadableStoreError as exc:
-        if not whole:
-            raise
-        if drop_file:
-            _delete(path)
-        document = {"dry_run": read_only, "unreadable": exc.problem}
-    return document
-
-
-def _delete(path: Path) -> None:
-    """Also what a server moved aside: it holds prompts as well."""
-    for name in (path.name, f"{path.name}.old"):
-        for suffix in ("", "-journal", "-wal", "-shm"):
-            path.with_name(name + suffix).unlink(missing_ok=True)
+    return StoppedStore(Path(path), config)

@@ -1,1 +1,21 @@
-"""The embedded engine: torch and transformers in the proxy's own process, on CPU or one GPU."""
+"""
+The embedded engine: torch and transformers in the proxy's own process, on CPU or one GPU.
+
+    engine.py          EmbeddedEngine: admits requests, plans, starts tasks, stores the computed KV
+    server.py          what is open between start and stop, and its threads
+    scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
+    prefill.py         a prompt, pass by pass; repairs are chosen on the way
+    retention.py       stores prompt and answer of one request
+    choice.py          one completion: text, stop strings, log-probabilities (held_logprobs.py)
+    sampling.py        logits -> the next token
+    grammar.py         the tokens that a grammar permits
+    tokenizer.py       the chat template, and tokens
+
+    decoder.py         the interface of a model, and its checks
+    model.py           a model whose KV is shared, with partial attention
+    unshared.py        a model that is served without sharing
+    loading.py         which of the two a network becomes
+    stored_model.py    what the files of a model say, without loading it
+
+Its sister is `kvshare.fleet`: both run on `kvshare.runtime`, and neither knows the other.
+"""

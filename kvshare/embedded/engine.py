@@ -20,12 +20,10 @@ from kvshare.embedded.server import EmbeddedServer, Load, load_model, open_serve
 from kvshare.engine import (
     Delta,
     Embeddings,
-    EngineStatus,
     Event,
     Finished,
     GeneratingEngine,
     GenerationRequest,
-    ModelCard,
     Started,
 )
 from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
@@ -35,7 +33,8 @@ from kvshare.runtime import ServedEngine
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
+from kvshare.status import EngineStatus, ModelCard
 from vector_index import EmbedderError
 
 if TYPE_CHECKING:

@@ -161,7 +161,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         return SequenceKV(self.layout, capacity)
 
     def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> Prefill:
-        return Prefill(self, prompt, plan, kv)
+        return Prefill(self.compute, prompt, plan, kv)
 
     def next_logits(self, kv: SequenceKV, position: int, token_id: int) -> torch.Tensor:
         kv.reserve(position + 1)

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds, merge
-from kvshare.kv.attention import take_pass
+from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
 from kvshare.sharing.selection import RepairChoice, choose
 
-if TYPE_CHECKING:
-    from kvshare.embedded.model import EmbeddedModel
+Compute = Callable[[PartialPass, TokenIds], torch.Tensor]
+"""Computes the KV of a pass's positions in place. Returns the logits after its last one, (V,) float32."""
 
 
 class Prefill:
     """
-    Computes a prompt whose copies have been written into `kv`.
+    Computes a prompt whose copies have been written into `kv`, with the `compute` of its model.
 
     `plan` is the plan as it is carried out: it gets its repairs after the probe passes.
     """
 
-    def __init__(self, model: EmbeddedModel, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
+    def __init__(self, compute: Compute, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
         self.plan = plan
-        self._model = model
+        self._compute = compute
         self._prompt = prompt
         self._kv = kv
         self._probe: _ProbePass | None = None
@@ -47,7 +47,7 @@ class Prefill:
             self._kv, self._remaining, max_queries=max_queries, listener=listener
         )
         tokens = np.concatenate([self._prompt[run.start : run.end] for run in current.runs])
-        logits = self._model.compute(current, tokens)
+        logits = self._compute(current, tokens)
         if self._remaining:
             return current.num_queries, None
         if self._probe is None:

@@ -31,8 +31,8 @@ from kvshare.errors import RequestError
 from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed
-from kvshare.sharing.pipeline import Lookup
 from kvshare.sharing.plan import Plan
 
 

@@ -42,9 +42,9 @@ from kvshare.served_model import find_model
 from kvshare.settings import Settings
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.memory_keeper import MemoryKeeper
 from kvshare.sharing.plan import NoPlan
-from kvshare.sharing.planner import PlannerLimits
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16

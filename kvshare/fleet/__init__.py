@@ -1,1 +1,16 @@
-"""Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connector` executes them."""
+"""
+Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connector` executes them.
+
+    engine.py          VllmEngine: starts and stops the parts, reports their status
+    router.py          chooses replica, plan, ticket and salt of a request
+    replica.py         one vLLM and its connector, and all of them as the fleet
+    client.py          HTTP to both
+    watcher.py         health and journal of one replica, all the time
+    reconciler.py      applies journals to tree, index and requests in flight
+    in_flight.py       requests whose replica has not reported yet
+    replica_keeper.py  stores and evicts prompts whose KV is in the replicas
+    remote_tier.py     which replica holds which segment
+    format_guard.py    refuses formats that would end a vLLM
+
+Its sister is `kvshare.embedded`: both run on `kvshare.runtime`, and neither knows the other.
+"""

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from delta_tree import DeltaTree
 from kvshare.addresses import is_own
 from kvshare.background import Background
-from kvshare.engine import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.format_guard import FormatGuard
@@ -36,7 +35,8 @@ from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
-from kvshare.sharing.planner import PlannerLimits
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.status import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.vllm_protocol.messages import PROTOCOL
 
 log = logging.getLogger(__name__)

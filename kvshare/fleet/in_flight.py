@@ -19,7 +19,7 @@ from kvshare.namespace import Owner
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.sharing.arrivals import Arrival, Arrivals
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, FinishedReport, Ticket
 from kvshare.vllm_protocol.salts import owner_salt, private_salt

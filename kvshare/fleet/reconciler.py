@@ -27,7 +27,7 @@ from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, ReplicaInfo
 from vector_index import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,13 @@ class Reconciler:
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
         self.sending = Background()  # drops
-        self._keeper.tier.on_drop = self._on_drop
+        self._is_closed = False
+        self._keeper.tier.call_on_drop(self._on_drop)
 
     async def close(self) -> None:
         """Called after all watchers have stopped. Drops that were not sent are sent by the next run."""
-        self._keeper.tier.on_drop = None
+        self._is_closed = True
+        self._keeper.tier.call_on_drop(None)
         await self.sending.cancel()
 
     async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
@@ -61,20 +63,25 @@ class Reconciler:
             self._in_flight.forget_replica(replica.name)
         info = replica.info
         assert info is not None, "known with the connection"
-        self._sharing.cost.set_bytes_per_token(info.bytes_per_token)
-        limits = self._sharing.limits.of_model(info.fingerprint)  # all replicas serve one model
-        if info.fingerprint != self._fingerprint:
-            self._fingerprint = info.fingerprint
-            log_calibration(limits.calibration, info.fingerprint)
-        # Plans are made for all replicas, so they are what each of them can carry out.
-        known = [each.info for each in self._replicas.values() if each.info is not None]
-        can_move, can_probe = all(one.can_move_keys for one in known), all(one.can_choose for one in known)
-        self._sharing.limits = replace(limits, can_move_keys=can_move, can_probe=can_probe)
+        self._use_model_of(info)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
+
+    def _use_model_of(self, info: ReplicaInfo) -> None:
+        """All replicas serve one model. Plans are made for all of them: they are what each can carry out."""
+        known = [each.info for each in self._replicas.values() if each.info is not None]
+        self._sharing.use_model(
+            info.fingerprint,
+            bytes_per_token=info.bytes_per_token,
+            can_move_keys=all(one.can_move_keys for one in known),
+            can_probe=all(one.can_choose for one in known),
+        )
+        if info.fingerprint != self._fingerprint:
+            self._fingerprint = info.fingerprint
+            log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
     async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
         """Index many prompts, then remove those that were evicted while this ran."""
@@ -187,7 +194,7 @@ class Reconciler:
         self._loop.call_soon_threadsafe(self._send_soon, self._replicas[name])
 
     def _send_soon(self, replica: Replica) -> None:
-        if self._keeper.tier.on_drop is not None:
+        if not self._is_closed:
             self.sending.spawn(self.send_drops(replica))
 
     def _count(self, request: RoutedRequest, finished: FinishedReport) -> None:

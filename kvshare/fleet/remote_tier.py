@@ -34,13 +34,17 @@ class RemoteTier:
     A tier whose bytes are in the replicas. Thread-safe.
 
     Segments passed to `drop` are still in the replica until it drops them: `take_dropped` returns them for
-    sending. `on_drop` is called with the replica's name, from any thread.
+    sending.
     """
 
     def __init__(self, replicas: Iterable[str]) -> None:
-        self.on_drop: Callable[[str], None] | None = None
+        self._on_drop: Callable[[str], None] | None = None
         self.memories = {name: ReplicaMemory() for name in replicas}  # their segments are changed here only
         self._lock = threading.Lock()
+
+    def call_on_drop(self, on_drop: Callable[[str], None] | None) -> None:
+        """Call this from now on, from any thread, with the name of a replica that must drop segments."""
+        self._on_drop = on_drop
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +84,7 @@ class RemoteTier:
                 if (holder := self._remove(segment_id)) is not None:
                     self.memories[holder].dropped.append(segment_id)
                     holders.add(holder)
-        if (on_drop := self.on_drop) is not None:
+        if (on_drop := self._on_drop) is not None:
             for holder in holders:
                 on_drop(holder)
 

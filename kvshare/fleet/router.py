@@ -28,7 +28,8 @@ from kvshare.requests import SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
 from kvshare.sharing.explain import explain_lookup
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
 from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan, digest_of

@@ -1,1 +1,17 @@
-"""Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay."""
+"""
+Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay.
+
+    pipeline.py        Sharing: looks up, plans, fetches; later indexes what was stored. lookup.py: its result
+    arrivals.py        similar prompts that are being computed, for which a request waits
+
+    planner.py         tokens and candidates -> a plan, or the reason why there is none
+    approximation.py   the approximate plans of one composition
+    plan.py            the plan as data            explain.py         the plan as a document
+    limits.py          what limits a plan          cost.py            the seconds that it saves
+    prediction.py      how far the answer will deviate, by the model's calibration.py
+    repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
+
+    keeper.py          writes nodes and evicts; memory_keeper.py: for KV in this process
+    node_draft.py      a computed sequence -> a node of the tree
+    budget.py          how much of a memory is used, and may be pinned
+"""

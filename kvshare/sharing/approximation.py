@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from delta_tree import (
     Composition,
@@ -27,12 +27,10 @@ from delta_tree import (
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Estimate, Plan, within, without
 from kvshare.sharing.prediction import Shape, carried, shape_of
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
-
-if TYPE_CHECKING:
-    from kvshare.sharing.planner import PlannerLimits
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
 _DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # repaired tokens per stale token

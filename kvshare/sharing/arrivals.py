@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from delta_tree import TokenIds, common_prefix_length, kgram_hashes
 from kvshare.requests import SharingMode
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
 
 # The share of a prefill that a wait may take: a half, with a margin for prompts of slightly different
 # lengths.

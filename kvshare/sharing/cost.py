@@ -7,10 +7,12 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Self
 
+from kvshare.admin import Costs
 from kvshare.settings import CostSettings
 from kvshare.sharing.plan import Estimate
 
 _FEW, _MANY = 32, 256  # tokens
+_CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,21 @@ class CostModel:
     def measured(self) -> frozenset[str]:
         """Which of the rates "prefill" and "load" were measured; the others are those of config.yaml."""
         return frozenset(self._measured)
+
+    def document(self, *, min_saved_s: float) -> Costs:
+        """The rates, which of them were measured, and from how many tokens on a plan pays."""
+        rates = self.rates
+        return {
+            "prefill_tokens_per_s": rates.prefill_tokens_per_s,
+            "load_bytes_per_s": rates.load_bytes_per_s,
+            "lookup_s": rates.lookup_s,
+            "bytes_per_token": rates.bytes_per_token,
+            "context_share": rates.context_share,
+            "pass_s": rates.pass_s,
+            "num_extra_passes": rates.num_extra_passes,
+            "measured": sorted(self.measured),
+            "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=min_saved_s),
+        }
 
     def set_bytes_per_token(self, num_bytes: int) -> None:
         """Called by an engine that learns the size of its KV after the start."""

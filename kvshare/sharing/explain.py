@@ -10,9 +10,10 @@ from typing import Any
 from delta_tree import DonorReason, NodeId, UnknownSegmentError, compose
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits
 from vector_index import Candidate
 
 _NOT_LOOKED_UP = (Reason.OFF, Reason.SHORT_PROMPT, Reason.MODEL_UNSHARED)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from delta_tree import (
     NodeId,
     TokenIds,
 )
-from kvshare.admin import Answer, Question
+from kvshare.admin import Command, CommandResult, EvictionDocument, PinDocument, PinnedBytes
 from kvshare.errors import KVShareError
 from kvshare.kv.tier import Tier
 from kvshare.safe_logging import classes_and_places
@@ -72,22 +72,22 @@ class PromptKeeper(Generic[TierT]):
                 self.tree.unpin(node_id)
                 self._evict(node)
 
-    def ask(self, question: Question, arguments: Mapping[str, Any]) -> Answer:
+    def execute(self, command: Command) -> EvictionDocument | PinDocument:
         """
-        Answer an administrator's question, and drop the KV of what it evicts. Blocks.
+        Carry out an administrator's command, and drop the KV of what it evicts. Blocks.
 
-        Raises:  RequestError for wrong arguments, or if too much would be pinned
+        Raises:  RequestError if it names what is not stored, or if too much would be pinned
         """
         with self._writing:
-            answer = question(self.tree, arguments)
-            if answer.to_pin:
-                check_pins(self.tree, answer.to_pin, self._budgets())
-                self.tree.pin(*answer.to_pin)
-            self.tier.drop(answer.freed_segments)
-        self._evicted.extend(answer.removed_nodes)
-        return answer
+            result: CommandResult[EvictionDocument] | CommandResult[PinDocument] = command.apply(self.tree)
+            if result.to_pin:
+                check_pins(self.tree, result.to_pin, self._budgets())
+                self.tree.pin(*result.to_pin)
+            self.tier.drop(result.freed_segments)
+        self._evicted.extend(result.removed_nodes)
+        return result.document
 
-    def pins(self) -> dict[str, int]:
+    def pins(self) -> PinnedBytes:
         """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
         with self._writing:
             pinned, budgets = self.tree.pinned(), self._budgets()

@@ -11,61 +11,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-from delta_tree import Node, NodeId, SegmentId, TokenIds, UnknownSegmentError
+from delta_tree import Node, NodeId, TokenIds, UnknownSegmentError
+from kvshare.admin import Costs
 from kvshare.reasons import Reason
-from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
+from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper, TierT
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Candidate, Failure, Nomination, Nominator, PromptText
-
-if TYPE_CHECKING:
-    from kvshare.kv.sequence import SegmentKV  # imports torch
 
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-_CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
 # Longer prompts are planned on a second thread: 45,000 tokens take some 25 ms, 2,000 one or two.
 _LONG_PROMPT_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lookup:
-    """
-    The result of `find_plan`. `segments` holds the KV in memory until it is written to the request's slots.
-
-    `unreadable`: donors with missing KV. `unknown`: prompts that only the index has. `note_use` removes both.
-    """
-
-    plan: Plan | NoPlan
-    segments: Mapping[SegmentId, SegmentKV] = field(default_factory=dict)
-    candidates: tuple[Candidate, ...] = ()
-    stage_seconds: Mapping[str, float] = field(default_factory=dict)
-    namespace: str = ""
-    seconds: float = 0.0  # all stages, and waiting between them
-    num_failures: int = 0  # parts of the nominator that failed
-    unreadable: tuple[NodeId, ...] = ()
-    unknown: tuple[int, ...] = ()
-
-    def report(self, num_tokens: int) -> SharingReport:
-        """How many tokens come from where, for usage and metrics."""
-        plan = self.plan
-        if isinstance(plan, Plan):
-            counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
-            decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
-        else:
-            counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
-        return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)
 
 
 class Sharing:
@@ -96,7 +65,7 @@ class Sharing:
         self.tier = keeper.tier
         self.telemetry = keeper.telemetry
         self.nominator = nominator
-        self.limits = limits
+        self._limits = limits
         self.cost = cost
         self._owns_index = owns_index
         self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
@@ -104,6 +73,23 @@ class Sharing:
             max_workers=1, thread_name_prefix="kvshare-plan-long"
         )
         self._writer = writer or self._executor
+
+    @property
+    def limits(self) -> PlannerLimits:
+        """What limits the plans of the model that is served now."""
+        return self._limits
+
+    def use_model(
+        self, fingerprint: str, *, bytes_per_token: int, can_move_keys: bool, can_probe: bool
+    ) -> None:
+        """
+        Plan for this model from now on: its calibration, the size of its KV, and what its engine can do.
+
+        For an engine that learns of its model after the start, or of another one. Plans in progress keep the
+        limits that they began with.
+        """
+        self.cost.set_bytes_per_token(bytes_per_token)
+        self._limits = self._limits.of_model(fingerprint, can_move_keys=can_move_keys, can_probe=can_probe)
 
     def close(self) -> None:
         """Wait for plans in progress. Later requests are served unshared."""
@@ -120,7 +106,7 @@ class Sharing:
         `by_embedding`: also search by embedding, if the prefill is long enough.
         """
         if not self.may_share(prompt, mode):
-            unshared = Reason.SHORT_PROMPT if self.limits.can_share else Reason.MODEL_UNSHARED
+            unshared = Reason.SHORT_PROMPT if self._limits.can_share else Reason.MODEL_UNSHARED
             return Lookup(NoPlan(Reason.OFF if mode is SharingMode.OFF else unshared))
         began = time.perf_counter()
         try:
@@ -146,17 +132,9 @@ class Sharing:
             seconds=time.perf_counter() - began,
         )
 
-    def costs(self) -> dict[str, Any]:
-        """
-        JSON-ready: the rates, which of them were measured, and the shortest prompt for which a plan pays that
-        computes a tenth of it.
-        """
-        rates = self.cost.rates
-        return {
-            **asdict(rates),
-            "measured": sorted(self.cost.measured),
-            "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=self.limits.min_saved_s),
-        }
+    def costs(self) -> Costs:
+        """What plans are priced with now."""
+        return self.cost.document(min_saved_s=self._limits.min_saved_s)
 
     def note_use(self, lookup: Lookup) -> Future[None]:
         """
@@ -189,8 +167,8 @@ class Sharing:
 
     def may_share(self, prompt: Prompt, mode: SharingMode) -> bool:
         """Whether a prompt is looked up at all: mode and model permit it, and it is long enough."""
-        is_long = prompt.num_tokens >= self.limits.sharing.min_prompt_tokens
-        return self.limits.can_share and mode is not SharingMode.OFF and is_long
+        is_long = prompt.num_tokens >= self._limits.sharing.min_prompt_tokens
+        return self._limits.can_share and mode is not SharingMode.OFF and is_long
 
     async def remember(self, node: Node, text: PromptText | None) -> None:
         """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
@@ -240,7 +218,7 @@ class Sharing:
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
     ) -> Nomination:
         prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
-        pays = by_embedding and prefill_s >= self.limits.dense_min_prefill_s
+        pays = by_embedding and prefill_s >= self._limits.dense_min_prefill_s
         nomination = await self.nominator.nominate(
             namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
         )
@@ -270,14 +248,7 @@ class Sharing:
                 break
             began = time.perf_counter()
             try:
-                plan = make_plan(
-                    token_ids,
-                    nodes,
-                    self.tree.segment,
-                    approximate=mode is SharingMode.APPROX,
-                    limits=self.limits,
-                    rates=self.cost.rates,
-                )
+                plan = self._make_plan(token_ids, nodes, mode)
             except UnknownSegmentError:
                 nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
@@ -295,6 +266,16 @@ class Sharing:
             found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))
             nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
         return found
+
+    def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
+        return make_plan(
+            token_ids,
+            nodes,
+            self.tree.segment,
+            approximate=mode is SharingMode.APPROX,
+            limits=self._limits,
+            rates=self.cost.rates,
+        )
 
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()

@@ -8,85 +8,18 @@ what is repaired, is a placeholder. If the gate refuses every plan, the result i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Self
+from dataclasses import replace
 
 from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, compose
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
-from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.approximation import Approximation
-from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import PlannerLimits, exact_part, is_exact
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
 _ABOUT_EQUAL = 0.02  # of what a plan saves
-MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Thresholds besides the predicted deviation. A replay varies them, a server does not. None: no limit."""
-
-    max_generation: int = MAX_GENERATION
-    max_relocated_fraction: float | None = None
-    min_saved_fraction: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """What limits the planner: the settings, the abilities of the engine, the calibration of the model."""
-
-    sharing: SharingSettings
-    repair: RepairSettings
-    calibration: ModelCalibration = field(default_factory=cautious)
-    can_share: bool = True
-    can_move_keys: bool = True
-    can_probe: bool = False  # whether the engine can choose repairs after a probe pass
-    min_saved_s: float = 0.0
-    dense_min_prefill_s: float = 0.0  # shortest prefill that pays a search by embedding
-    policy: Policy = Policy()
-
-    def of_model(self, fingerprint: str) -> Self:
-        """These limits with the calibration of a model, unless the settings name a calibration."""
-        if self.sharing.calibration is not None:
-            return self
-        return replace(self, calibration=calibration_of(fingerprint))
-
-    def usable(self, node: Node) -> Node | None:
-        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
-        if node.deviation <= self.sharing.max_deviation:
-            return node
-        return _exact_part(node)
-
-    @classmethod
-    def from_settings(
-        cls,
-        settings: Settings,
-        *,
-        fingerprint: str = "",
-        can_share: bool = True,
-        can_move_keys: bool = True,
-        can_probe: bool = False,
-    ) -> Self:
-        """
-        The limits in config.yaml, for an engine with these abilities.
-
-        `fingerprint`: the model's; empty while it is unknown.
-        Raises:  ConfigError for a calibration that cannot be read
-        """
-        return cls(
-            sharing=settings.sharing,
-            repair=settings.repair,
-            calibration=calibration_of(fingerprint, settings.sharing.calibration),
-            can_share=can_share,
-            can_move_keys=can_move_keys,
-            can_probe=can_probe,
-            min_saved_s=settings.cost.min_saved_s,
-            dense_min_prefill_s=settings.index.dense_min_prefill_s,
-        )
 
 
 def make_plan(
@@ -104,70 +37,102 @@ def make_plan(
     Shapes:  token_ids (T,) int32
     Returns: a Plan that computes at least the last token, or NoPlan
     """
-    num_tokens = len(token_ids)
-    sharing = limits.sharing
-    if num_tokens < sharing.min_prompt_tokens:
+    if len(token_ids) < limits.sharing.min_prompt_tokens:
         return NoPlan(Reason.SHORT_PROMPT)
     if not candidates:
         return NoPlan(Reason.NO_CANDIDATES)
     donors = [node for candidate in candidates if (node := limits.usable(candidate)) is not None]
-    composed = partial(
-        compose,
-        token_ids,
-        segment_of=segment_of,
-        min_run=sharing.min_run,
-        max_generation=limits.policy.max_generation,
-        allow_approximate=approximate,
-    )
-    composition = composed(donors, max_donors=sharing.max_donors)
-    refusal: Reason | None = None
-    if not limits.can_move_keys and any(copy.shift for copy in composition.copies):
-        composition = composed(donors, max_donors=sharing.max_donors, may_move=False)
-        refusal = Reason.ROTATION_UNKNOWN
-    exact = _exact_plan(composition, rates, min_length=sharing.min_run)
-    prediction: Prediction | None = None
-    accepted: list[Plan] = []
-    while approximate and composition.approximate_donors:
-        plan = Approximation(composition, donors, token_ids, segment_of, limits, rates).cheapest()
-        prediction, refused = plan.prediction, _gate(plan, exact, limits)
-        refusal = refusal or refused
-        if refused is None:
-            accepted.append(plan)
-        # With so few repairs another composition can hardly save more.
-        is_light = plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
-        if len(composition.approximate_donors) == 1 or (refused is None and is_light):
-            break
-        # The best donor alone may need less repair than all of them together.
-        composition = composed(donors, max_donors=1, may_move=limits.can_move_keys)
-    if prediction is not None and prediction.inherited and any(map(_is_exact, donors)):
-        originals = [part for node in donors if (part := _exact_part(node)) is not None]
-        composition = composed(originals, max_donors=sharing.max_donors, may_move=limits.can_move_keys)
+    search = _Search(token_ids, segment_of, limits, rates, approximate=approximate)
+    return search.best_plan(donors)
+
+
+class _Search:
+    """Composes one prompt in several ways, and notes which approximate plans pass the gate."""
+
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        segment_of: Callable[[SegmentId], Segment],
+        limits: PlannerLimits,
+        rates: Rates,
+        *,
+        approximate: bool,
+    ) -> None:
+        self._token_ids, self._segment_of = token_ids, segment_of
+        self._limits, self._rates = limits, rates
+        self._approximate = approximate
+        self._accepted: list[Plan] = []
+        self._refusal: Reason | None = None  # the first one
+        self._prediction: Prediction | None = None  # of the plan that was tried last
+
+    def best_plan(self, donors: Sequence[Node]) -> Plan | NoPlan:
+        composition = self._first_composition(donors)
+        exact = _exact_plan(composition, self._rates, min_length=self._limits.sharing.min_run)
+        if self._approximate:
+            self._try_approximate(composition, donors, exact)
+            self._try_originals(donors, exact)
+        if self._accepted:
+            return _preferred(self._accepted)
+        if exact is None:
+            return NoPlan(self._refusal or Reason.NOTHING_IN_COMMON, self._prediction)
+        if exact.estimate.full_s - exact.estimate.shared_s < self._limits.min_saved_s:
+            return NoPlan(Reason.DOES_NOT_PAY, self._prediction)
+        return replace(exact, reason=self._refusal, prediction=self._prediction)
+
+    def _composed(self, donors: Sequence[Node], *, max_donors: int, may_move: bool) -> Composition:
+        return compose(
+            self._token_ids,
+            donors,
+            self._segment_of,
+            max_donors=max_donors,
+            may_move=may_move,
+            min_run=self._limits.sharing.min_run,
+            max_generation=self._limits.policy.max_generation,
+            allow_approximate=self._approximate,
+        )
+
+    def _first_composition(self, donors: Sequence[Node]) -> Composition:
+        """Of all donors. Composed again where keys would be moved and the engine cannot do that."""
+        max_donors = self._limits.sharing.max_donors
+        composition = self._composed(donors, max_donors=max_donors, may_move=True)
+        if self._limits.can_move_keys or not any(copy.shift for copy in composition.copies):
+            return composition
+        self._refusal = Reason.ROTATION_UNKNOWN
+        return self._composed(donors, max_donors=max_donors, may_move=False)
+
+    def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
+        """Plan with all donors; then, unless that saves nearly all, with the best one alone."""
+        while composition.approximate_donors:
+            plan = self._cheapest(composition, donors)
+            refused = _gate(plan, exact, self._limits)
+            self._prediction, self._refusal = plan.prediction, self._refusal or refused
+            if refused is None:
+                self._accepted.append(plan)
+            # With so few repairs another composition can hardly save more.
+            is_light = plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
+            if len(composition.approximate_donors) == 1 or (refused is None and is_light):
+                break
+            # The best donor alone may need less repair than all of them together.
+            composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
+
+    def _try_originals(self, donors: Sequence[Node], exact: Plan | None) -> None:
+        """If the plan that was tried last inherits deviation: plan with what donors have of exact KV."""
+        inherits = self._prediction is not None and self._prediction.inherited
+        if not inherits or not any(map(is_exact, donors)):
+            return
+        originals = [part for node in donors if (part := exact_part(node)) is not None]
+        composition = self._composed(
+            originals, max_donors=self._limits.sharing.max_donors, may_move=self._limits.can_move_keys
+        )
         if composition.approximate_donors:
-            plan = Approximation(composition, originals, token_ids, segment_of, limits, rates).cheapest()
-            accepted += [plan] if _gate(plan, exact, limits) is None else []
-    if accepted:
-        return _preferred(accepted)
-    if exact is None:
-        return NoPlan(refusal or Reason.NOTHING_IN_COMMON, prediction)
-    if exact.estimate.full_s - exact.estimate.shared_s < limits.min_saved_s:
-        return NoPlan(Reason.DOES_NOT_PAY, prediction)
-    return replace(exact, reason=refusal, prediction=prediction)
+            plan = self._cheapest(composition, originals)
+            if _gate(plan, exact, self._limits) is None:
+                self._accepted.append(plan)
 
-
-def _is_exact(node: Node) -> bool:
-    """Whether all KV of a prompt is exact, as after a full prefill."""
-    return node.exact_length == node.num_tokens
-
-
-def _exact_part(node: Node) -> Node | None:
-    """A stored prompt's exact prefix; None if it has none."""
-    if _is_exact(node):
-        return node
-    if not node.exact_length:
-        return None
-    return replace(
-        node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
-    )
+    def _cheapest(self, composition: Composition, donors: Sequence[Node]) -> Plan:
+        return Approximation(
+            composition, donors, self._token_ids, self._segment_of, self._limits, self._rates
+        ).cheapest()
 
 
 def _preferred(accepted: Sequence[Plan]) -> Plan:

@@ -15,7 +15,14 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from kvshare.engine import Delta, Event, FinishReason, GeneratingEngine, GenerationRequest, Started
+from kvshare.engine import (
+    Delta,
+    Event,
+    FinishReason,
+    GeneratingEngine,
+    GenerationRequest,
+    Started,
+)
 from kvshare.errors import EngineError, KVShareError
 from proxy.connection import probed
 from proxy.context import SERVER

@@ -21,7 +21,7 @@ from delta_tree import token_ids
 from kvshare.fleet.engine import VllmEngine
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt
-from kvshare.rules.rewrite import SHAPES
+from kvshare.rules.texts import SHAPES
 from proxy.errors import ErrorReply
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
@@ -50,7 +50,7 @@ class Dialect:
     check: Callable[[Body], None] = lambda document: None  # raises Unplannable
 
     def text_of(self, document: Body) -> PromptText:
-        """The text of a body, of which `kvshare.rules.rewrite` says where it is. Raises Unplannable."""
+        """The text of a body, of which `kvshare.rules.texts` says where it is. Raises Unplannable."""
         self.check(document)
         shape = SHAPES[self.path]
         if shape.messages is None:

@@ -12,7 +12,7 @@ BYTES_PER_TOKEN = 10
 NAMESPACE = "tenant-a"
 
 # Counted, not random, so that a failing example of Hypothesis fails again.
-_segment_ids = count(1000)
+_segment_ids = count(100_000)  # above those in the stores of earlier versions
 
 
 def count_segments_from(first: int) -> None:

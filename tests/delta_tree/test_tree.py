@@ -1,4 +1,4 @@
-"""The tree of prompts, in memory."""
+"""The tree: what is inserted is found, improved and shared."""
 
 import tracemalloc
 from dataclasses import replace
@@ -7,18 +7,13 @@ import pytest
 
 from delta_tree import (
     DeltaTree,
-    InvalidNodeError,
     NodeDraft,
-    NodeId,
     Piece,
     PieceTable,
-    PinnedNodeError,
-    Segment,
-    SegmentId,
-    UnknownNodeError,
     UnknownSegmentError,
     token_ids,
 )
+from tests.delta_tree.drafts import draft_over
 from tests.delta_tree.fake_prompts import (
     BYTES_PER_TOKEN,
     NAMESPACE,
@@ -27,23 +22,6 @@ from tests.delta_tree.fake_prompts import (
     segment,
     whole,
 )
-
-GONE = NodeId(77)
-
-
-@pytest.fixture
-def tree() -> DeltaTree:
-    """An empty tree in memory whose clock ticks once per look."""
-    ticks = iter(range(1, 1000))
-    return DeltaTree.open(None, identity="model", clock=lambda: float(next(ticks)))
-
-
-def draft_over(
-    ids: list[int], segments: list[Segment], *, exact_length: int = 0, parent: NodeId | None = None
-) -> NodeDraft:
-    """A draft whose pieces are whole segments, all of them new."""
-    table = PieceTable(map(whole, segments))
-    return NodeDraft(NAMESPACE, token_ids(ids), parent, table, tuple(segments), exact_length)
 
 
 def test_an_inserted_prompt_is_found(tree: DeltaTree) -> None:
@@ -158,207 +136,6 @@ def test_stats_add_up(tree: DeltaTree) -> None:
     assert (stats.num_segments, stats.num_tokens, stats.num_stored_tokens) == (3, 104, 43)
     assert (stats.num_bytes, stats.max_depth) == (43 * BYTES_PER_TOKEN, 3)
     assert tree.stats("tenant-b").max_depth == 0
-
-
-def test_evicting_an_inner_node_moves_its_children_up(tree: DeltaTree) -> None:
-    """Its child then descends from its grandparent."""
-    root = tree.insert(fresh_draft(list(range(60)))).node
-    inner = tree.insert(child_draft(root, 50, list(range(100, 120)))).node
-    leaf = tree.insert(child_draft(inner, 60, list(range(200, 220)))).node
-    gone = tree.evict(inner.node_id)
-    assert (gone.num_nodes, gone.freed_segments, gone.freed_bytes) == (1, (), 0)
-    assert tree.ancestors(leaf.node_id) == (root.node_id,)
-    assert tree.children(root.node_id) == (leaf.node_id,)
-
-
-def test_evicting_a_root_makes_its_children_roots(tree: DeltaTree) -> None:
-    """Without a grandparent a child becomes a root, and keeps the KV it refers to."""
-    root = tree.insert(fresh_draft(list(range(40)))).node
-    leaf = tree.insert(child_draft(root, 30, [101])).node
-    assert tree.evict(root.node_id).freed_segments == ()
-    assert tree.ancestors(leaf.node_id) == ()
-    assert tree.evict(leaf.node_id).freed_bytes == 41 * BYTES_PER_TOKEN
-    assert tree.stats().num_segments == 0
-
-
-def test_a_pinned_node_is_not_evicted(tree: DeltaTree) -> None:
-    """A pinned node is no candidate and refuses eviction until it is unpinned."""
-    node = tree.insert(fresh_draft([1, 2])).node
-    tree.pin(node.node_id)
-    assert tree.next_to_evict() is None
-    with pytest.raises(PinnedNodeError, match="unpin it first"):
-        tree.evict(node.node_id)
-    tree.unpin(node.node_id)
-    assert tree.next_to_evict() is tree.node(node.node_id)
-    assert tree.evict(node.node_id).num_nodes == 1
-
-
-def test_several_nodes_are_pinned_or_none(tree: DeltaTree) -> None:
-    """One that is unknown leaves the others as they were."""
-    first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
-    with pytest.raises(UnknownNodeError):
-        tree.pin(first, GONE)
-    assert tree.pinned() == frozenset()
-    tree.pin(first, second)
-    assert tree.pinned() == {first, second}
-    tree.unpin(first, second)
-    assert tree.stats().num_pinned == 0
-
-
-def test_the_least_recently_used_go_first(tree: DeltaTree) -> None:
-    """The order is that of last use, per namespace if asked."""
-    first, second = (tree.insert(fresh_draft([i])).node.node_id for i in (1, 2))
-    other = tree.insert(fresh_draft([3], namespace="tenant-b")).node.node_id
-    tree.touch(first)
-    for namespaces, order in ((None, [second, other, first]), ([NAMESPACE], [second, first])):
-        for index, node_id in enumerate(order):
-            found = tree.next_to_evict(namespaces, without=order[:index])
-            assert found is tree.node(node_id)
-    assert tree.node(first).num_hits == 1
-
-
-def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
-    """Counted in lengths of the node itself; a use without giving leaves the worth as it is."""
-    little, much, nothing = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2, 3))
-    other = tree.insert(fresh_draft([3] * 10, namespace="tenant-b")).node.node_id
-    tree.touch(much, num_copied=20)
-    tree.touch(little, num_copied=5)
-    tree.touch(nothing)
-    tree.touch(NodeId(5), num_copied=5)  # gone
-    for namespaces, order in (
-        (None, [other, nothing, little, much]),
-        ([NAMESPACE, "tenant-b"], [other, nothing, little, much]),
-        ([NAMESPACE], [nothing, little, much]),
-        ([], []),
-    ):
-        for index, node_id in enumerate(order):
-            assert tree.next_to_evict(namespaces, without=order[:index]) is tree.node(node_id)
-        assert tree.next_to_evict(namespaces, without=order) is None
-
-
-def test_an_administrators_eviction_ages_no_node(tree: DeltaTree) -> None:
-    """It did not leave for room."""
-    good, better = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2))
-    tree.touch(good, num_copied=50)
-    tree.touch(better, num_copied=500)
-    tree.evict(better)
-    newcomer = tree.insert(fresh_draft([3] * 10)).node
-    assert tree.next_to_evict() is newcomer
-
-
-def test_old_merits_fade(tree: DeltaTree) -> None:
-    """What leaves for room sets the floor for those that are used from then on."""
-    once = tree.insert(fresh_draft([1] * 10)).node.node_id
-    tree.touch(once, num_copied=25)
-    tree.insert(fresh_draft([2] * 10))
-    evicted = []
-    for number in range(3, 11):
-        tree.insert(fresh_draft([number] * 10))
-        leaving = tree.next_to_evict()
-        assert leaving is not None
-        tree.age(leaving.node_id, None)
-        tree.evict(leaving.node_id)
-        evicted.append(int(leaving.token_ids[0]))
-    assert evicted == [2, 3, 4, 5, 6, 7, 1, 8]
-
-
-def test_a_purge_leaves_nothing_of_its_namespace(tree: DeltaTree) -> None:
-    """A purge drops pinned nodes too, frees every segment, and touches no other namespace."""
-    root = tree.insert(fresh_draft([1, 2, 3])).node
-    tree.insert(child_draft(root, 2, [9]))
-    tree.pin(root.node_id)
-    other = tree.insert(fresh_draft([1, 2, 3], namespace="tenant-b")).node
-    gone = tree.purge(NAMESPACE)
-    assert (gone.num_nodes, len(gone.freed_segments), gone.freed_bytes) == (2, 2, 40)
-    assert tree.nodes() == (other,)
-    assert tree.nodes(NAMESPACE) == ()
-    assert {segment.namespace for segment in tree.segments()} == {"tenant-b"}
-    assert tree.purge_all().num_nodes == 1
-    assert tree.stats().num_segments == tree.purge_all().num_nodes == 0
-
-
-def test_nodes_without_their_kv_are_discarded(tree: DeltaTree) -> None:
-    """At the start, nodes whose segments are gone leave; children that have theirs stay."""
-    root = tree.insert(fresh_draft(list(range(40)))).node
-    lost = tree.insert(child_draft(root, 30, [101, 102])).node
-    leaf = tree.insert(child_draft(lost, 30, [103])).node
-    tree.pin(lost.node_id)
-    gone = lost.pieces.segment_ids - root.pieces.segment_ids
-    alive = {s.segment_id for s in tree.segments()} - gone
-    assert tree.discard_missing(alive) == 1
-    assert {node.node_id for node in tree.nodes()} == {root.node_id, leaf.node_id}
-    assert tree.ancestors(leaf.node_id) == (root.node_id,)
-    assert tree.discard_missing(alive) == 0
-
-
-def test_unknown_nodes_are_named(tree: DeltaTree) -> None:
-    """Asking for a node that is not there says so; touching one does nothing."""
-    for ask in (tree.node, tree.pin, tree.evict, tree.children, tree.owned_bytes):
-        with pytest.raises(UnknownNodeError, match="no node 77"):
-            ask(GONE)
-    tree.touch(GONE)
-    assert tree.get(GONE) is None
-
-
-SEGMENT = segment(3, segment_id=SegmentId(5))
-GOOD = draft_over([1, 2, 3], [SEGMENT], exact_length=3)
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (replace(GOOD, namespace=""), "namespace"),
-        (replace(GOOD, token_ids=token_ids([1, 2])), "cover 3 tokens of a prompt of 2"),
-        (replace(GOOD, token_ids=token_ids([]), pieces=PieceTable([])), "prompt of 0"),
-        (replace(GOOD, exact_length=4), "exact_length 4"),
-        (replace(GOOD, deviation=0.01), "deviation 0.01"),
-        (replace(GOOD, exact_length=2, deviation=-0.01), "deviation -0.01"),
-        (replace(GOOD, exact_length=2, deviation=float("nan")), "deviation nan"),
-        (replace(GOOD, new_segments=()), "neither tree nor draft"),
-        (replace(GOOD, new_segments=(SEGMENT, SEGMENT)), "there twice"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, namespace="b"),)), "another namespace"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, generation=1),)), "of generation 1"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, first_position=4),)), "for position 4"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, num_tokens=2),)), "ends at token 3"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, num_bytes=-1),)), "-1 bytes"),
-        (replace(GOOD, new_segments=(replace(SEGMENT, checksum=-1),)), "checksum"),
-        (replace(GOOD, parent=GONE), "not in the tree"),
-    ],
-)
-def test_drafts_that_are_no_whole_prompt_are_refused(tree: DeltaTree, draft: NodeDraft, message: str) -> None:
-    """A bad draft raises InvalidNodeError, says what is wrong, and changes nothing."""
-    with pytest.raises(InvalidNodeError, match=message):
-        tree.insert(draft)
-    assert tree.stats().num_nodes == tree.stats().num_segments == 0
-
-
-def test_nothing_crosses_namespaces(tree: DeltaTree) -> None:
-    """Neither a parent nor a segment of another namespace is accepted."""
-    theirs = tree.insert(fresh_draft([1, 2, 3], namespace="tenant-b")).node
-    with pytest.raises(InvalidNodeError, match="another namespace"):
-        tree.insert(fresh_draft([1, 2], parent=theirs.node_id))
-    (piece,) = theirs.pieces
-    draft = NodeDraft(NAMESPACE, token_ids([1, 2, 3]), None, PieceTable([piece]), (), 0)
-    with pytest.raises(InvalidNodeError, match="another namespace"):
-        tree.insert(draft)
-    assert tree.stats(NAMESPACE).num_nodes == 0
-
-
-def test_a_segment_is_inserted_once(tree: DeltaTree) -> None:
-    """A draft cannot bring a segment that the tree already has: ids are never used twice."""
-    tree.insert(GOOD)
-    with pytest.raises(InvalidNodeError, match="there twice"):
-        tree.insert(draft_over([9, 9, 9], [SEGMENT]))
-
-
-def test_a_piece_may_be_any_part_of_a_known_segment(tree: DeltaTree) -> None:
-    """A prompt can be made of stored KV alone, relocated as it may be."""
-    root = tree.insert(fresh_draft([1, 2, 3, 4])).node
-    (piece,) = root.pieces
-    table = PieceTable([Piece(piece.segment_id, 2, 2), Piece(piece.segment_id, 0, 2)])
-    node = tree.insert(NodeDraft(NAMESPACE, token_ids([3, 4, 1, 2]), None, table, (), 0)).node
-    assert tree.reference_count(piece.segment_id) == 2
-    assert tree.shared_with(node.node_id)[0].num_tokens == 4
 
 
 def test_a_stored_prompt_costs_little_memory() -> None:

@@ -24,7 +24,7 @@ import pytest
 from delta_tree import TokenIds, token_ids
 from kvshare.namespace import Namespace
 from tests.conftest import Server
-from tests.kvshare.embedded.test_embedded_engine import engine_at, events, prompt, report_of, request
+from tests.kvshare.embedded.tiny_engine import engine_at, events, prompt, report_of, request
 
 MODEL = "kvshare-demo"
 WORDS = ("harbour", "amber", "ledger", "north", "nobody", "seven", "launch", "Weasel", "may", "know", "code")

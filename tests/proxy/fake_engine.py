@@ -19,13 +19,11 @@ from kvshare.conversation.tools import ToolFormat
 from kvshare.engine import (
     Delta,
     Embeddings,
-    EngineStatus,
     Event,
     Finished,
     FinishReason,
     GeneratingEngine,
     GenerationRequest,
-    ModelCard,
     SamplingParams,
     Started,
     TokenLogprob,
@@ -34,7 +32,9 @@ from kvshare.errors import ContextLengthError, ErrorCode, OverloadedError, Reque
 from kvshare.namespace import Namespace
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
+from kvshare.status import EngineStatus, ModelCard
 from kvshare.telemetry import Telemetry
+from tests.proxy.small_store import SmallStore
 from vector_index import PromptText
 
 MODEL = "echo"
@@ -62,10 +62,11 @@ class Behaviour:
     max_waiting: int = 4
 
 
-class FakeEngine(GeneratingEngine):
+class FakeEngine(SmallStore, GeneratingEngine):
     """Echoes the last message, one token per character."""
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:
+        super().__init__()
         self.behaviour = behaviour or Behaviour()
         self.stored: dict[str, list[tuple[int, ...]]] = {}  # namespace digest -> prompts
         self.requests: list[GenerationRequest] = []
@@ -245,11 +246,6 @@ class FakeEngine(GeneratingEngine):
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         return {"prompt_tokens": request.prompt.num_tokens, "mode": request.mode}
-
-    async def inspect(self, what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if what == "node" and not str(arguments["id"]).isdigit():
-            raise RequestError("expected a node's number", param="id")
-        return {"what": what, "arguments": dict(arguments)}
 
 
 def answer_to(text: str, sampling: SamplingParams) -> tuple[str, FinishReason, str | None]:

@@ -1,62 +1,65 @@
-"""The operator's questions reach the engine as they were asked."""
+"""An administrator's questions and commands reach the engine as they were sent."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvshare.admin import DiffQuestion, Evict, NodeQuestion, Pin, StatsQuestion, TreeQuestion, Unpin
 from tests.proxy.conftest import Server, chat, key_of
 
 
 @pytest.mark.parametrize(
-    ("path", "what", "arguments"),
+    ("path", "question", "status"),
     [
-        ("/admin/stats", "stats", {}),
-        ("/admin/tree?depth=2&sort=bytes", "tree", {"depth": "2", "sort": "bytes"}),
-        ("/admin/node/12?tokens=true", "node", {"id": "12", "tokens": "true"}),
-        ("/admin/diff?a=1&b=2", "diff", {"a": "1", "b": "2"}),
+        ("/admin/stats", StatsQuestion(), 200),
+        ("/admin/tree?depth=2&sort=hits", TreeQuestion(depth=2, sort="hits"), 200),
+        ("/admin/node/1", NodeQuestion(1), 200),
+        ("/admin/node/1?id=2", NodeQuestion(1), 200),  # the path wins over the query
+        ("/admin/node/12", NodeQuestion(12), 400),  # it is not stored
+        ("/admin/diff?a=1&b=2", DiffQuestion(1, 2), 200),
     ],
 )
 async def test_questions_carry_their_arguments(
-    server: Server, path: str, what: str, arguments: dict[str, str]
+    server: Server, path: str, question: object, status: int
 ) -> None:
-    """Path and query become the arguments, as text."""
+    """Path and query become the arguments; what they leave out has its default."""
     response = await server.get(path)
-    assert (response.status, await response.json()) == (200, {"what": what, "arguments": arguments})
+    assert (response.status, server.engine.asked) == (status, [question])
 
 
-async def test_the_path_wins_over_the_query(server: Server) -> None:
-    """A node is the one in the path, whatever the query says."""
-    response = await server.get("/admin/node/12?id=13")
-    assert (await response.json())["arguments"] == {"id": "12"}
-
-
-async def test_bad_arguments_are_400(server: Server) -> None:
-    """What the engine refuses is an error object that names the argument."""
-    response = await server.get("/admin/node/first")
+@pytest.mark.parametrize(("path", "param"), [("node/first", "id"), ("node/12?tokens=1", "tokens")])
+async def test_bad_arguments_are_400(server: Server, path: str, param: str) -> None:
+    """They do not reach the engine, and the error object names the argument."""
+    response = await server.get(f"/admin/{path}")
     assert response.status == 400
-    assert (await response.json())["error"]["param"] == "id"
-
-
-async def test_evict_passes_its_body(server: Server) -> None:
-    """The JSON object of the request is the argument, with its types."""
-    response = await server.post("/admin/evict", {"node": 3, "dry_run": True})
-    assert await response.json() == {"what": "evict", "arguments": {"node": 3, "dry_run": True}}
-    assert (await server.post("/admin/evict", b"[]")).status == 400
+    assert (await response.json())["error"]["param"] == param
+    assert server.engine.asked == []
 
 
 @pytest.mark.parametrize(
-    ("what", "body"), [("pin", {"node": 3}), ("unpin", {"all": True}), ("unpin", {"namespace": "abcd"})]
+    ("what", "body", "command"),
+    [
+        ("evict", {"all": True, "dry_run": True}, Evict(all=True, dry_run=True)),
+        ("evict", {"all": True}, Evict(all=True)),
+        ("pin", {"node": 3}, Pin(node=3)),
+        ("unpin", {"all": True}, Unpin(all=True)),
+        ("unpin", {"namespace": "abcd"}, Unpin(namespace="abcd")),
+    ],
 )
-async def test_pins_pass_their_body(server: Server, what: str, body: dict[str, object]) -> None:
-    """As with evict; they are no questions that a GET could ask."""
-    response = await server.post(f"/admin/{what}", body)
-    assert await response.json() == {"what": what, "arguments": body}
+async def test_commands_carry_their_body(
+    server: Server, what: str, body: dict[str, object], command: object
+) -> None:
+    """The JSON object of the request has the arguments. A GET changes nothing."""
+    await server.post(f"/admin/{what}", body)
+    assert server.engine.asked == [command]
     assert (await server.get(f"/admin/{what}")).status == 405
+    assert (await server.post(f"/admin/{what}", b"[]")).status == 400
+    assert server.engine.asked == [command]
 
 
 async def test_only_an_administrator_pins(guarded: Server) -> None:
     for name, status in (("alice", 403), ("root", 200)):
-        response = await guarded.post("/admin/pin", {"node": 3}, Authorization=f"Bearer {key_of(name)}")
+        response = await guarded.post("/admin/unpin", {"all": True}, Authorization=f"Bearer {key_of(name)}")
         assert response.status == status
 
 

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvshare.engine import EngineStatus, IndexStatus
 from kvshare.reasons import Reason
+from kvshare.status import EngineStatus, IndexStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
 from proxy.metrics import Metrics
 from tests.proxy.conftest import Server, chat, eventually, running_server

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.engine import EngineStatus, Finished, IndexStatus, ReplicaStatus
+from kvshare.engine import Finished
 from kvshare.errors import ErrorCode
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
+from kvshare.status import EngineStatus, IndexStatus, ReplicaStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
 from proxy.metrics import Metrics
 from proxy.request_log import RequestRecord

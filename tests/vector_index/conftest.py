@@ -1,4 +1,4 @@
-"""One fixture per backend behind the same name, so that every backend passes one suite."""
+"""Every backend behind one name, so that all pass one suite; and a nominator whose parts may fail."""
 
 import os
 from collections.abc import AsyncIterator
@@ -7,7 +7,10 @@ from uuid import uuid4
 import pytest
 from qdrant_client import AsyncQdrantClient
 
-from vector_index import IndexSchema, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
+from tests.vector_index import moody, topics
+from tests.vector_index.moody import Setup
+from tests.vector_index.topics import TopicEmbedder
+from vector_index import IndexSchema, Nominator, QdrantEdgeIndex, QdrantRemoteIndex, VectorIndex
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -44,3 +47,27 @@ async def index(request: pytest.FixtureRequest, schema: IndexSchema) -> AsyncIte
         client = AsyncQdrantClient(url=url, api_key=key)
         await client.delete_collection(collection)
         await client.close()
+
+
+@pytest.fixture
+async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
+    setup = Setup(getattr(request, "param", moody.SETTINGS))
+    assert await setup.nominator.remember(1, "a", moody.tokens(1), moody.TEXT) == ()
+    yield setup
+    setup.embedder.go_on.set()
+    setup.nominator.close()
+
+
+@pytest.fixture
+def embedder() -> TopicEmbedder:
+    return TopicEmbedder()
+
+
+@pytest.fixture
+async def nominator(embedder: TopicEmbedder) -> AsyncIterator[Nominator]:
+    index = QdrantEdgeIndex(topics.SETTINGS.schema(embedder))
+    await index.open()
+    nominator = Nominator(index, embedder, topics.SETTINGS)
+    yield nominator
+    nominator.close()
+    await index.close()

@@ -1,154 +1,20 @@
-"""A broken or slow index or embedder costs candidates and nothing else."""
+"""A search whose index or embedder fails, hangs or lies."""
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from tests.vector_index.moody import SETTINGS, SHORT, TEXT, Setup, tokens
 from vector_index import (
     CircuitState,
-    EmbedderError,
-    Entry,
     Failure,
     FailureReason,
-    Hit,
-    IndexUnavailableError,
     Nominator,
-    NominatorSettings,
     PromptText,
-    VectorIndex,
 )
-from vector_index.base import Vector, VectorName
-
-TEXT = PromptText("weather", "weather")
-SETTINGS = NominatorSettings(
-    search_timeout_s=0.3,  # a busy machine may take a tenth of a second from anybody
-    embed_timeout_s=0.3,
-    write_timeout_s=1.0,
-    failures_to_open=3,
-    open_s=30,
-    max_distance=0.5,
-)
-SHORT = replace(SETTINGS, search_timeout_s=0.02)
-
-
-class MoodyIndex(VectorIndex):
-    """An index in a dictionary that works, fails, or hangs, as its `mood` says."""
-
-    mood = "works"
-    num_good_calls = 10**9
-
-    def __init__(self) -> None:
-        super().__init__(SETTINGS.schema(MoodyEmbedder()))
-        self.entries: dict[int, Entry] = {}
-        self.num_calls = 0
-
-    async def _mood(self) -> None:
-        self.num_calls += 1
-        if self.mood == "fails":
-            raise IndexUnavailableError("connection refused")
-        if self.mood == "surprises":
-            raise RuntimeError("a bug")
-        if self.mood == "blocks":  # as a native call does that holds the GIL
-            time.sleep(2 * SHORT.search_timeout_s)  # noqa: ASYNC251  this is the point
-        self.num_good_calls -= 1
-        if self.mood == "hangs" or self.num_good_calls < 0:
-            await asyncio.sleep(60)
-
-    async def open(self) -> None:
-        await self._mood()
-
-    async def close(self) -> None:
-        await self._mood()
-
-    async def recreate(self) -> None:
-        await self._mood()
-        self.entries.clear()
-
-    async def upsert(self, entries: Sequence[Entry]) -> None:
-        await self._mood()
-        self.entries |= {entry.prompt_id: entry for entry in entries}
-
-    async def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        await self._mood()
-        for prompt_id in prompt_ids:
-            self.entries.pop(prompt_id, None)
-
-    async def _nearest(
-        self, namespace: str, name: VectorName, vector: Vector, *, limit: int, min_score: float | None
-    ) -> list[tuple[object, Hit]]:
-        await self._mood()
-        own = [entry for entry in self.entries.values() if entry.namespace == namespace]
-        if name == "sparse":
-            shared = [float(len(np.intersect1d(entry.fingerprints, vector))) for entry in own]
-        else:
-            shared = [float(entry.embedding is not None) for entry in own]
-        hits = [Hit(entry.prompt_id, score) for entry, score in zip(own, shared, strict=True) if score]
-        return [(namespace, hit) for hit in hits[:limit]]
-
-    async def count(self, namespace: str | None = None) -> int:
-        await self._mood()
-        return len(self.entries)
-
-    async def maintain(self) -> None:
-        await self._mood()
-
-
-class MoodyEmbedder:
-    """An embedder that works, fails, hangs, or returns nonsense, as its `mood` says."""
-
-    name = "moody"
-    dimension = 2
-
-    def __init__(self) -> None:
-        self.mood = "works"
-        self.go_on = threading.Event()
-
-    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        if self.mood == "fails":
-            raise EmbedderError("no weights")
-        if self.mood == "quotes":
-            raise ValueError(texts[0])
-        if self.mood == "hangs":
-            self.go_on.wait(10)
-        value = np.nan if self.mood == "nonsense" else 2**-0.5
-        return np.full((len(texts), 2), value, dtype=np.float32)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def tokens(seed: int) -> NDArray[np.int32]:
-    return np.random.default_rng(seed).integers(0, 30_000, 600, dtype=np.int32)
-
-
-class Setup:
-    """A nominator over moody parts, with one prompt stored."""
-
-    def __init__(self, settings: NominatorSettings = SETTINGS) -> None:
-        self.index = MoodyIndex()
-        self.embedder = MoodyEmbedder()
-        self.clock = Clock()
-        self.nominator = Nominator(self.index, embedder=self.embedder, settings=settings, clock=self.clock)
-
-
-@pytest.fixture
-async def setup(request: pytest.FixtureRequest) -> AsyncIterator[Setup]:
-    setup = Setup(getattr(request, "param", SETTINGS))
-    assert await setup.nominator.remember(1, "a", tokens(1), TEXT) == ()
-    yield setup
-    setup.embedder.go_on.set()
-    setup.nominator.close()
 
 
 @pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
@@ -236,63 +102,6 @@ async def test_the_circuit_spares_a_dead_index(setup: Setup) -> None:
     healed = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
     assert healed.failures == ()
     assert setup.nominator.circuits["fingerprint"].state is not CircuitState.OPEN
-
-
-@pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
-async def test_remembering_without_index_keeps_the_prefix(setup: Setup, mood: str) -> None:
-    """The failure is returned, and the prompt is found by its prefix."""
-    setup.index.mood = mood
-    failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
-    assert [failure.component for failure in failures] == ["indexing"]
-    setup.index.mood = "works"
-    nomination = await setup.nominator.nominate("a", tokens(2), None, allow_dense=False)
-    assert [c.prompt_id for c in nomination.candidates] == [2]
-
-
-async def test_a_failing_index_is_logged_twice(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    """However many prompts it does not take: once when the circuit opens, once when the index works again."""
-    for mood, last in (("fails", 9), ("works", 10)):
-        setup.index.mood = mood
-        for minute in range(last - 8, last + 1):
-            await setup.nominator.remember(2, "a", tokens(2))
-            await setup.nominator.forget("a", [3])
-            setup.clock.now = 60.0 * minute
-    failed, works = caplog.messages
-    assert failed.startswith("indexing of the index failed")
-    assert works.startswith("indexing of the index works again")
-
-
-async def test_what_the_index_did_not_take_is_not_common(setup: Setup) -> None:
-    """A passage that no stored prompt holds is stored with the next, however often it failed."""
-    settings = replace(SETTINGS, max_holders=1, failures_to_open=100)
-    nominator = Nominator(setup.index, settings=settings)
-    setup.index.mood = "fails"
-    await nominator.remember(2, "a", tokens(2))
-    setup.index.mood = "works"
-    await nominator.remember(3, "a", tokens(2))
-    assert len(setup.index.entries[3].fingerprints) > 10
-    nominator.close()
-
-
-@pytest.mark.parametrize("mood", ["fails", "hangs", "nonsense"])
-async def test_remembering_without_embedder_keeps_the_fingerprints(setup: Setup, mood: str) -> None:
-    """A prompt whose text cannot be embedded is indexed without."""
-    setup.embedder.mood = mood
-    failures = await setup.nominator.remember(2, "a", tokens(2), TEXT)
-    assert [failure.component for failure in failures] == ["index_embedder"]
-    assert setup.index.entries[2].embedding is None
-    assert len(setup.index.entries[2].fingerprints) > 10
-
-
-@pytest.mark.parametrize("mood", ["fails", "hangs"])
-async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) -> None:
-    """The prefix forgets; the stale point of the backend stays, and a failure says so."""
-    setup.index.mood = mood
-    failures = await setup.nominator.forget("a", [1])
-    assert [failure.component for failure in failures] == ["indexing"]
-    setup.index.mood = "works"
-    stale = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
-    assert [c.sources for c in stale.candidates] == [("fingerprint",)]
 
 
 async def test_cancellation_passes_through(setup: Setup) -> None:

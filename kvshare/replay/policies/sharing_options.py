@@ -16,8 +16,9 @@ from kvshare.served_index import nominator_settings
 from kvshare.settings import Settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import PlannerLimits, Policy
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, Policy, make_plan
+from kvshare.sharing.planner import make_plan
 from vector_index import NominatorSettings
 
 _NEVER = 2**30  # no prompt has so many tokens, no store so many donors or generations

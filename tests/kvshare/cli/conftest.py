@@ -18,8 +18,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from delta_tree import DeltaTree
-from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
+from tests.kvshare.admin.documents import document_of
 from tests.kvshare.cli.family import IDENTITY, Family, grow, write_store
 
 ADMIN_KEY = "admin-key"
@@ -167,7 +167,7 @@ def admin_app(tree: DeltaTree, explained: list[dict[str, Any]]) -> web.Applicati
     def question(what: str) -> Handler:
         async def handler(request: web.Request) -> web.Response:
             arguments = await request.json() if request.method == "POST" else request.query
-            return web.json_response(QUESTIONS[what](tree, {**arguments, **request.match_info}).document)
+            return web.json_response(document_of(tree, what, {**arguments, **request.match_info}))
 
         return handler
 

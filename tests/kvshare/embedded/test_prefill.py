@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from delta_tree import Copy, NodeId, SegmentId, Span, gaps, token_ids
+from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, gaps, token_ids
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.prefill import Prefill
 from kvshare.kv.attention import PartialPass
-from kvshare.kv.sequence import SequenceKV
+from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
 from kvshare.sharing.selection import probes, spans_where
 from kvshare_lab.bench.random_models import tiny_model
@@ -46,7 +46,7 @@ def computed(made: Trial, plan: Plan, *, max_queries: int = 512) -> tuple[Prefil
     kv.k.zero_()
     kv.v.zero_()
     kv.write_copies(plan.copies, made.stored.kv)
-    prefill = Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv)
+    prefill = Prefill(made.model.model.compute, made.scenario.prompt.token_ids, plan, kv)
     logits = None
     while logits is None:
         _, logits = prefill.advance(max_queries=max_queries)
@@ -80,7 +80,7 @@ def test_the_plan_says_how_much_is_computed(scene: str) -> None:
     kv = made.model.model.new_sequence(made.num_tokens)
     kv.write_copies(plan.copies, made.stored.kv)
     prefill, num_computed, logits = (
-        Prefill(made.model.model, made.scenario.prompt.token_ids, plan, kv),
+        Prefill(made.model.model.compute, made.scenario.prompt.token_ids, plan, kv),
         0,
         None,
     )
@@ -128,12 +128,10 @@ def test_listeners_are_the_last_computed_tokens() -> None:
     assert Span(0, 0) not in plan.listeners
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "mistral-window"])
-@pytest.mark.parametrize("repaired", [0, 40])
-@pytest.mark.parametrize("poison", [1e4, float("nan")])
-def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired: int, poison: float) -> None:
-    """With repairs still to be chosen anywhere; all that is not written holds poison."""
-    model = EmbeddedModel(tiny_model(family), name=family)
+def edited_in_three_places(
+    model: EmbeddedModel, *, num_repaired: int
+) -> tuple[TokenIds, Plan, dict[SegmentId, SegmentKV]]:
+    """A prompt of 400 tokens, its plan over a stored one that differs in three tokens, and that one's KV."""
     rng = np.random.default_rng(0)
     stored = token_ids(rng.integers(16, 290, 400))
     asked = np.array(stored)
@@ -147,7 +145,7 @@ def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired
         for span in gaps(placeholders, 400)
     )
     copied_behind = tuple(copy.target for copy in copies if copy.target_start >= 200)
-    order = RepairOrder(copied_behind, tuple(probes(copied_behind, 400).tolist()), repaired)
+    order = RepairOrder(copied_behind, tuple(probes(copied_behind, 400).tolist()), num_repaired)
     plan = Plan(
         num_tokens=400,
         exact_length=200,
@@ -156,15 +154,25 @@ def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired
         repairs=(),
         generation=1,
         estimate=Estimate(1.0, 0.5),
-        order=order if repaired else None,
+        order=order if num_repaired else None,
     )
+    return token_ids(asked), plan, segments
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4", "mistral-window"])
+@pytest.mark.parametrize("repaired", [0, 40])
+@pytest.mark.parametrize("poison", [1e4, float("nan")])
+def test_what_nobody_may_see_is_not_written_and_not_missed(family: str, repaired: int, poison: float) -> None:
+    """With repairs still to be chosen anywhere; all that is not written holds poison."""
+    model = EmbeddedModel(tiny_model(family), name=family)
+    asked, plan, segments = edited_in_three_places(model, num_repaired=repaired)
     found = []
     for may_compute in (None, plan.may_compute):
         kv = model.new_sequence(400)
         for plane in kv.planes:
             plane.fill_(poison)
         num_bytes = kv.write_copies(plan.copies, segments, computed=may_compute)
-        prefill, logits = Prefill(model, token_ids(asked), plan, kv), None
+        prefill, logits = Prefill(model.compute, asked, plan, kv), None
         while logits is None:
             _, logits = prefill.advance(max_queries=64)
         found.append((logits, prefill.plan, num_bytes))

@@ -19,7 +19,13 @@ from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.embedded.loading import served, verification_document
 from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.embedded.unshared import UnsharedModel
-from kvshare.engine import Delta, Event, GenerationRequest, SamplingParams, Started
+from kvshare.engine import (
+    Delta,
+    Event,
+    GenerationRequest,
+    SamplingParams,
+    Started,
+)
 from kvshare.errors import ModelError
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings

@@ -18,7 +18,7 @@ from delta_tree import (
     new_segment_id,
     token_ids,
 )
-from kvshare.admin import QUESTIONS
+from kvshare.admin import Evict, Pin
 from kvshare.errors import RequestError
 from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
@@ -81,12 +81,12 @@ def test_pins_are_bounded_by_the_replica_that_has_the_kv(keeper: ReplicaKeeper) 
             node = offer(keeper, whole(), prompt(seed), replica=replica, max_bytes=1500)
             assert node is not None
             if seed == 0:
-                keeper.ask(QUESTIONS["pin"], {"node": node.node_id})
+                keeper.execute(Pin(node=node.node_id))
             else:
                 with pytest.raises(
                     RequestError, match="1,000 bytes of KV would be pinned, 500 are; at most 750"
                 ):
-                    keeper.ask(QUESTIONS["pin"], {"node": node.node_id})
+                    keeper.execute(Pin(node=node.node_id))
     assert keeper.pins() == {"num_bytes": 1000, "max_bytes": 1500}
 
 
@@ -94,7 +94,7 @@ def test_a_pinned_prompt_is_not_evicted_at_its_replica(keeper: ReplicaKeeper) ->
     """Others leave; where the replica has dropped it by itself, no pin brings its KV back."""
     first = offer(keeper, whole(), prompt(1), max_bytes=1500)
     assert first is not None
-    keeper.ask(QUESTIONS["pin"], {"node": first.node_id})
+    keeper.execute(Pin(node=first.node_id))
     for seed in range(2, 9):
         assert offer(keeper, whole(), prompt(seed), max_bytes=1500) is not None
     assert keeper.tree.node(first.node_id).pinned
@@ -109,14 +109,14 @@ def test_pins_of_the_last_run_hold_once_their_replica_is_back(tmp_path: Path) ->
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         pinned, other = store(keeper, 1), store(keeper, 2)
-        keeper.ask(QUESTIONS["pin"], {"node": pinned.node_id})
+        keeper.execute(Pin(node=pinned.node_id))
     with DeltaTree.open(path, identity="test") as tree:
         keeper = ReplicaKeeper(tree, RemoteTier("ab"), min_tokens=8)
         with pytest.raises(RequestError, match="not connected"):
-            keeper.ask(QUESTIONS["pin"], {"node": other.node_id})
+            keeper.execute(Pin(node=other.node_id))
         keeper.claim("a", [*pinned.pieces.segment_ids, *other.pieces.segment_ids], max_bytes=2000)
         assert keeper.pins()["num_bytes"] == 500
-        keeper.ask(QUESTIONS["pin"], {"node": other.node_id})
+        keeper.execute(Pin(node=other.node_id))
         assert tree.pinned() == {pinned.node_id, other.node_id}
 
 
@@ -150,7 +150,7 @@ def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:
 def test_the_same_prompt_again_is_dropped_over_there(keeper: ReplicaKeeper) -> None:
     """One node; the replica is told which of the two copies it may let go of."""
     told: list[str] = []
-    keeper.tier.on_drop = told.append
+    keeper.tier.call_on_drop(told.append)
     store(keeper, 1)
     again = whole()
     assert offer(keeper, again, prompt(1)) is None
@@ -261,7 +261,7 @@ def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> N
 def test_an_operators_eviction_reaches_the_replica(keeper: ReplicaKeeper) -> None:
     """By the same way as everything that nobody refers to."""
     node = store(keeper, 1)
-    keeper.ask(QUESTIONS["evict"], {"all": True, "dry_run": False})
+    keeper.execute(Evict(all=True, dry_run=False))
     assert keeper.tree.nodes() == ()
     assert keeper.tier.take_dropped("a") == list(node.pieces.segment_ids)
     keeper.forget(node.pieces.segment_ids)  # the news of it comes back

@@ -8,7 +8,7 @@ from kvshare.fleet.replica import Replica
 from kvshare.fleet.router import choose
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import Estimate, NoPlan, Plan
 
 SETTINGS = load_settings(overrides={"vllm.max_inflight": 10, "vllm.max_imbalance": 4}).vllm

@@ -17,7 +17,13 @@ from typing import Any
 
 from kvshare.demo import MODEL_PATH
 from kvshare.embedded.engine import EmbeddedEngine
-from kvshare.engine import Delta, Event, Finished, GenerationRequest, SamplingParams
+from kvshare.engine import (
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    SamplingParams,
+)
 from kvshare.namespace import Namespace
 from kvshare.replay.policies.base import BatchEmbeddings, PolicyContext, prompt_text
 from kvshare.replay.policies.sharing import SharingPolicy

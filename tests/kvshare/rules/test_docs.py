@@ -8,7 +8,8 @@ from textwrap import dedent
 
 import yaml
 
-from kvshare.rules.rewrite import CHAT, apply_rules
+from kvshare.rules.rewrite import apply_rules
+from kvshare.rules.texts import CHAT
 from kvshare.settings import RuleSettings, load_settings
 
 _ROOT = Path(__file__).parents[3]

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshare.rules.pattern import MAX_LINE
-from kvshare.rules.rewrite import CHAT, Rewritten, apply_rules, shape_of, texts_of
+from kvshare.rules.rewrite import Rewritten, apply_rules
+from kvshare.rules.texts import CHAT, shape_of, texts_of
 from kvshare.settings import RuleSettings, load_settings
+from kvshare.settings.patterns import MAX_LINE
 
 NONCE = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
 CLOCK = {"name": "clock", "match": r"^Now: \d+$", "action": "move"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.rules.rewrite import End, end_of, shape_of, texts_of, with_text
+from kvshare.rules.texts import End, end_of, shape_of, texts_of, with_text
 
 CHAT: dict[str, Any] = {
     "model": "m",

@@ -11,7 +11,7 @@ from delta_tree import TokenIds, token_ids
 from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.sharing.arrivals import Arrivals
-from kvshare.sharing.pipeline import Lookup
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan
 
 TOKENS = token_ids(np.random.default_rng(0).integers(0, 30_000, 400))

@@ -9,10 +9,12 @@ from kvshare.settings import load_settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.keeper import PromptKeeper
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
-from tests.kvshare.sharing.test_planner import RATES, prompt, replaced, stored
+from kvshare.sharing.planner import make_plan
+from tests.kvshare.sharing.prompts import RATES, prompt, replaced, stored
 from vector_index import Candidate, Nominator, NominatorSettings, PromptText, QdrantRemoteIndex
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import Copy, DeltaTree, Node, NodeId, Span, TokenIds, new_segment_id, token_ids
-from kvshare.admin import QUESTIONS
+from kvshare.admin import Evict, Pin, Unpin
 from kvshare.errors import RequestError
 from kvshare.reasons import Reason
 from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
@@ -55,10 +54,6 @@ def store_new(keeper: MemoryKeeper[WeightlessKV], seed: int, length: int, namesp
     return node
 
 
-def ask(keeper: MemoryKeeper[WeightlessKV], what: str, **arguments: Any) -> dict[str, Any]:
-    return keeper.ask(QUESTIONS[what], arguments).document
-
-
 def edited(donor: Node, num_new: int) -> tuple[TokenIds, Plan]:
     """A donor's prompt with another beginning: all behind it is copied."""
     ids = token_ids(np.concatenate([tokens(7, num_new), donor.token_ids[num_new:]]))
@@ -93,9 +88,9 @@ def test_pinned_prompts_stay_and_others_find_room(pinned: list[int], others: lis
         node = store_new(keeper, seed, length)
         if keeper.pins()["num_bytes"] + length > MOST:
             with pytest.raises(RequestError, match="may be, half of the memory"):
-                ask(keeper, "pin", node=node.node_id)
+                keeper.execute(Pin(node=node.node_id))
             break
-        ask(keeper, "pin", node=node.node_id)
+        keeper.execute(Pin(node=node.node_id))
         nodes.append(node)
     num_pinned = keeper.pins()["num_bytes"]
     for seed, length in enumerate(others):
@@ -111,12 +106,12 @@ def test_pinned_prompts_stay_and_others_find_room(pinned: list[int], others: lis
 def test_without_a_pin_it_would_have_left(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """The same prompt, in the same traffic."""
     first, second = store_new(keeper, 1, 200), store_new(keeper, 2, 200)
-    ask(keeper, "pin", node=first.node_id)
+    keeper.execute(Pin(node=first.node_id))
     for seed in range(10, 20):
         store_new(keeper, seed, 300)
     assert keeper.tree.get(first.node_id) is not None
     assert keeper.tree.get(second.node_id) is None
-    ask(keeper, "unpin", node=first.node_id)
+    keeper.execute(Unpin(node=first.node_id))
     for seed in range(20, 30):
         store_new(keeper, seed, 300)
     assert keeper.tree.get(first.node_id) is None
@@ -127,16 +122,16 @@ def test_a_namespace_is_pinned_whole_or_not_at_all(keeper: MemoryKeeper[Weightle
     for seed in range(3):
         store_new(keeper, seed, 200, namespace="a" * 64)
     other = store_new(keeper, 9, 100, namespace="b" * 64)
-    ask(keeper, "pin", node=other.node_id)
+    keeper.execute(Pin(node=other.node_id))
     with pytest.raises(
         RequestError, match=r"^node: 700 .* would be pinned, 100 are; at most 500 may be"
     ) as refused:
-        ask(keeper, "pin", namespace="aaaa")
+        keeper.execute(Pin(namespace="aaaa"))
     assert refused.value.code == "too_much_pinned"
     assert keeper.tree.pinned() == {other.node_id}
     assert keeper.pins() == {"num_bytes": 100, "max_bytes": MOST}
-    ask(keeper, "evict", node=keeper.tree.nodes("a" * 64)[0].node_id)
-    assert ask(keeper, "pin", namespace="aaaa") == {"num_nodes": 2, "num_bytes": 400}
+    keeper.execute(Evict(node=keeper.tree.nodes("a" * 64)[0].node_id))
+    assert keeper.execute(Pin(namespace="aaaa")) == {"num_nodes": 2, "num_bytes": 400}
 
 
 def test_what_two_pinned_prompts_share_counts_once(keeper: MemoryKeeper[WeightlessKV]) -> None:
@@ -144,11 +139,11 @@ def test_what_two_pinned_prompts_share_counts_once(keeper: MemoryKeeper[Weightle
     donor = store_new(keeper, 1, 400)
     child = store(keeper, *edited(donor, 50))
     assert child is not None
-    ask(keeper, "pin", node=child.node_id)
+    keeper.execute(Pin(node=child.node_id))
     assert 400 < keeper.pins()["num_bytes"] < 450  # not the segments that only the donor needs
-    ask(keeper, "pin", node=donor.node_id)
+    keeper.execute(Pin(node=donor.node_id))
     assert keeper.pins()["num_bytes"] == 450
-    ask(keeper, "unpin", node=donor.node_id)
+    keeper.execute(Unpin(node=donor.node_id))
     for seed in range(10, 20):
         store_new(keeper, seed, 300)
     assert keeper.tree.get(donor.node_id) is None
@@ -159,14 +154,14 @@ def test_a_pinned_prompt_may_be_pinned_again(keeper: MemoryKeeper[WeightlessKV])
     """Also where no more may be pinned."""
     node = store_new(keeper, 1, MOST)
     for _ in range(2):
-        assert ask(keeper, "pin", node=node.node_id)["num_nodes"] == 1
+        assert keeper.execute(Pin(node=node.node_id))["num_nodes"] == 1
     assert len(keeper.tree.pinned()) == 1
 
 
 def test_the_same_prompt_again_leaves_the_pin(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """It is the same node, which does not come back into the order of eviction by being used."""
     node = store_new(keeper, 1, 200)
-    ask(keeper, "pin", node=node.node_id)
+    keeper.execute(Pin(node=node.node_id))
     assert store(keeper, tokens(1, 200)) is None
     keeper.tree.touch(node.node_id, num_copied=100)
     for seed in range(10, 20):
@@ -178,7 +173,7 @@ def test_a_node_without_its_kv_is_not_pinned(keeper: MemoryKeeper[WeightlessKV])
     node = store_new(keeper, 1, 200)
     keeper.tier.drop(node.pieces.segment_ids)
     with pytest.raises(RequestError, match="in no memory now") as refused:
-        ask(keeper, "pin", node=node.node_id)
+        keeper.execute(Pin(node=node.node_id))
     assert refused.value.code == "kv_not_at_hand"
     assert not keeper.tree.pinned()
 
@@ -186,10 +181,10 @@ def test_a_node_without_its_kv_is_not_pinned(keeper: MemoryKeeper[WeightlessKV])
 def test_dropping_a_namespace_or_everything_drops_what_is_pinned(keeper: MemoryKeeper[WeightlessKV]) -> None:
     """Its memory is free then, and so is its share of what may be pinned."""
     for namespace in ("a" * 64, "b" * 64):
-        ask(keeper, "pin", node=store_new(keeper, 1, 200, namespace=namespace).node_id)
-    ask(keeper, "evict", namespace="aaaa", dry_run=False)
+        keeper.execute(Pin(node=store_new(keeper, 1, 200, namespace=namespace).node_id))
+    keeper.execute(Evict(namespace="aaaa", dry_run=False))
     assert keeper.pins()["num_bytes"] == 200
-    ask(keeper, "evict", all=True, dry_run=False)
+    keeper.execute(Evict(all=True, dry_run=False))
     assert (keeper.pins()["num_bytes"], keeper.tier.num_bytes) == (0, 0)
 
 
@@ -206,4 +201,4 @@ def test_where_others_find_a_prompt(keeper: MemoryKeeper[WeightlessKV]) -> None:
 
 def test_unknown_nodes_are_pinned_by_nobody(keeper: MemoryKeeper[WeightlessKV]) -> None:
     with pytest.raises(RequestError, match="no node 77"):
-        ask(keeper, "pin", node=NodeId(77))
+        keeper.execute(Pin(node=NodeId(77)))

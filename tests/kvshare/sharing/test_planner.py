@@ -11,49 +11,21 @@ from hypothesis import strategies as st
 from delta_tree import (
     DeltaTree,
     Node,
-    NodeDraft,
-    Piece,
-    PieceTable,
-    Segment,
     Span,
     TokenIds,
     gaps,
-    new_segment_id,
     token_ids,
 )
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import MAX_GENERATION, PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
-from kvshare.sharing.planner import MAX_GENERATION, PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
+from tests.kvshare.sharing.prompts import RATES, prompt, replaced, stored
 
 SETTINGS = load_settings()
 LIMITS = PlannerLimits(sharing=SETTINGS.sharing, repair=SETTINGS.repair)
-RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1000)
-
-
-def prompt(length: int, seed: int = 0) -> TokenIds:
-    return token_ids(np.random.default_rng(seed).integers(0, 30000, length))
-
-
-def replaced(tokens: TokenIds, *spans: tuple[int, int], seed: int = 99) -> TokenIds:
-    changed = np.array(tokens)
-    for start, end in spans:
-        changed[start:end] = np.random.default_rng(seed).integers(40000, 50000, end - start)
-    return token_ids(changed)
-
-
-def stored(tree: DeltaTree, tokens: TokenIds, *, generation: int = 0, namespace: str = "ns") -> Node:
-    """A node whose KV is one segment of its own."""
-    exact = len(tokens) if generation == 0 else 0
-    segment = Segment(new_segment_id(), namespace, 0, len(tokens), generation, len(tokens), 0)
-    pieces = PieceTable([Piece(segment.segment_id, 0, len(tokens))])
-    return tree.insert(NodeDraft(namespace, tokens, None, pieces, (segment,), exact)).node
-
-
-@pytest.fixture
-def tree() -> DeltaTree:
-    return DeltaTree.open(None, identity="test")
 
 
 def plan_for(tree: DeltaTree, tokens: TokenIds, *nodes: Node, approximate: bool = True) -> Plan | NoPlan:

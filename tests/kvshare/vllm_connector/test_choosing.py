@@ -116,7 +116,7 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
         }
         kv = model.new_sequence(len(made.tokens))
         kv.write_copies(made.plan.copies, segments)
-        prefill, logits = Prefill(model, np.array(made.tokens, np.int32), made.plan, kv), None
+        prefill, logits = Prefill(model.compute, np.array(made.tokens, np.int32), made.plan, kv), None
         while logits is None:
             _, logits = prefill.advance(max_queries=512)
         expected = torch.log_softmax(logits, dim=-1)

@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from kvshare.engine import EngineStatus
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import Replica
+from kvshare.status import EngineStatus
 from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.fake_vllm import MODEL, Behaviour, FakeVllm, running_vllm
 from tests.proxy.conftest import eventually

@@ -18,10 +18,12 @@ from kvshare.replay.policies.sharing import UNLIMITED, WeightlessSequence, Weigh
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 from kvshare_lab.bench.harness import edited, random_prompt
 from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex, TextEmbedder
 

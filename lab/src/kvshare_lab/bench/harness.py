@@ -25,7 +25,14 @@ from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.server import load_model
 from kvshare.embedded.tokenizer import PromptEncoder
-from kvshare.engine import Delta, Event, Finished, GenerationRequest, SamplingParams, Started
+from kvshare.engine import (
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    SamplingParams,
+    Started,
+)
 from kvshare.errors import ConfigError, EngineError
 from kvshare.requests import SharingMode, SharingReport
 from kvshare.served_model import DEMO

@@ -30,7 +30,8 @@ from kvshare.extras import missing_modules
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_index import nominator_settings
 from kvshare.settings import load_settings
-from kvshare.sharing.pipeline import Lookup, Sharing
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import Plan
 from kvshare_lab.bench.counted_store import NAMESPACE, CountedStore, Variants, nomination_s
 from kvshare_lab.bench.figures import grown, memory_bytes, per_prompt, percentiles

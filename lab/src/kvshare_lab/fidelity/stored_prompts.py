@@ -17,9 +17,10 @@ from delta_tree import Composition, Copy, Node, NodeId, SegmentId, Span, TokenId
 from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.settings import Settings, SharingSettings
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 from kvshare_lab.fidelity.layered import ForwardPass, LayeredModel
 from kvshare_lab.fidelity.scenario import Prompt
 

@@ -24,8 +24,9 @@ from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.workloads import WORKLOADS, generate
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import Rates
+from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan
-from kvshare.sharing.planner import PlannerLimits, make_plan
+from kvshare.sharing.planner import make_plan
 
 NUM = 60
 SETTINGS = load_settings()

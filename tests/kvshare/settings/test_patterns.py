@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshare.rules.pattern import checked_pattern
+from kvshare.settings.patterns import checked_pattern
 
 
 @pytest.mark.parametrize(

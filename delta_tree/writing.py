@@ -1,0 +1,81 @@
+"""
+Writes the changes of a tree to disk, then applies them in memory; nothing, if they cannot be written.
+
+Uses and lazy evictions are applied at once and written with the next change, so that they cost no transaction
+of their own. The tree's lock is held in every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from delta_tree.errors import MetadataStoreError
+from delta_tree.forest import Forest
+from delta_tree.node import Change, Node, NodeId
+from delta_tree.storage import Storage
+
+log = logging.getLogger(__name__)
+
+_MAX_UNWRITTEN_USES = 256
+
+
+class ChangeWriter:
+    """`storage`: None for a tree in memory, whose changes are applied only."""
+
+    def __init__(self, storage: Storage | None, forest: Forest) -> None:
+        self._storage = storage
+        self._forest = forest
+        self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
+        self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
+        self._loses_uses = False
+
+    def store(self, change: Change, *, lazily: bool = False) -> None:
+        """Write a change and all unwritten ones, then apply it; `lazily`: write it with the next change."""
+        if lazily and self._storage is not None and self._storage.is_writable:
+            self._unwritten.append(change)
+        else:
+            if self._storage is not None:
+                self._write(self._storage, [*self._unwritten, change])
+            self._unwritten.clear()
+            self._used.clear()
+        self._forest.apply(change)
+
+    def note_use(self, used: Node) -> None:
+        """Apply new use counters. They are written with the next change, or when many are due."""
+        self._forest.apply(Change(put_nodes=(used,)))
+        self._used.add(used.node_id)
+        if len(self._used) >= _MAX_UNWRITTEN_USES:
+            self._write_pending()
+
+    def close(self) -> None:
+        """Write what is due, and release the file."""
+        self._write_pending()
+        if self._storage is not None:
+            self._storage.close()
+
+    def _write_pending(self) -> None:
+        """Write use counters and lazy evictions. An error is logged only: it must not fail a request."""
+        if self._storage is not None and self._storage.is_writable and (self._used or self._unwritten):
+            try:
+                self._write(self._storage, self._unwritten)
+                self._unwritten.clear()
+            except MetadataStoreError as exc:
+                if not self._loses_uses:
+                    log.warning(
+                        "use counters are not stored: %s. Look at the space and permissions there; until "
+                        "then a restart loses the order of eviction",
+                        exc,
+                    )
+                self._loses_uses = True
+        self._used.clear()
+
+    def _write(self, storage: Storage, changes: Sequence[Change]) -> None:
+        """Write changes with the due use counters. Raises MetadataStoreError."""
+        storage.write(changes, self._due_uses())
+        if self._loses_uses:
+            log.warning("use counters are stored again")
+            self._loses_uses = False
+
+    def _due_uses(self) -> list[Node]:
+        return [self._forest.nodes[i] for i in self._used if i in self._forest.nodes]

@@ -1,0 +1,99 @@
+"""
+Arguments of an administrator's questions and commands: checked, and the nodes and namespaces that they name.
+
+Their types are stricter than pydantic's own: an eviction must not guess, and JSON's `true` is not a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from delta_tree import DeltaTree, Node, NodeId
+from kvshare.errors import ErrorCode, RequestError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+KindT = TypeVar("KindT", bound="DataclassInstance")
+
+STRICT = ConfigDict(extra="forbid")  # of each kind: a misspelt `dry_run` must not evict
+
+
+def _digits(value: object) -> str:
+    if isinstance(value, bool) or not re.fullmatch("[0-9]{1,16}", str(value)):
+        raise PydanticCustomError("no_integer", "expected an integer")
+    return str(value)
+
+
+def _truth(value: object) -> str:
+    if (text := str(value).lower()) not in ("true", "false", "1", "0"):
+        raise PydanticCustomError("no_truth", "expected true or false")
+    return text
+
+
+Number = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=2**53 - 1)]
+Flag = Annotated[bool, BeforeValidator(_truth)]
+Digest = Annotated[str, Field(min_length=4)]
+"""The digest of a namespace, or its first digits."""
+
+
+def checked(kind: type[KindT], arguments: Mapping[str, Any]) -> KindT:
+    """
+    A question or command of this kind, from the text of a query string or the values of JSON.
+
+    None is the same as absent.
+    Raises:  RequestError that names the argument which is missing, wrong or unknown
+    """
+    known = [field.name for field in fields(kind)]
+    given = {name: value for name, value in arguments.items() if value is not None or name not in known}
+    adapter: TypeAdapter[KindT] = _adapter(kind)
+    try:
+        return adapter.validate_python(given)
+    except ValidationError as exc:
+        wrong = exc.errors(include_url=False)[0]
+        param = str(wrong["loc"][0])
+        problem = f"{wrong['msg'].replace('Input should be', 'expected')}, got {wrong['input']!r}"
+        if param not in known:
+            problem = f"unknown argument; expected one of: {', '.join(known)}"
+        elif param not in given:
+            problem = "is required"
+        raise RequestError(f"{param}: {problem}", param=param) from exc
+
+
+@cache
+def _adapter(kind: type[KindT]) -> TypeAdapter[KindT]:
+    return TypeAdapter(kind)
+
+
+def node_of(tree: DeltaTree, name: str, node_id: int) -> Node:
+    """The node that the argument `name` names."""
+    node = tree.get(NodeId(node_id))
+    if node is None:
+        raise not_found(name, node_id)
+    return node
+
+
+def not_found(name: str, node_id: int) -> RequestError:
+    message = f"{name}: no node {node_id} is stored; it may have been evicted"
+    return RequestError(message, param=name, code=ErrorCode.NODE_NOT_FOUND)
+
+
+def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
+    """The stored namespace with this digest, or with a digest that begins so."""
+    if digits is None:
+        return None
+    matching = {node.namespace for node in tree.nodes() if node.namespace.startswith(digits)}
+    if len(matching) != 1:
+        raise RequestError(
+            f"namespace: expected the digest of one stored namespace, {len(matching)} begin with {digits}",
+            param="namespace",
+            code=ErrorCode.NAMESPACE_NOT_FOUND,
+        )
+    return matching.pop()

@@ -1,0 +1,147 @@
+"""
+The documents that answer administrators: JSON-ready, with spans and counts, and no token ids.
+
+Segment ids are written as 16 hex digits: they do not fit a JSON number. Spans are `[start, end]`, half-open.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class StoredTotals(TypedDict):
+    """Figures over all prompts, or those of one namespace."""
+
+    num_nodes: int
+    num_roots: int
+    num_pinned: int
+    num_segments: int
+    num_tokens: int
+    num_stored_tokens: int
+    num_bytes: int
+    max_depth: int
+
+
+class NamespaceTotals(StoredTotals):
+    namespace: str
+
+
+class StoreStats(TypedDict):
+    """What any store knows of itself, also one whose server is stopped."""
+
+    totals: StoredTotals
+    namespaces: list[NamespaceTotals]
+
+
+class Costs(TypedDict):
+    """The rates that plans are priced with, and which of them were measured."""
+
+    prefill_tokens_per_s: float
+    load_bytes_per_s: float
+    lookup_s: float
+    bytes_per_token: int
+    context_share: float
+    pass_s: float
+    num_extra_passes: int
+    measured: list[str]
+    break_even_tokens: int | None
+
+
+class PinnedBytes(TypedDict):
+    num_bytes: int
+    max_bytes: int
+
+
+class ServerStats(StoreStats):
+    """The same of a running server, with its rates and the KV of its pinned prompts."""
+
+    costs: Costs
+    pins: PinnedBytes
+
+
+class NodeSummary(TypedDict):
+    id: int
+    namespace: str
+    num_tokens: int
+    exact_length: int
+    own_bytes: int
+    subtree_bytes: int
+    num_hits: int
+    age_s: float
+    idle_s: float
+    pinned: bool
+
+
+class TreeEntry(NodeSummary):
+    """A prompt, and those below it down to the depth that was asked for."""
+
+    num_children: int
+    children: list[TreeEntry]
+
+
+class TreeDocument(TypedDict):
+    depth: int
+    roots: list[TreeEntry]
+
+
+class EditDocument(TypedDict):
+    op: str
+    source: list[int]
+    target: list[int]
+
+
+class EditsDocument(TypedDict):
+    """Counts are in tokens of the target, for deletes of the source."""
+
+    counts: dict[str, int]
+    ops: list[EditDocument]
+
+
+class PieceDocument(TypedDict):
+    """Where the KV of a stretch lies; a shift is how far it is from where it was computed."""
+
+    start: int
+    end: int
+    segment: str
+    offset: int
+    shift: int
+    generation: int
+    num_references: int
+    num_bytes: int
+
+
+class SharedTokens(TypedDict):
+    id: int
+    num_tokens: int
+
+
+class NodeDocument(NodeSummary):
+    parents: list[int]
+    children: list[int]
+    edits: EditsDocument | None  # from its parent; None of a root
+    pieces: list[PieceDocument]
+    shared_with: list[SharedTokens]
+
+
+class DiffDocument(TypedDict):
+    a: int
+    b: int
+    namespace: str
+    num_common_prefix: int
+    kept_share_of_a: float
+    kept_share_of_b: float
+    edits: EditsDocument
+
+
+class EvictionDocument(TypedDict):
+    dry_run: bool
+    num_nodes: int
+    num_segments: int
+    freed_bytes: int
+
+
+class PinDocument(TypedDict):
+    """How many prompts, and the KV that they point to; some of it may be other prompts' as well."""
+
+    num_nodes: int
+    num_bytes: int

@@ -1,0 +1,99 @@
+"""
+What limits the plans of one model: the settings, the abilities of its engine, and its calibration.
+
+Knows no plan: the planner asks it which candidates may be copied, and compares its plans with the limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from delta_tree import Node
+from kvshare.settings import RepairSettings, Settings, SharingSettings
+from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
+
+MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Thresholds besides the predicted deviation. A replay varies them, a server does not. None: no limit."""
+
+    max_generation: int = MAX_GENERATION
+    max_relocated_fraction: float | None = None
+    min_saved_fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """What limits the planner: the settings, the abilities of the engine, the calibration of the model."""
+
+    sharing: SharingSettings
+    repair: RepairSettings
+    calibration: ModelCalibration = field(default_factory=cautious)
+    can_share: bool = True
+    can_move_keys: bool = True
+    can_probe: bool = False  # whether the engine can choose repairs after a probe pass
+    min_saved_s: float = 0.0
+    dense_min_prefill_s: float = 0.0  # shortest prefill that pays a search by embedding
+    policy: Policy = Policy()
+
+    def of_model(self, fingerprint: str, *, can_move_keys: bool, can_probe: bool) -> Self:
+        """These limits with a model's abilities, and its calibration unless the settings name one."""
+        named = self.sharing.calibration is not None
+        return replace(
+            self,
+            calibration=self.calibration if named else calibration_of(fingerprint),
+            can_move_keys=can_move_keys,
+            can_probe=can_probe,
+        )
+
+    def usable(self, node: Node) -> Node | None:
+        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
+        if node.deviation <= self.sharing.max_deviation:
+            return node
+        return exact_part(node)
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: Settings,
+        *,
+        fingerprint: str = "",
+        can_share: bool = True,
+        can_move_keys: bool = True,
+        can_probe: bool = False,
+    ) -> Self:
+        """
+        The limits in config.yaml, for an engine with these abilities.
+
+        `fingerprint`: the model's; empty while it is unknown.
+        Raises:  ConfigError for a calibration that cannot be read
+        """
+        return cls(
+            sharing=settings.sharing,
+            repair=settings.repair,
+            calibration=calibration_of(fingerprint, settings.sharing.calibration),
+            can_share=can_share,
+            can_move_keys=can_move_keys,
+            can_probe=can_probe,
+            min_saved_s=settings.cost.min_saved_s,
+            dense_min_prefill_s=settings.index.dense_min_prefill_s,
+        )
+
+
+def is_exact(node: Node) -> bool:
+    """Whether all KV of a prompt is exact, as after a full prefill."""
+    return node.exact_length == node.num_tokens
+
+
+def exact_part(node: Node) -> Node | None:
+    """A stored prompt's exact prefix; None if it has none."""
+    if is_exact(node):
+        return node
+    if not node.exact_length:
+        return None
+    return replace(
+        node, token_ids=node.token_ids[: node.exact_length], pieces=node.pieces.first(node.exact_length)
+    )

@@ -1,0 +1,45 @@
+"""What was found for one request: the plan, the KV that it copies, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from delta_tree import NodeId, SegmentId
+from kvshare.requests import Decision, SharingReport
+from kvshare.sharing.plan import NoPlan, Plan
+from vector_index import Candidate
+
+if TYPE_CHECKING:
+    from kvshare.kv.sequence import SegmentKV  # imports torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """
+    The result of `Sharing.find_plan`.
+
+    `segments` holds the KV in memory until it is written to the request's slots.
+    `unreadable`: donors with missing KV. `unknown`: prompts that only the index has. `note_use` removes both.
+    """
+
+    plan: Plan | NoPlan
+    segments: Mapping[SegmentId, SegmentKV] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    namespace: str = ""
+    seconds: float = 0.0  # all stages, and waiting between them
+    num_failures: int = 0  # parts of the nominator that failed
+    unreadable: tuple[NodeId, ...] = ()
+    unknown: tuple[int, ...] = ()
+
+    def report(self, num_tokens: int) -> SharingReport:
+        """How many tokens come from where, for usage and metrics."""
+        plan = self.plan
+        if isinstance(plan, Plan):
+            counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
+            decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
+        else:
+            counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
+        return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)

@@ -1,0 +1,62 @@
+"""What a running server reports of itself: for `/ready`, `/metrics` and `/v1/models`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvshare.telemetry import Counts
+from vector_index import CircuitState
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What `/v1/models` reports of the served model."""
+
+    model_id: str
+    created: int  # unix seconds
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One vLLM behind the proxy."""
+
+    name: str
+    serves: bool  # takes requests
+    shares: bool  # and its connector answers
+    num_inflight: int
+    num_segments: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatus:
+    """Whether the index is written, and how much disk space it has."""
+
+    paused: str | None  # why nothing is written now; None: it is
+    num_waiting: int  # prompts that are indexed when the pause ends
+    free_bytes: int | None  # of its disk; None: the index is on another machine
+    store_bytes: int | None = None  # of metadata and index on disk; None: they have no folder
+    num_foreign_hits: int = 0  # search results from another namespace, which were discarded
+    circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the component they protect
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What `/ready` and `/metrics` report: whether the engine can serve, and its load."""
+
+    ready: bool
+    detail: str
+    num_running: int = 0
+    num_waiting: int = 0
+    num_nodes: int = 0
+    num_segments: int = 0
+    kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    max_depth: int = 0
+    counts: Counts = field(default_factory=Counts)
+    num_embedding: int | None = None  # stored prompts still to be embedded; None: not known yet
+    num_pending_tickets: int | None = None  # requests whose replica has not reported; None: no replicas
+    replicas: tuple[ReplicaStatus, ...] = ()
+    index: IndexStatus | None = None
