@@ -84,7 +84,8 @@ class SchedulerSide:
         self._has_started = True
         known = list(handshakes)
         self._handshakes = known
-        self.scheduler.bytes_per_token = sum(worker.bytes_per_token for worker in known)  # over all ranks
+        # Over all ranks.
+        self.scheduler.saving.bytes_per_token = sum(worker.bytes_per_token for worker in known)
         self.scheduler.may_move_keys = bool(known) and all(worker.can_move_keys for worker in known)
         if not self._unsupported:
             if len(known) < self._config.parallel_config.world_size:
@@ -128,7 +129,7 @@ class SchedulerSide:
             namespace_fields={} if is_starting else self._namespace_fields(),
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
-            bytes_per_token=self.scheduler.bytes_per_token,
+            bytes_per_token=self.scheduler.saving.bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
             num_segments=len(self.segments),

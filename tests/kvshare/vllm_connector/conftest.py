@@ -240,13 +240,13 @@ class Vllm:
     def check_idle(self) -> None:
         """Nothing is leaked: no request, no block, and every segment of the index has its bytes."""
         scheduler = self.side.scheduler
-        for left_over in (scheduler._requests, scheduler._loads, scheduler._saves):
+        for left_over in (scheduler._requests, scheduler._loads, scheduler.saving.requested):
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
         held = set(self.side.segments.ids())
         assert self.worker._store is not None
-        stored = set(self.worker._store.ids()) - set(scheduler._drops)
+        stored = set(self.worker._store.ids()) - set(scheduler.drops.pending)
         assert held == stored
         assert self.side.segments.num_bytes <= self.side.segments.max_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -236,7 +237,8 @@ def test_a_segment_that_leaves_before_it_is_saved(start: Start, text: Texts) -> 
 
 
 @pytest.mark.parametrize(
-    "method", ["on_new_request", "get_num_new_matched_tokens", "_retain", "_note_prompt_saved"]
+    "method",
+    ["on_new_request", "get_num_new_matched_tokens", "saving.save_ended", "saving.note_prompt_saved"],
 )
 def test_an_error_of_ours_is_not_in_the_way(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, method: str
@@ -248,7 +250,8 @@ def test_an_error_of_ours_is_not_in_the_way(
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.side.scheduler, method, fail)
+        *owners, name = method.split(".")
+        patch.setattr(functools.reduce(getattr, owners, vllm.side.scheduler), name, fail)
         (answer,) = vllm.ask((tokens, ticket, private_salt(ticket.ticket_id)))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 

@@ -79,11 +79,11 @@ ATTRIBUTES = [
     (
         f"{SCHEDULED}:SchedulerOutput",
         "scheduled_cached_reqs scheduled_new_reqs kv_connector_block_state",
-        "scheduler/scheduler.py",
+        "scheduler/saving.py",
     ),
-    (f"{SCHEDULED}:NewRequestData", "req_id num_computed_tokens", "scheduler/scheduler.py"),
-    (f"{SCHEDULED}:CachedRequestData", "req_ids num_computed_tokens", "scheduler/scheduler.py"),
-    (f"{SCHEDULED}:KVConnectorBlockState", "resolve_block_ids", "scheduler/scheduler.py"),
+    (f"{SCHEDULED}:NewRequestData", "req_id num_computed_tokens", "scheduler/saving.py"),
+    (f"{SCHEDULED}:CachedRequestData", "req_ids num_computed_tokens", "scheduler/saving.py"),
+    (f"{SCHEDULED}:KVConnectorBlockState", "resolve_block_ids", "scheduler/saving.py"),
 ]
 
 # What the proxy, its client and the fake vLLM send and read: the class, and its fields.
