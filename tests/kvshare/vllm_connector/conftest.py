@@ -245,8 +245,7 @@ class Vllm:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
         held = set(self.side.segments.ids())
-        assert self.worker._store is not None
-        stored = set(self.worker._store.ids()) - set(scheduler.drops.pending)
+        stored = set(self.worker.attached.store.ids()) - set(scheduler.drops.pending)
         assert held == stored
         assert self.side.segments.num_bytes <= self.side.segments.max_bytes
 

@@ -132,7 +132,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
         def fail(*_: object) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr(vllm.worker, "_copy_out", fail)
+        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
         for _ in range(4):
             vllm.llm.llm_engine.step()
     finish(vllm)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from delta_tree import SegmentId
     from kvshare.vllm_connector.metadata import LoadRequest
     from kvshare.vllm_connector.worker.segment_store import Stored
-    from kvshare.vllm_connector.worker.worker import _Load
+    from kvshare.vllm_connector.worker.transfers import PendingLoad
     from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
@@ -31,8 +31,7 @@ def corrupt(vllm: Vllm, segment_id: SegmentId) -> None:
     """One row of the stored keys is no longer what was put there."""
     import torch
 
-    assert vllm.worker._store is not None
-    stored = vllm.worker._store.find([segment_id])[segment_id]
+    stored = vllm.worker.attached.store.find([segment_id])[segment_id]
     with torch.inference_mode():
         stored.rows[:, 1, 0, 250] += 1.0
 
@@ -88,11 +87,17 @@ def test_corrupt_bytes_found_in_a_requests_last_step(
     assert bad.stored[0].segment_id not in {tuple(plan)[i].segment_id for i in event.used}
 
 
+def part_of(vllm: Vllm, stage: str) -> tuple[object, str]:
+    """The part of the worker that has a method, and its name."""
+    part, name = stage.split(".")
+    return getattr(vllm.worker.parts, part), name
+
+
 def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["_write_copies", "_compute"])
+@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int
@@ -106,7 +111,7 @@ def test_a_load_that_breaks_off(
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, stage, fail)
+        patch.setattr(*part_of(vllm, stage), fail)
         answers = vllm.ask(
             (tokens, ticket, private_salt(ticket.ticket_id)),
             (other, None, vllm.fresh()),
@@ -122,7 +127,7 @@ def test_a_load_that_breaks_off(
     assert event.decision == "approx"
 
 
-@pytest.mark.parametrize("stage", ["_write_copies", "_compute"])
+@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
 def test_a_load_that_breaks_off_with_a_step_in_flight(
     start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -131,7 +136,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     tokens = text(600, 5)
     donor = vllm.store(tokens)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, stage, fail)
+        patch.setattr(*part_of(vllm, stage), fail)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
@@ -163,16 +168,16 @@ def test_one_that_is_aborted_while_it_is_loaded(
     tokens = text(600, 13)
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
-    may_copy, write_copies = threading.Event(), vllm.worker._write_copies
+    may_copy, write_copies = threading.Event(), vllm.worker.parts.transfers._write_copies
 
-    def write_late(load: _Load, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
+    def write_late(load: PendingLoad, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
         may_copy.wait()
         if fails:
             fail()
         return write_copies(load, found, mark)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, "_write_copies", write_late)
+        patch.setattr(vllm.worker.parts.transfers, "_write_copies", write_late)
         request_id = vllm.fresh()
         add(vllm, request_id, tokens, ticket, salt="tenant")
         for _ in range(3):
@@ -260,7 +265,7 @@ def test_a_save_that_breaks_off(vllm: Vllm, text: Texts, monkeypatch: pytest.Mon
     """The answer is out already; nothing is kept, nothing is left over."""
     tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker, "_copy_out", fail)
+        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
         event = vllm.store(tokens)
     assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
     vllm.ask((text(50), None, None))  # the next step carries the drops
@@ -443,7 +448,7 @@ def test_a_vllm_that_has_slept_shares_again(vllm: Vllm, text: Texts, copies: Cop
     before, tokens = vllm.side.info(), text(600, 53)
     donor = vllm.store(tokens)
     vllm.core.sleep(level)
-    for layer in vllm.worker._cache.layers.values():
+    for layer in vllm.worker.attached.cache.layers.values():
         layer.kv_cache.fill_(1e4)
     vllm.core.wake_up()
     vllm.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): vllm.worker.handshake})

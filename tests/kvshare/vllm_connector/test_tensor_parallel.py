@@ -95,8 +95,7 @@ def test_what_is_stored_does_not_depend_on_the_number_of_ranks(outcome: Outcome,
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, first_segment
 
     vllm = start("llama", max_bytes=MAX_BYTES)
-    store, segment_id = vllm.worker._store, first_segment(vllm, random_text(600, 1))
-    assert store is not None
+    store, segment_id = vllm.worker.attached.store, first_segment(vllm, random_text(600, 1))
     (alone,) = (stored.rows[:, 0, 0, 0].flatten().tolist() for stored in store.find([segment_id]).values())
     ((first, second),) = outcome.said["whole"]
     assert first == second == pytest.approx(alone, abs=LIMIT)

@@ -58,7 +58,7 @@ ATTRIBUTES = [
     (f"{V1}.attention.backend:AttentionBackend", "get_name get_builder_cls", "worker/partial_forward.py"),
     (f"{V1}.attention.backend:AttentionMetadataBuilder", "build", "worker/partial_forward.py"),
     (f"{V1}.kv_cache_interface:KVCacheSpec", "copy_with_new_block_size", "worker/partial_forward.py"),
-    (f"{V1}.kv_cache_interface:KVCacheSpec", "block_size", "worker/worker.py"),
+    (f"{V1}.kv_cache_interface:KVCacheSpec", "block_size", "worker/start.py"),
     (
         "vllm.distributed.parallel_state:GroupCoordinator",
         "world_size rank_in_group cpu_group",
@@ -74,7 +74,7 @@ ATTRIBUTES = [
     (f"{V1}.worker.gpu.model_runner:GPUModelRunner", "get_model", "workers.py"),
     ("vllm.platforms.interface:Platform", "is_cpu is_cuda_alike device_name", "config.py"),
     ("vllm.platforms.interface:Platform", "is_xpu is_sleep_mode_available", "workers.py"),
-    ("vllm.platforms.interface:Platform", "device_type", "worker/worker.py"),
+    ("vllm.platforms.interface:Platform", "device_type", "worker/device.py"),
     ("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory", "_registry", "plugin.py"),
     (
         f"{SCHEDULED}:SchedulerOutput",
@@ -335,7 +335,7 @@ def test_every_field_that_is_sent_or_read_exists(sources: Sources, place: str, f
 
 def test_every_metric_that_is_read_exists(sources: Sources) -> None:
     """prometheus_client adds `_total` and `_count`."""
-    text = "".join(path.read_text() for path in (ROOT / "kvshare" / "bench" / "vllm").glob("*.py"))
+    text = "".join(path.read_text() for path in (ROOT / "lab" / "src" / "kvshare_lab" / "vllm").glob("*.py"))
     named = set(re.findall(r'"(vllm:\w+)"', text))
     assert len(named) >= 3
     exported = text_of(sources.root, "vllm/v1/metrics")

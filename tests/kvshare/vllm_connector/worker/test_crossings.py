@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from delta_tree import SegmentId, Span
-from tests.kvshare.vllm_connector.worker.test_copy_protocol import (
+from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCKS,
     BYTES_PER_TOKEN,
     DIM,
     HEADS,
     LAYERS,
+    late_copies,
     new_worker,
     one_rank,
+    use,
 )
 
 if TYPE_CHECKING:
@@ -167,18 +169,20 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     from kvshare.kv.movement import STAYS, Movement
     from kvshare.vllm_connector.worker import device
     from kvshare.vllm_connector.worker.partial_forward import PartialForward
+    from kvshare.vllm_connector.worker.start import Attached
 
     class OneStream(device.CudaDevice):
         """All in one order, as on the CPU."""
 
-        mark, seconds, beside = device.Device.mark, device.Device.seconds, device.Device.beside
+        mark, seconds = device.Device.mark, device.Device.seconds
+        run_after = device.Device.run_after
 
         def __init__(self) -> None:
             self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
 
     class Layers(PartialForward):
         def __init__(self) -> None:
-            self._cache, self._max_tokens, self._max_runs = worker._cache, 10**6, 10**6
+            self._cache, self._max_tokens, self._max_runs = cache, 10**6, 10**6
 
         def _forward(self, runs: Sequence[Run]) -> None:
             token_ids, positions, slots, _ = self._inputs(runs)
@@ -190,14 +194,15 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     segment = -(-NUM_TOKENS * BYTES_PER_TOKEN * num_layers // LAYERS // 512) * 512
     monkeypatch.setattr(device, "STAGING_BYTES", 2 * segment)
     worker = new_worker(24, num_layers=num_layers, device="cuda:0")
-    for layer in worker._cache.layers.values():
+    cache, store = worker.attached.cache, worker.attached.store
+    for layer in cache.layers.values():
         layer.impl = Kernels(layer.impl.do_kv_cache_update)
     turns = Movement((1.0, 0.1))
-    worker._cache.kv_layout = worker._cache.kv_layout.moving([(turns, STAYS)] * num_layers)
-    worker._device, worker._forward, worker._can_listen = OneStream(), Layers(), True
-    worker._step_tokens = 10**6  # all in one step
-    assert worker._store is not None
-    gpu.register(worker._store.arena.buffer)
+    cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * num_layers)
+    use(worker, Attached(cache, Layers(), store), can_listen=True)
+    worker.parts.transfers._device = worker.parts.placeholders._device = OneStream()
+    worker.parts.placeholders._step_tokens = 10**6  # all in one step
+    gpu.register(store.arena.buffer)
     return worker
 
 
@@ -218,8 +223,8 @@ def step(worker: ConnectorWorker, **own: Any) -> None:
 
 
 def copy(worker: ConnectorWorker) -> None:
-    while worker._copies.jobs:  # type: ignore[attr-defined]  # has no thread
-        worker._copies.run()  # type: ignore[attr-defined]
+    while late_copies(worker).jobs:
+        late_copies(worker).run()
 
 
 def save(worker: ConnectorWorker, count: int) -> None:

@@ -82,12 +82,12 @@ def segments(count: int, num_tokens: int = 16) -> list[torch.Tensor]:
     return [torch.randn(HEADS, LAYERS, 2, num_tokens, DIM) for _ in range(count)]
 
 
-def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
+def test_work_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
     def stop() -> None:
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        device.beside(device.mark(), stop)
+        device.run_after(device.mark(), stop)
     assert isinstance(device._stream, Stream)
     assert device._stream.done == ["used", "after a mark of 70 ms", "synchronised"]
 
@@ -99,8 +99,8 @@ def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> 
     def copy() -> None:
         stream.at_ms += 4
 
-    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
-    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
+    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
+    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
 
 
 def test_loads_and_saves_report_the_time_of_their_copies_only(
@@ -110,7 +110,7 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
     from kvshare.vllm_connector.worker import copying
     from kvshare.vllm_protocol.messages import WireCopy
-    from tests.kvshare.vllm_connector.worker.test_copy_protocol import NUM_TOKENS, new_worker, one_rank
+    from tests.kvshare.vllm_connector.worker.small_worker import NUM_TOKENS, late_copies, new_worker, one_rank
 
     monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     stream: Any = device._stream
@@ -127,17 +127,17 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     monkeypatch.setattr(device, "to_device", to_device)
     monkeypatch.setattr(device, "to_host", to_host)
     worker, span = new_worker(2), Span(0, NUM_TOKENS)
-    worker._device = device
+    worker.parts.transfers._device = device
     with one_rank():
         worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), ((SegmentId(1), span),)),)))
-        worker._copies.run()  # type: ignore[attr-defined]  # has no thread
+        late_copies(worker).run()
         copies = (WireCopy(SegmentId(1), 0, NUM_TOKENS, 0, 0),)
         worker.begin(
             StepMetadata(
                 loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), copies),)
             )
         )
-        worker._copies.run()  # type: ignore[attr-defined]
+        late_copies(worker).run()
         worker.advance(StepMetadata())
     report = worker.build_connector_worker_meta()
     assert report is not None

@@ -12,7 +12,7 @@ from delta_tree import Span
 if TYPE_CHECKING:
     import torch
 
-    from kvshare.vllm_connector.worker.paged_cache import WriteRows
+    from kvshare.vllm_connector.worker.block_layout import WriteRows
     from tests.kvshare.vllm_connector.conftest import Start
 
 
@@ -34,7 +34,7 @@ class TestLayouts:
         return block, write
 
     def test_content(self) -> None:
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         layout = find_layout(*self.block())
         assert layout is not None
@@ -43,7 +43,7 @@ class TestLayouts:
     def test_any_permutation_is_learned(self) -> None:
         import torch
 
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         permutation = torch.randperm(self.H * self.N * 2 * self.D)
         layout = find_layout(*self.block(permutation))
@@ -52,7 +52,7 @@ class TestLayouts:
 
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         block, write = self.block()
 
