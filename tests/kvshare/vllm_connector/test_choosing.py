@@ -16,7 +16,7 @@ from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, 
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Answer, Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
 NUM_REPAIRED = 60

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvshare.sharing.selection import RepairChoice
     from kvshare.vllm_connector.worker.placeholders import ArrivedLoad
-    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))

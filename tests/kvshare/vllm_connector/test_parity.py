@@ -8,7 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from kvshare.vllm_protocol.messages import Ticket
-    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 ARCHITECTURES = [
     "llama",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvshare.vllm_connector.worker.block_layout import WriteRows
-    from tests.kvshare.vllm_connector.conftest import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Start
 
 
 class TestLayouts:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
     from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
     from kvshare.vllm_connector.worker.self_test import SelfTest
-    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Vllm
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import Inputs
 
 
