@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvshare.vllm_connector.worker.device import CudaDevice
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 HEADS, LAYERS, DIM = 2, 3, 4
 SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
@@ -167,15 +168,11 @@ def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(dev
     assert staged.untyped_storage().data_ptr() != device._staging.untyped_storage().data_ptr()
 
 
-def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
+def small_cache() -> PagedCache:
+    """Of nine blocks of 8 tokens."""
     import torch
 
     from kvshare.kv.movement import STAYS
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
-    from kvshare.vllm_connector.worker.device import batches
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
     def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -187,7 +184,14 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     cache = PagedCache(layers, block_size=8)
     assert cache.find_layout(0) is None
     cache.kv_layout = cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
-    stored, block_ids = segments(3), (5, 2, 7, 1, 8, 3)
+    return cache
+
+
+@contextmanager
+def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each copy of a tensor did not block."""
+    import torch
+
     copied: list[bool] = []
     copy = torch.Tensor.copy_
 
@@ -197,18 +201,30 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        pieces = []
-        for number, rows in enumerate(stored):
-            for start in range(0, 16, 4):  # four pieces
-                slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
-                pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
+        yield copied
+
+
+def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
+    import torch
+
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
+    from kvshare.vllm_connector.worker.device import batches
+
+    cache, stored, block_ids = small_cache(), segments(3), (5, 2, 7, 1, 8, 3)
+    pieces = []
+    for number, rows in enumerate(stored):
+        for start in range(0, 16, 4):  # four pieces
+            slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
+            pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
+    with counted_copies(monkeypatch) as copied:
         write_copies(cache, device, pieces)
     assert copied == [True] * 3
-    copied.clear()
 
     spans, back = [Span(16 * n, 16 * (n + 1)) for n in range(3)], [torch.empty_like(rows) for rows in stored]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", counted)
+    with counted_copies(monkeypatch) as copied:
         for batch in batches(back):
             staged = device.room_for(back[batch])
             assert sum(each.nbytes for each in staged) <= device._staging.nbytes
