@@ -131,12 +131,12 @@ class TicketedRequest:
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """
-        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; behind that the `held`
+        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; after that the `held`
         copies are written, if it `loads`.
 
             position of a copy    whether it is placed now
             before num_local      as before: these are the request's own blocks, from before a preemption
-            behind num_local      if it is loaded now
+            after num_local       if it is loaded now
             across num_local      if it is loaded now; if it was placed before and is not now, or the reverse,
                                   its slots are mixed
         """
@@ -161,12 +161,12 @@ class TicketedRequest:
         self.repaired = ()
 
     def note_load(self, result: LoadResult) -> None:
-        """Lost copies behind `num_local` were computed instead; a lost copy across it leaves mixed slots."""
+        """Lost copies after `num_local` were computed instead; a lost copy across it leaves mixed slots."""
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
-        behind = (index for index in self.placed if self.copy(index).target.end > self.num_local)
+        loaded = (index for index in self.placed if self.copy(index).target.end > self.num_local)
         gone = result.unreadable
-        lost = {index for index in behind if result.failed or self.copy(index).segment_id in gone}
+        lost = {index for index in loaded if result.failed or self.copy(index).segment_id in gone}
         if any(self.copy(index).target_start < self.num_local for index in lost):
             self._note_mixed()
         self.placed -= lost

@@ -152,10 +152,10 @@ class Saving:
             StoredSegment(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
             for span in spans
         )
-        own = [segment.segment_id for segment in ticketed.retention.stored]
+        own_ids = [segment.segment_id for segment in ticketed.retention.stored]
         evicted = self.segments.make_room(
             sum(segment.num_bytes for segment in stored),
-            in_use=[*own, *(ticketed.copy(index).segment_id for index in copies)],
+            in_use=[*own_ids, *(ticketed.copy(index).segment_id for index in copies)],
         )
         if evicted is None:
             return None
@@ -193,7 +193,7 @@ class NewSegments:
 
 
 def _first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
-    """Start of the first retained approximate copy: tokens behind it were computed over approximate KV."""
+    """Start of the first retained approximate copy: tokens after it were computed from approximate KV."""
     starts = (ticketed.copy(index).target_start for index in copies)
     approximate = (start for start in starts if start >= ticketed.ticket.exact_length)
     return min(approximate, default=ticketed.ticket.num_tokens)

@@ -66,7 +66,7 @@ class ConnectorScheduler:
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
 
     def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
-        """How many tokens behind the `num_local` in vLLM's prefix cache can be loaded asynchronously."""
+        """How many tokens after the `num_local` in vLLM's prefix cache can be loaded asynchronously."""
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return 0

@@ -191,7 +191,7 @@ def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) ->
     """
     right, found = expected.float(), got.float()
     error = (right - found).square().mean(dim=1).sqrt()
-    # Rounding of a channel that is large and hardly varies is no error.
+    # Rounding of a channel that is large and hardly varies is not an error.
     rounding = 2 * torch.finfo(expected.dtype).eps / tolerance * right.square().mean(dim=1).sqrt()
     spread = torch.maximum(right.std(dim=1), rounding)
     typical = spread.flatten(1).median(dim=1).values[:, None, None]
