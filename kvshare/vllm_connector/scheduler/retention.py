@@ -14,8 +14,8 @@ or both together if the prompt was not saved before.
     retained  all of that is saved
     lost      nothing is retained
 
-A request that is `none` or `skipped` at its end retains nothing. One whose load is reported after its end is
-forgotten then, as a `donor` or before that.
+A request that is `none` or `skipped` at its end retains nothing. One that ends during a load is forgotten when
+that is reported: as a `donor`, if its prompt was saved before.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ RETENTION_TABLE = """
 prompt_requested  prompt   -        -        -       -         -         -         it runs on
 prompt_skipped    skipped  -        -        -       -         -         -         no room, or copies are gone
 prompt_saved      -        -        donor    -       answer    -         -         the proxy is informed
-prompt_lost       -        -        skipped  -       whole     -         -         or its segments are dropped
+prompt_lost       -        -        skipped  -       whole     -         -         it failed, or is dropped
 answer_requested  -        -        both     answer  -         -         -         it has ended
 whole_requested   whole    whole    -        -       -         -         -         it has ended
-saved             -        -        -        -       retained  retained  retained  in order: the prompt, too
+saved             -        -        -        -       retained  retained  retained  all of it is retained
 answer_lost       -        -        -        -       -         donor     -         its prompt stays retained
-all_lost          -        -        -        -       lost      lost      lost      its prompt is lost, too
+all_lost          -        -        -        -       lost      lost      lost      nothing is retained
 """
 
 RETENTION_TRANSITIONS = transitions(RETENTION_TABLE, RetentionState, RetentionEvent)
