@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname  # a browser may resolve any name
             is_page = "Origin" in self.headers or "Sec-Fetch-Site" in self.headers
             return is_loopback(host or "") and not is_page
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        credentials = self.headers.get("Authorization", "")
+        return hmac.compare_digest(credentials.encode(), f"Bearer {token}".encode())
 
     def _journal(self) -> Message:
         after = self._parameter("after", int)

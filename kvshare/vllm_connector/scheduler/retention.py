@@ -14,8 +14,8 @@ or both together if the prompt was not saved before.
     retained  all of that is saved
     lost      nothing is retained
 
-A request that is `none` or `skipped` at its end retains nothing. One that ends during a load is forgotten when
-that is reported: as a `donor`, if its prompt was saved before.
+A request that is `none` or `skipped` at its end retains nothing. One that ends during a load is forgotten
+when that is reported: as a `donor`, if its prompt was saved before.
 """
 
 from __future__ import annotations

@@ -50,8 +50,11 @@ class Saving:
 
         By then the results of their loads are known, and their blocks stay allocated during the step.
         """
-        scheduled = {name: requests.get(name) for name in step.num_scheduled_tokens}
-        due = {name: each for name, each in scheduled.items() if each is not None and each.may_save_prompt}
+        due = {
+            request_id: ticketed
+            for request_id in step.num_scheduled_tokens
+            if (ticketed := requests.get(request_id)) is not None and ticketed.may_save_prompt
+        }
         if not due:
             return
         assert step.kv_connector_block_state is not None

@@ -76,8 +76,8 @@ def _reads_back(
     )
     write(k, v)
     read = block.contiguous().unsqueeze(0)
-    found = [rows(read)[0] for rows in layout.planes]
-    return all(map(torch.equal, found, (k, v)))
+    read_back = [rows(read)[0] for rows in layout.planes]
+    return all(map(torch.equal, read_back, (k, v)))
 
 
 def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
@@ -86,12 +86,12 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
     numbers = torch.arange(count, device=block.device).view(shape)
     places = []
     for is_key in (True, False):
-        found = torch.zeros(block.numel(), dtype=torch.int64, device=block.device)
+        number_there = torch.zeros(block.numel(), dtype=torch.int64, device=block.device)
         for bit in range(count.bit_length()):
-            found += _landed((numbers >> bit) & 1, block, write, is_key=is_key).long() << bit
+            number_there += _landed((numbers >> bit) & 1, block, write, is_key=is_key).long() << bit
         where = _landed(torch.ones_like(numbers), block, write, is_key=is_key).nonzero().flatten()
         place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
-        place[found[where].clamp(max=count - 1)] = where
+        place[number_there[where].clamp(max=count - 1)] = where
         if len(where) != count or int(place.min()) < 0:
             return None  # no permutation: quantised, or not stored
         places.append(place.view(shape))
@@ -104,10 +104,10 @@ def _gathered(places: torch.Tensor) -> ReadRows:
 
     def rows(blocks: torch.Tensor) -> torch.Tensor:
         if blocks.device.type == "cpu":  # block by block takes a third of the time there
-            found = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
+            elements = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
         else:
-            found = blocks.flatten(start_dim=1).index_select(1, flat)
-        return found.view(-1, *places.shape)
+            elements = blocks.flatten(start_dim=1).index_select(1, flat)
+        return elements.view(-1, *places.shape)
 
     return rows
 

@@ -102,12 +102,12 @@ class CudaDevice(Device):
 
     def room_for(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         staged, start = [], 0
-        for each in rows:
-            room = self._staging[start : start + each.nbytes]
-            if len(room) < each.nbytes:  # a single segment that is larger than the staging buffer
-                room = torch.empty(each.nbytes, dtype=torch.uint8, device=self._device)
-            staged.append(room.view(each.dtype).view(each.shape))
-            start += -(-each.nbytes // 512) * 512
+        for source in rows:
+            room = self._staging[start : start + source.nbytes]
+            if len(room) < source.nbytes:  # a single segment that is larger than the staging buffer
+                room = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+            staged.append(room.view(source.dtype).view(source.shape))
+            start += -(-source.nbytes // 512) * 512
         return staged
 
     def to_host(self, staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
@@ -148,9 +148,9 @@ class Times:
 
     def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
         """Stages of one request with known times."""
-        own = self._known.setdefault(request_id, {}) if seconds else {}
+        by_stage = self._known.setdefault(request_id, {}) if seconds else {}
         for stage, value in seconds.items():
-            own[stage] = own.get(stage, 0.0) + value
+            by_stage[stage] = by_stage.get(stage, 0.0) + value
 
     def take(self) -> dict[str, dict[str, float]]:
         """Seconds by request and stage: all that became known since the last call."""
@@ -170,8 +170,8 @@ class Times:
 def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:
     """Batches of rows that fit the staging buffer together; a batch has at least one."""
     start = num_bytes = 0
-    for index, each in enumerate(rows):
-        size = -(-each.nbytes // 512) * 512
+    for index, segment in enumerate(rows):
+        size = -(-segment.nbytes // 512) * 512
         if index > start and num_bytes + size > STAGING_BYTES:
             yield slice(start, index)
             start, num_bytes = index, 0

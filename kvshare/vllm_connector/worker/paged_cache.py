@@ -83,8 +83,8 @@ class PagedCache:
     def kernel_blocks(self, block_ids: Sequence[int], span: Span) -> list[int]:
         """The kernel blocks of a span."""
         ratio = self.block_size // self.kernel_block_size
-        own = self._blocks_of(block_ids, span)
-        return [block_id * ratio + part for block_id in own for part in range(ratio)]
+        blocks = self._blocks_of(block_ids, span)
+        return [block_id * ratio + part for block_id in blocks for part in range(ratio)]
 
     def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
         """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
@@ -148,10 +148,10 @@ class PagedCache:
                 rows = read(copied)
                 for target, pieces in zip(into, places, strict=True):
                     start = 0
-                    for own, inside in pieces:
-                        found = rows[own, inside].permute(2, 0, 1, 3)
-                        end = start + found.shape[1] * found.shape[2]
-                        target[:, index, plane, start:end].view(found.shape)[:] = found
+                    for blocks_there, inside in pieces:
+                        piece = rows[blocks_there, inside].permute(2, 0, 1, 3)
+                        end = start + piece.shape[1] * piece.shape[2]
+                        target[:, index, plane, start:end].view(piece.shape)[:] = piece
                         start = end
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
@@ -171,22 +171,22 @@ class PagedCache:
         assert self._layout is not None
         size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
         number, inside = np.divmod(np.array(positions, np.int64), size)
-        own = np.array(table, np.int64)[number, None, None]
-        blocks, inside_there = to_device(self.kv_layout.device, own, inside)
+        block_numbers = np.array(table, np.int64)[number, None, None]
+        blocks, inside_there = to_device(self.kv_layout.device, block_numbers, inside)
         # Element by element: copying the whole blocks of a few rows would move megabytes.
         k: list[torch.Tensor] = []
         v: list[torch.Tensor] = []
         for layer in self._in_order:
             cache = layer.kv_cache
             ahead = blocks * cache.stride(0)
-            for found, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
-                found.append(_elements(cache, ahead + offsets[inside_there]))
+            for rows, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
+                rows.append(_elements(cache, ahead + offsets[inside_there]))
         return torch.stack(k), torch.stack(v)
 
     def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Offset in memory of each element of K and V from the first of its block, (N, H, D) each."""
-        if (known := self._known_offsets.get(strides)) is not None:
-            return known
+        if (offsets := self._known_offsets.get(strides)) is not None:
+            return offsets
         assert self._layout is not None
         cache = self._in_order[0].kv_cache
         sizes = zip(cache.shape[1:], strides, strict=True)
@@ -206,10 +206,10 @@ def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
     start = span.start
     while start < span.end:
         block, token = divmod(start, size)
-        whole = (span.end - start) // size if token == 0 else 0
-        own = slice(block, block + max(whole, 1))
-        end = min(own.stop * size, span.end)
-        yield own, slice(token, end - (own.stop - 1) * size)
+        num_whole = (span.end - start) // size if token == 0 else 0
+        blocks = slice(block, block + max(num_whole, 1))
+        end = min(blocks.stop * size, span.end)
+        yield blocks, slice(token, end - (blocks.stop - 1) * size)
         start = end
 
 

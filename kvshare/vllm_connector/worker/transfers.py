@@ -198,25 +198,25 @@ class Transfers:
         self._reports.note_save(save.request, has_failed=has_failed)
 
     def _write_copies(
-        self, load: PendingLoad, found: Mapping[SegmentId, Stored], mark: object
+        self, load: PendingLoad, held: Mapping[SegmentId, Stored], mark: object
     ) -> Mapping[str, float]:
         """Write all copies, keys rotated to their new positions. On the thread that copies."""
         lap = LapTimer()
-        load.readable = self._readable(found)
+        load.readable = self._readable(held)
         verify_s = lap()
         copies = []
         for copy, target in load.request.targets():
             if copy.segment_id in load.readable:
                 start = copy.offset + target.start - copy.target_start
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
-                source, rows = Span(start, start + len(target)), found[copy.segment_id].rows
+                source, rows = Span(start, start + len(target)), held[copy.segment_id].rows
                 copies.append(RowCopy(rows, source, copy.shift, slots))
         prepare_s = lap()
         write_s = self._device.run_after(mark, lambda: write_copies(self._cache, self._device, copies))
         return {VERIFY: verify_s, WRITE: prepare_s + write_s}
 
-    def _readable(self, found: Mapping[SegmentId, Stored]) -> set[SegmentId]:
-        return {segment_id for segment_id, stored in found.items() if stored.is_whole}
+    def _readable(self, held: Mapping[SegmentId, Stored]) -> set[SegmentId]:
+        return {segment_id for segment_id, stored in held.items() if stored.is_whole}
 
     def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
         """Copy rows from vLLM's blocks into extents. On the thread that copies."""

@@ -70,6 +70,7 @@ class Vllm:
     """One `LLM` with the connector. Ids count up, so that salts and tickets never repeat by accident."""
 
     _ids = itertools.count()
+    _request_ids = itertools.count(10**6)  # numbers, as `LLM.generate` sorts by them; its own count from 0
 
     def __init__(
         self,
@@ -173,9 +174,10 @@ class Vllm:
         """Add a request, which runs as the engine is stepped. Returns its id."""
         from vllm import SamplingParams
 
-        request_id = self.fresh("request")
+        request_id = str(next(self._request_ids))
         extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}}
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        options = {"temperature": 0, "max_tokens": max_tokens, "logprobs": 5, "ignore_eos": True}
+        sampling = SamplingParams(**options, extra_args=extra)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
         self.llm.llm_engine.add_request(request_id, prompt, sampling)
         return request_id
