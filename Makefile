@@ -70,7 +70,7 @@ ifeq ($(VLLM),)
 	  lab/tests/calibration/test_run.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
-	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/test_vllm_sources.py
+	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/sources
 	PYTHONPATH=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector
 	test ! -e $(OTHER_VLLM)/has-wheel || PYTHONPATH=$(OTHER_VLLM) $(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
 endif

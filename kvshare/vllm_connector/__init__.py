@@ -2,13 +2,16 @@
 KVShare inside a stock `vllm serve`: the only package that imports vllm.
 
     scheduler process: scheduler/                 every worker process (tensor parallel rank): worker/
-    scheduler.py       turns plans into requests  worker.py           carries them out
-    request_state.py   the state of one request   copy_writer.py      writes stored rows into vLLM's blocks
-    segment_index.py   what the workers hold      partial_forward.py  partial attention
-    event_log.py       what happened              segment_store.py    stored rows in host memory
-    control_server.py  the proxy reads events     paged_cache.py      reads and writes vLLM's blocks
-    lifecycle.py       start and shutdown         self_test.py        checks all of it at start
+    scheduler.py       turns plans into requests  worker.py           what vLLM calls in each step
+    request_state.py   the state of one request   start.py            memory and self-test, at the start
+    retention.py       what is retained of it     transfers.py        copies, saves and drops
+    saving.py          decides on that            placeholders.py     computes what no copy covers
+    drops.py           drops segments             reports.py          what a step reports
+    segment_index.py   what the workers hold      copy_writer.py      writes stored rows into vLLM's blocks
+    event_log.py       what happened              partial_forward.py  partial attention
+    control_server.py  the proxy reads events     segment_store.py    stored rows in host memory
+    lifecycle.py       start and shutdown         paged_cache.py      reads and writes vLLM's blocks
 
-vLLM calls `connector.py` in both. `metadata.py` has what the two sides send each other. `plugin.py` registers
-the connector by name, and `workers.py` gives it the model.
+vLLM calls `connector.py` in both: it opens with a table of the calls. `metadata.py` has what the two sides
+send each other. `plugin.py` registers the connector by name, and `workers.py` gives it the model.
 """

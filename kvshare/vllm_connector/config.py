@@ -78,8 +78,8 @@ def data_parallel_rank(config: VllmConfig) -> int | None:
     may look like that, so both must agree.
     """
     transfer, index = config.kv_transfer_config, int(config.parallel_config.data_parallel_index)
-    found = _DATA_PARALLEL_ID.search(str(transfer.engine_id)) if transfer is not None else None
-    return index if found is not None and int(found[1]) == index else None
+    suffix = _DATA_PARALLEL_ID.search(str(transfer.engine_id)) if transfer is not None else None
+    return index if suffix is not None and int(suffix[1]) == index else None
 
 
 def _model(config: VllmConfig) -> dict[str, bool]:

@@ -1,8 +1,37 @@
 """
 `KVShareConnector`: vLLM's connector interface on one side, our scheduler and worker side on the other.
 
-vLLM creates one in the scheduler and one in every worker. Where the configuration is not supported, or the
-self-test fails, the connector does nothing, and the log, the proxy and `kvshare doctor` say why.
+vLLM creates one in the scheduler and one in every worker, and calls
+
+    in a worker
+      attach_model                         once, through our worker class, before the first request
+      get_handshake_metadata               once after that; vLLM 0.33 also after each sleep
+      bind_connector_metadata              in every step, first
+      start_load_kv                        in every step, after the forward pass
+      wait_for_layer_load, save_kv_layer   in every layer of a forward pass; they do nothing
+      wait_for_save                        in every step, after start_load_kv
+      get_transfer_results                 in every step, then
+      build_connector_worker_meta          in every step, last
+      forget_segments                      when weights change, through our worker class
+      supports_sleep_mode                  once, in vLLM 0.33
+      unregister_kv_caches                 before each sleep
+      restore_kv_caches                    after each sleep
+    in the scheduler
+      set_xfer_handshake_metadata_pp_aware once, with what all workers report; vLLM 0.33 also after each sleep
+      requires_kv_delivery                 once
+      on_new_request                       once for each request
+      get_num_new_matched_tokens           in every step in which a request waits for blocks
+      update_state_after_alloc             when a request gets blocks, and again when its KV is loaded
+      build_connector_meta                 in every step, when requests are scheduled
+      update_connector_output              in every step, with the reports of the workers
+      request_finished, request_finished_all_groups
+                                           one of them once for each request
+      reset_cache                          when weights change, among other reasons
+    in both
+      shutdown                             once
+
+Where the configuration is not supported, or the self-test fails, the connector does nothing, and the log, the
+proxy and `kvshare doctor` say why.
 """
 
 from __future__ import annotations
@@ -69,35 +98,12 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             group = kv_cache_config.kv_cache_groups[0]
             self._worker = ConnectorWorker(vllm_config, settings, group.kv_cache_spec, group.layer_names)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """KV that is not saved only costs a later miss."""
-        return False
-
-    # --- worker side --------------------------------------------------------------------------------------
+    # --- worker side ------------------------------------------------------------------------------------
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Called once by our worker class, before the first request."""
         if self._worker is not None:
             self._worker.attach_model(model)
-
-    def forget_segments(self) -> None:
-        """Called by our worker class. The scheduler side notices when a load needs one of them."""
-        if self._worker is not None:
-            self._worker.forget_segments()
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM 0.33 asks. It calls the next two around a sleep; for 0.32 our worker class does."""
-        return True
-
-    def unregister_kv_caches(self) -> None:
-        if self._worker is not None:
-            self._worker.release_caches()
-
-    def restore_kv_caches(self) -> None:
-        if self._worker is not None:
-            self._worker.restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
@@ -133,11 +139,29 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.build_connector_worker_meta() if self._worker is not None else None
 
+    def forget_segments(self) -> None:
+        """Called by our worker class. The scheduler side notices when a load needs one of them."""
+        if self._worker is not None:
+            self._worker.forget_segments()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """vLLM 0.33 asks. It calls the next two around a sleep; for 0.32 our worker class does."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.release_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.restore_caches()
+
     def _step_metadata(self) -> StepMetadata:
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
 
-    # --- scheduler side -----------------------------------------------------------------------------------
+    # --- scheduler side ---------------------------------------------------------------------------------
 
     @property
     def _scheduler(self) -> ConnectorScheduler:
@@ -158,6 +182,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                 sent if isinstance(sent, WorkerHandshake) else WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
                 for sent in metadata.values()
             )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """KV that is not saved only costs a later miss."""
+        return False
 
     def on_new_request(self, request: Request) -> None:
         with _contained():
@@ -201,6 +230,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM calls this when weights change, among other reasons: all segments are dropped."""
         self._scheduler.reset_cache()
         return True
+
+    # --- both sides -------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         if self._scheduler_side is not None:

@@ -43,7 +43,7 @@ class LoadRequest:
     first_approximate: int = 0
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
-        """The copies to write, each with the part of its target at or behind `start`."""
+        """The copies to write, each with the part of its target from `start` on."""
         return [
             (copy, Span(max(copy.target_start, self.start), copy.target.end))
             for copy in self.copies

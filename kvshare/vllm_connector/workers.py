@@ -27,7 +27,7 @@ class KVShareWorker(PlatformWorker):
     Gives the model to the connector when it is loaded and its caches are bound, before the first request.
 
     When weights change, segments of the old weights are forgotten, even without a call of `reset_connector`.
-    A sleep of level 2 drops the weights, and others may be loaded behind it.
+    A sleep of level 2 drops the weights, and others may be loaded after it.
 
     vLLM 0.32 does not tell connectors that it sleeps, 0.33 does; a second call changes nothing.
     """

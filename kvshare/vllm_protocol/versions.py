@@ -3,8 +3,8 @@ The tested versions of vLLM, those that were only read, and the installed one. D
 
 The connector uses interfaces that vLLM changes between minor versions. `kvshare vllm`, `kvshare doctor` and
 the connector therefore warn about a version outside the tested range. Of a version that was read, what the
-connector uses was compared with the tested one (tests/kvshare/vllm_connector/test_vllm_sources.py), but no
-release of it has run: the self-test at start, which no setting switches off, decides whether it shares.
+connector uses was compared with the tested one (tests/kvshare/vllm_connector/sources), but no release of it
+has run: the self-test at start, which no setting switches off, decides whether it shares.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -33,7 +33,7 @@ from tests.proxy.conftest import KEYS as PROXY_KEYS
 from tests.proxy.conftest import key_of, key_settings
 from tests.proxy.relay.relay_server import running_relay
 from tests.schema_places import LENIENT, PLACES, request_at
-from tests.test_vllm_end_to_end import Fleet, fleet  # noqa: F401  a fixture
+from tests.vllm_end_to_end.fleet import Fleet, running_fleet
 
 NUM_SCHEMAS = int(os.environ.get("SCHEMAS", "2000"))
 NUM_FOR_VLLM = 200
@@ -45,6 +45,12 @@ WARM_UP = 40
 TOKENS = 16
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running_fleet(tmp_path_factory.mktemp("fleet")) as started:
+        yield started
 
 
 @dataclass
@@ -279,7 +285,7 @@ async def test_no_schema_harms_the_relay(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-async def test_no_schema_harms_vllm(fleet: Fleet) -> None:  # noqa: F811
+async def test_no_schema_harms_vllm(fleet: Fleet) -> None:
     """A sample: vLLM still answers afterwards, freely and as JSON."""
     sender = Sender(
         fleet.proxy.url, "bench", [Server.key(name) for name in ("ann", "bob", "cid")], follows=False

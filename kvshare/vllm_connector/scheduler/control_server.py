@@ -1,5 +1,5 @@
 """
-The control server: four JSON routes beside the scheduler, for the proxy and `kvshare doctor`.
+The control server: four JSON routes next to the scheduler, for the proxy and `kvshare doctor`.
 
 It answers from memory; only `/drop` changes anything. If KVSHARE_VLLM_TOKEN is set, every route requires it,
 because the journal holds generated token ids. Without it no web page may ask, only programs of this machine.
@@ -64,7 +64,7 @@ class ControlServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that closes its connection is no error."""
+        """A client that closes its connection is not an error."""
         if (exc := sys.exception()) is not None:
             log.debug("a control connection failed: %s", class_and_place(exc))
 
@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname  # a browser may resolve any name
             is_page = "Origin" in self.headers or "Sec-Fetch-Site" in self.headers
             return is_loopback(host or "") and not is_page
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        credentials = self.headers.get("Authorization", "")
+        return hmac.compare_digest(credentials.encode(), f"Bearer {token}".encode())
 
     def _journal(self) -> Message:
         after = self._parameter("after", int)

@@ -82,24 +82,27 @@ class SchedulerSide:
         if self._has_started:
             return
         self._has_started = True
-        known = list(handshakes)
-        self._handshakes = known
-        self.scheduler.bytes_per_token = sum(worker.bytes_per_token for worker in known)  # over all ranks
-        self.scheduler.may_move_keys = bool(known) and all(worker.can_move_keys for worker in known)
+        workers = list(handshakes)
+        self._handshakes = workers
+        # Over all ranks.
+        self.scheduler.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
+        self.scheduler.may_move_keys = bool(workers) and all(worker.can_move_keys for worker in workers)
         if not self._unsupported:
-            if len(known) < self._config.parallel_config.world_size:
+            if len(workers) < self._config.parallel_config.world_size:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
-            self._unsupported += dict.fromkeys(message for worker in known for message in worker.unsupported)
-        self._warnings += dict.fromkeys(message for worker in known for message in worker.warnings)
+            self._unsupported += dict.fromkeys(
+                message for worker in workers for message in worker.unsupported
+            )
+        self._warnings += dict.fromkeys(message for worker in workers for message in worker.warnings)
         for message in self._warnings:
             log.warning("kvshare: %s", message)
         if self._unsupported:
-            reasons = "; ".join(self._unsupported)
-            log.error("kvshare: nothing is shared, requests are served without it: %s", reasons)
+            problems = "; ".join(self._unsupported)
+            log.error("kvshare: nothing is shared, requests are served without it: %s", problems)
             return
         assert self._control is not None  # or its address would be among the reasons
         self.scheduler.shares = True
-        backend, port = known[0].attention_backend, self._control.port
+        backend, port = workers[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
     def close(self) -> None:
@@ -128,7 +131,7 @@ class SchedulerSide:
             namespace_fields={} if is_starting else self._namespace_fields(),
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
-            bytes_per_token=self.scheduler.bytes_per_token,
+            bytes_per_token=self.scheduler.saving.bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
             num_segments=len(self.segments),

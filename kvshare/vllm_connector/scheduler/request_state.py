@@ -1,5 +1,6 @@
 """
-The state of one request with a ticket, and which copies its slots hold.
+The state of one request with a ticket, and which copies its slots hold. What is retained of it, and when that
+is saved, is a state of its own: `retention.py`.
 
 While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. It looks
 a request up when that has no blocks, and may admit it in a later step, or never. A request that is `done` is
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Literal
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.reasons import Reason
+from kvshare.vllm_connector.scheduler.retention import RequestRetention, RetentionState
+from kvshare.vllm_connector.scheduler.transitions import transitions
 from kvshare.vllm_protocol.messages import (
     FinishedReport,
     Prefilled,
-    StoredSegment,
     Ticket,
     WireCopy,
     WireSpan,
@@ -48,18 +50,7 @@ saved           -        -        -        -        done     its KV is retained,
 """
 
 
-def _transitions(table: str) -> dict[tuple[State, Event], State]:
-    """{(state, event): the next state}; the text behind the last column is a comment."""
-    header, *rows = [line.split() for line in table.strip().splitlines()]
-    return {
-        (State(state), Event(event)): State(following)
-        for event, *cells in rows
-        for state, following in zip(header, cells, strict=False)
-        if following != "-"
-    }
-
-
-TRANSITIONS = _transitions(TABLE)
+TRANSITIONS = transitions(TABLE, State, Event)
 
 # With these reasons the plan is not carried out, but the prompt is computed in full and may be retained.
 _RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
@@ -101,14 +92,7 @@ class TicketedRequest:
     load_failed: bool = False  # vLLM computes everything from here on
     repaired: tuple[Span, ...] = ()  # tokens of placed copies that were computed again
     num_prompt: int = 0  # known at the end
-    retained: frozenset[int] | None = None  # copies in the retained KV; None: nothing is retained
-    output_ids: tuple[int, ...] = ()  # generated tokens whose KV is retained
-    stored: tuple[StoredSegment, ...] = ()  # new segments of the retained KV, between those copies
-    repaired_when_saved: tuple[Span, ...] = ()  # `repaired` when the prompt was saved
-    was_saved_early: bool = False  # a save of its prompt was requested while it runs
-    saved_early: tuple[StoredSegment, ...] = ()  # the segments of that save
-    prefilled: Prefilled | None = None  # the reported event; from then on the prompt stays retained
-    lost: Reason | None = None  # why nothing is retained, or only the prompt
+    retention: RequestRetention = field(default_factory=RequestRetention)
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -122,16 +106,20 @@ class TicketedRequest:
     @property
     def may_save_prompt(self) -> bool:
         """Once, while it runs: by then it is known what its slots hold."""
-        return self.may_retain and self.state is State.RUNNING and not self.was_saved_early
+        return self.may_retain and (self.state, self.retention.state) == (
+            State.RUNNING,
+            RetentionState.NONE,
+        )
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether the slots still hold the prompt that was saved early, so that the answer can be added."""
-        if self.lost is not None or not self.may_retain or self.retained is None:
+        """Whether the slots still hold the prompt that is saved, so that the answer can be added."""
+        retention = self.retention
+        if retention.lost is not None or not self.may_retain or not retention.is_requested:
             return False
         if self.ticket.is_exact:
             return True
-        return self.repaired == self.repaired_when_saved and self.retained <= self.placed
+        return self.repaired == retention.repaired and retention.copies <= self.placed
 
     def copy(self, index: int) -> WireCopy:
         return self.ticket.copies[index]
@@ -143,12 +131,12 @@ class TicketedRequest:
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """
-        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; behind that the `held`
+        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; after that the `held`
         copies are written, if it `loads`.
 
             position of a copy    whether it is placed now
             before num_local      as before: these are the request's own blocks, from before a preemption
-            behind num_local      if it is loaded now
+            after num_local       if it is loaded now
             across num_local      if it is loaded now; if it was placed before and is not now, or the reverse,
                                   its slots are mixed
         """
@@ -173,55 +161,47 @@ class TicketedRequest:
         self.repaired = ()
 
     def note_load(self, result: LoadResult) -> None:
-        """Lost copies behind `num_local` were computed instead; a lost copy across it leaves mixed slots."""
+        """Lost copies after `num_local` were computed instead; a lost copy across it leaves mixed slots."""
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
-        behind = (index for index in self.placed if self.copy(index).target.end > self.num_local)
+        loaded = (index for index in self.placed if self.copy(index).target.end > self.num_local)
         gone = result.unreadable
-        lost = {index for index in behind if result.failed or self.copy(index).segment_id in gone}
+        lost = {index for index in loaded if result.failed or self.copy(index).segment_id in gone}
         if any(self.copy(index).target_start < self.num_local for index in lost):
             self._note_mixed()
         self.placed -= lost
         targets = [self.copy(index).target for index in self.placed]
         parts = (span.intersection(target) for span in result.repaired for target in targets)
         self.repaired = merge(part for part in parts if part)
-        if self.retained is not None and not self._is_whole(self.retained, result.unreadable):
-            self.lost = Reason.LOAD_FAILED if result.failed else Reason.SEGMENTS_GONE
-
-    def retain(self, copies: frozenset[int], stored: tuple[StoredSegment, ...]) -> None:
-        """The retained KV consists of these copies and of the segments that are saved now."""
-        self.retained, self.stored, self.repaired_when_saved = copies, stored, self.repaired
+        retention = self.retention
+        if retention.is_requested and not self._is_whole(retention.copies, result.unreadable):
+            retention.lost = Reason.LOAD_FAILED if result.failed else Reason.SEGMENTS_GONE
 
     def note_times(self, stage_seconds: Mapping[str, float]) -> None:
         for stage, seconds in stage_seconds.items():
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def note_prompt_saved(self) -> Prefilled:
-        self.prefilled = Prefilled(
+        """The event for the proxy."""
+        self.retention.note_prompt_saved()
+        return Prefilled(
             self.ticket.ticket_id,
-            used=tuple(sorted(self.retained or ())),
-            stored=self.saved_early,
-            repaired=_wire(self.repaired_when_saved),
+            used=tuple(sorted(self.retention.copies)),
+            stored=self.retention.prompt,
+            repaired=_wire(self.retention.repaired),
         )
-        return self.prefilled
-
-    def note_prompt_lost(self) -> None:
-        """The early save failed; the prompt may still be saved with its answer."""
-        if self.state is not State.SAVING:
-            self.retained, self.stored = None, ()
 
     def end(self, *, num_prompt: int) -> None:
-        """It has ended. `retain` was called if something is to be saved; during a load, its prompt."""
-        if self.state is State.LOADING and self.retained is not None:
-            self.lost = self.lost or Reason.ABORTED
-        saves = self.retained is not None and self.state is not State.LOADING
-        self._advance(Event.SAVE_REQUESTED if saves else Event.ENDED)
+        """It has ended, and what is to be saved of it was requested. During a load that is nothing more."""
+        if self.state is State.LOADING and self.retention.is_requested:
+            self.retention.lost = self.retention.lost or Reason.ABORTED
+        self._advance(Event.SAVE_REQUESTED if self.retention.has_pending_end else Event.ENDED)
         self.num_prompt = num_prompt
 
-    def note_saved(self, *, lost: Reason | None) -> None:
-        """The save has ended; `lost` says why nothing is retained, if so."""
+    def note_saved(self, *, lost: Reason | None, keeps_prompt: bool = False) -> None:
+        """The save has ended; `lost` says why not all is retained, `keeps_prompt` whether its prompt is."""
         self._advance(Event.SAVED)
-        self.lost = lost
+        self.retention.note_saved(lost=lost, keeps_prompt=keeps_prompt)
 
     def finished(self) -> FinishedReport:
         """The event for the proxy."""
@@ -235,18 +215,18 @@ class TicketedRequest:
         finished = FinishedReport(
             ticket_id=self.ticket.ticket_id,
             decision=decision,
-            reason=self.lost or self._reason(),
+            reason=self.retention.lost or self._reason(),
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
             stage_seconds=dict(self.stage_seconds),
         )
-        if self.retained is not None and self.lost is None:
-            used, repaired = tuple(sorted(self.retained)), _wire(self.repaired_when_saved)
-            return replace(
-                finished, used=used, stored=self.stored, repaired=repaired, output_ids=self.output_ids
-            )
-        if (prompt := self.prefilled) is not None:
-            return replace(finished, used=prompt.used, stored=prompt.stored, repaired=prompt.repaired)
+        retention = self.retention
+        used, repaired = tuple(sorted(retention.copies)), _wire(retention.repaired)
+        if retention.state is RetentionState.RETAINED:
+            stored, output_ids = retention.stored, retention.output_ids
+            return replace(finished, used=used, stored=stored, repaired=repaired, output_ids=output_ids)
+        if retention.state is RetentionState.DONOR:
+            return replace(finished, used=used, stored=retention.prompt, repaired=repaired)
         return finished
 
     def _advance(self, event: Event) -> None:

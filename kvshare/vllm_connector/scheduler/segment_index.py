@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from delta_tree import SegmentId
 from kvshare.kv.tier import SegmentTable
+from kvshare.vllm_protocol.messages import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,15 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         """Whether the segment is held, belongs to the namespace and has at least `end` tokens."""
         entry = self._entries.get(segment_id)
         return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
+
+    def held_copies(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
+        """Indices of a ticket's copies whose segments are held; with `end`, of those that end by then."""
+        return frozenset(
+            index
+            for index, copy in enumerate(ticket.copies)
+            if (end is None or copy.target.end <= end)
+            and self.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
+        )
 
     def touch(self, segment_ids: Iterable[SegmentId]) -> None:
         """Mark segments as the most recently used."""

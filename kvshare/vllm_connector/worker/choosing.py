@@ -63,7 +63,7 @@ class Choosing:
         return [self._run(span) for span in merge([*choice.repairs, *choice.renewed])]
 
     def choice(self) -> RepairChoice:
-        """The same on every rank. Probed rows are restored, so that probes are no repairs."""
+        """The same on every rank. Probed rows are restored, so that probes do not become repairs."""
         if not self.listens:
             return choose_by_place(
                 self._order,

@@ -43,10 +43,10 @@ def write_copies(cache: PagedCache, device: Device, copies: Iterable[RowCopy]) -
     for copy in copies:
         by_segment[copy.rows.data_ptr()].append(copy)
     groups = list(by_segment.values())
-    segments = [own[0].rows for own in groups]  # each is copied to the device once
+    segments = [group[0].rows for group in groups]  # each is copied to the device once
     for batch in batches(segments):
         staged = zip(device.to_device(segments[batch]), groups[batch], strict=True)
-        _write(cache, [(rows, copy) for rows, own in staged for copy in own])
+        _write(cache, [(rows, copy) for rows, group in staged for copy in group])
 
 
 def _write(cache: PagedCache, copies: Sequence[tuple[torch.Tensor, RowCopy]]) -> None:

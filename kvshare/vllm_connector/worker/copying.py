@@ -1,5 +1,5 @@
 """
-A thread that copies, beside the worker's own: one job after the other, in the order of submission.
+A second thread, which copies for the worker: one job after the other, in the order of submission.
 
 The order protects bytes: a segment's memory is read for a load before the next segment is written there.
 Ranks that share memory have a thread each: there it is freed when all of them have come that far.
@@ -30,7 +30,7 @@ class Job:
     """Something to copy. `failed`: it raised an error, which is logged."""
 
     what: str  # for the log
-    act: Callable[[], Mapping[str, float]]  # returns seconds by stage
+    work: Callable[[], Mapping[str, float]]  # returns seconds by stage
     failed: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
@@ -46,7 +46,7 @@ class Job:
     def run(self) -> None:
         try:
             with torch.inference_mode():
-                self.seconds = self.act()
+                self.seconds = self.work()
         except Exception as exc:  # noqa: BLE001  logged, without its message
             self.failed = True
             log.error("kvshare: %s failed: %s", self.what, classes_and_places(exc))
@@ -74,13 +74,13 @@ class CopyThread:
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        _be_modest()
+        _unpin_from_vllm_cpus()
         while (job := self._jobs.get()) is not None:
             job.run()
             del job  # it refers to large buffers
 
 
-def _be_modest() -> None:
+def _unpin_from_vllm_cpus() -> None:
     """
     Run on one processor at a time, on any: threads inherit vLLM's binding to its own processors.
 

@@ -2,7 +2,7 @@
 What copies need of a device, for CUDA and for a CPU, and the times of its work.
 
     mark      a point in the order of work on vLLM's own stream. The host's clock would only time the launches
-    beside    runs work after a mark, beside vLLM's stream, and times it without the wait for that mark
+    run_after runs work after a mark, next to vLLM's stream, and times it without the wait for that mark
     staging   a buffer of fixed size on the device, between host memory and vLLM's cache
 
     CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA. Marks are events
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.host_register import host_register
 
 log = logging.getLogger("vllm.kvshare")
@@ -39,10 +40,10 @@ class Device:
         """Between two marks; None while the device has not reached the second."""
         return float(end - begin)
 
-    def beside(self, mark: Any, act: Callable[[], None]) -> float:
+    def run_after(self, mark: Any, work: Callable[[], None]) -> float:
         """Do work that starts after the mark. Returns when it is done: the seconds from its start on."""
         began = self.mark()
-        act()
+        work()
         return float(self.mark() - began)
 
     def to_device(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,12 +83,12 @@ class CudaDevice(Device):
     def seconds(self, begin: Any, end: Any) -> float | None:
         return begin.elapsed_time(end) / 1000 if end.query() else None
 
-    def beside(self, mark: Any, act: Callable[[], None]) -> float:
+    def run_after(self, mark: Any, work: Callable[[], None]) -> float:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             began = self.mark()  # in this stream: reached when the rest of vLLM's step is over
             try:
-                act()
+                work()
                 ended = self.mark()
             finally:
                 self._stream.synchronize()
@@ -101,17 +102,24 @@ class CudaDevice(Device):
 
     def room_for(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         staged, start = [], 0
-        for each in rows:
-            room = self._staging[start : start + each.nbytes]
-            if len(room) < each.nbytes:  # a single segment that is larger than the staging buffer
-                room = torch.empty(each.nbytes, dtype=torch.uint8, device=self._device)
-            staged.append(room.view(each.dtype).view(each.shape))
-            start += -(-each.nbytes // 512) * 512
+        for source in rows:
+            room = self._staging[start : start + source.nbytes]
+            if len(room) < source.nbytes:  # a single segment that is larger than the staging buffer
+                room = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device)
+            staged.append(room.view(source.dtype).view(source.shape))
+            start += -(-source.nbytes // 512) * 512
         return staged
 
     def to_host(self, staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
         for source, target in zip(staged, rows, strict=True):
             target.copy_(source, non_blocking=True)
+
+
+def device_of_this_worker() -> Device:
+    if current_platform.device_type != "cuda":
+        return Device()
+    # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
+    return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,9 +148,9 @@ class Times:
 
     def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
         """Stages of one request with known times."""
-        own = self._known.setdefault(request_id, {}) if seconds else {}
+        by_stage = self._known.setdefault(request_id, {}) if seconds else {}
         for stage, value in seconds.items():
-            own[stage] = own.get(stage, 0.0) + value
+            by_stage[stage] = by_stage.get(stage, 0.0) + value
 
     def take(self) -> dict[str, dict[str, float]]:
         """Seconds by request and stage: all that became known since the last call."""
@@ -162,8 +170,8 @@ class Times:
 def batches(rows: Sequence[torch.Tensor]) -> Iterator[slice]:
     """Batches of rows that fit the staging buffer together; a batch has at least one."""
     start = num_bytes = 0
-    for index, each in enumerate(rows):
-        size = -(-each.nbytes // 512) * 512
+    for index, segment in enumerate(rows):
+        size = -(-segment.nbytes // 512) * 512
         if index > start and num_bytes + size > STAGING_BYTES:
             yield slice(start, index)
             start, num_bytes = index, 0

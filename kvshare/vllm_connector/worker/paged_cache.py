@@ -5,22 +5,15 @@ vLLM's paged KV cache: one slot per token, in all layers.
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-Rows are written by vLLM's own kernels. To read them, the layout of K and V inside a block must be known. For
-every backend a layer's cache has the shape (B, H, N, 2 D), with any strides. The layout inside a block is
-determined by writing random rows through vLLM: the right one reads them back.
-
-    content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
-    transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
-    learned     any other permutation inside a block             CPU, for example AMX
+Rows are written by vLLM's own kernels. They are read by the layout inside a block, see `block_layout.py`. For
+every backend a layer's cache has the shape (B, H, N, 2 D), with any strides.
 
 Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +24,7 @@ from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.to_device import to_device
-
-WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
+from kvshare.vllm_connector.worker.block_layout import BlockLayout, find_layout
 
 
 class PagedCache:
@@ -91,8 +83,8 @@ class PagedCache:
     def kernel_blocks(self, block_ids: Sequence[int], span: Span) -> list[int]:
         """The kernel blocks of a span."""
         ratio = self.block_size // self.kernel_block_size
-        own = self._blocks_of(block_ids, span)
-        return [block_id * ratio + part for block_id in own for part in range(ratio)]
+        blocks = self._blocks_of(block_ids, span)
+        return [block_id * ratio + part for block_id in blocks for part in range(ratio)]
 
     def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
         """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
@@ -156,10 +148,10 @@ class PagedCache:
                 rows = read(copied)
                 for target, pieces in zip(into, places, strict=True):
                     start = 0
-                    for own, inside in pieces:
-                        found = rows[own, inside].permute(2, 0, 1, 3)
-                        end = start + found.shape[1] * found.shape[2]
-                        target[:, index, plane, start:end].view(found.shape)[:] = found
+                    for blocks_there, inside in pieces:
+                        piece = rows[blocks_there, inside].permute(2, 0, 1, 3)
+                        end = start + piece.shape[1] * piece.shape[2]
+                        target[:, index, plane, start:end].view(piece.shape)[:] = piece
                         start = end
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
@@ -179,22 +171,22 @@ class PagedCache:
         assert self._layout is not None
         size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
         number, inside = np.divmod(np.array(positions, np.int64), size)
-        own = np.array(table, np.int64)[number, None, None]
-        blocks, inside_there = to_device(self.kv_layout.device, own, inside)
+        block_numbers = np.array(table, np.int64)[number, None, None]
+        blocks, inside_there = to_device(self.kv_layout.device, block_numbers, inside)
         # Element by element: copying the whole blocks of a few rows would move megabytes.
         k: list[torch.Tensor] = []
         v: list[torch.Tensor] = []
         for layer in self._in_order:
             cache = layer.kv_cache
             ahead = blocks * cache.stride(0)
-            for found, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
-                found.append(_elements(cache, ahead + offsets[inside_there]))
+            for rows, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
+                rows.append(_elements(cache, ahead + offsets[inside_there]))
         return torch.stack(k), torch.stack(v)
 
     def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Offset in memory of each element of K and V from the first of its block, (N, H, D) each."""
-        if (known := self._known_offsets.get(strides)) is not None:
-            return known
+        if (offsets := self._known_offsets.get(strides)) is not None:
+            return offsets
         assert self._layout is not None
         cache = self._in_order[0].kv_cache
         sizes = zip(cache.shape[1:], strides, strict=True)
@@ -203,9 +195,6 @@ class PagedCache:
         k, v = (read(places)[0] for read in self._layout.planes)
         self._known_offsets[strides] = k, v
         return k, v
-
-
-ReadRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
@@ -217,10 +206,10 @@ def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
     start = span.start
     while start < span.end:
         block, token = divmod(start, size)
-        whole = (span.end - start) // size if token == 0 else 0
-        own = slice(block, block + max(whole, 1))
-        end = min(own.stop * size, span.end)
-        yield own, slice(token, end - (own.stop - 1) * size)
+        num_whole = (span.end - start) // size if token == 0 else 0
+        blocks = slice(block, block + max(num_whole, 1))
+        end = min(blocks.stop * size, span.end)
+        yield blocks, slice(token, end - (blocks.stop - 1) * size)
         start = end
 
 
@@ -228,102 +217,3 @@ def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Elements by their offset in memory, for any strides of the cache."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
     return cache.as_strided((last + 1,), (1,)).index_select(0, offsets.flatten()).view(offsets.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """
-    Reads contiguous copies of blocks: K and V, by one function each.
-
-    Shapes:  blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
-    """
-
-    name: str
-    planes: tuple[ReadRows, ReadRows]
-
-
-def _content(blocks: torch.Tensor, plane: int) -> torch.Tensor:
-    return blocks.chunk(2, dim=-1)[plane].permute(0, 2, 1, 3)
-
-
-def _transposed(blocks: torch.Tensor, plane: int) -> torch.Tensor:
-    num_blocks, num_heads, num_tokens, width = blocks.shape
-    rows = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)[:, :, plane]
-    if plane == 0:
-        return rows.view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
-    return rows.view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
-
-
-_KNOWN = tuple(
-    BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)))
-    for name, read in (("content", _content), ("transposed", _transposed))
-)
-
-
-def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
-    """
-    The layout that reads back what `write` writes into `block`, or None. The block is overwritten.
-
-    Shapes:  block (H, N, 2 D), a view into the cache
-    """
-    num_heads, num_tokens, width = block.shape
-    shape = (num_tokens, num_heads, width // 2)
-    for layout in _KNOWN:
-        if _reads_back(layout, block, write, shape):
-            return layout
-    learned = _learn(block, write, shape)
-    return learned if learned is not None and _reads_back(learned, block, write, shape) else None
-
-
-def _reads_back(
-    layout: BlockLayout, block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]
-) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    k, v = (
-        torch.randn(shape, generator=generator).to(dtype=block.dtype, device=block.device) for _ in range(2)
-    )
-    write(k, v)
-    read = block.contiguous().unsqueeze(0)
-    found = [rows(read)[0] for rows in layout.planes]
-    return all(map(torch.equal, found, (k, v)))
-
-
-def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
-    """Write every element's number bit by bit, and look where the bits appear."""
-    count = shape[0] * shape[1] * shape[2]
-    numbers = torch.arange(count, device=block.device).view(shape)
-    places = []
-    for is_key in (True, False):
-        found = torch.zeros(block.numel(), dtype=torch.int64, device=block.device)
-        for bit in range(count.bit_length()):
-            found += _landed((numbers >> bit) & 1, block, write, is_key=is_key).long() << bit
-        where = _landed(torch.ones_like(numbers), block, write, is_key=is_key).nonzero().flatten()
-        place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
-        place[found[where].clamp(max=count - 1)] = where
-        if len(where) != count or int(place.min()) < 0:
-            return None  # no permutation: quantised, or not stored
-        places.append(place.view(shape))
-    return BlockLayout("learned", (_gathered(places[0]), _gathered(places[1])))
-
-
-def _gathered(places: torch.Tensor) -> ReadRows:
-    """Reads each element from its place in a flattened block. Shapes:  places (N, H, D)"""
-    flat = places.flatten()
-
-    def rows(blocks: torch.Tensor) -> torch.Tensor:
-        if blocks.device.type == "cpu":  # block by block takes a third of the time there
-            found = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
-        else:
-            found = blocks.flatten(start_dim=1).index_select(1, flat)
-        return found.view(-1, *places.shape)
-
-    return rows
-
-
-def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:
-    """Which elements of the flattened block are set after writing `marks`."""
-    block.zero_()
-    rows = marks.to(block.dtype)
-    zeros = torch.zeros_like(rows)
-    write(rows, zeros) if is_key else write(zeros, rows)
-    return block.contiguous().flatten() != 0

@@ -141,8 +141,8 @@ class PartialForward:
         listening = []
         for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
             if listener is not None:
-                own = (place for place, run in zip(places, runs, strict=True) if run.listener is listener)
-                if rows := listener.rows_of(own):
+                heard = (place for place, run in zip(places, runs, strict=True) if run.listener is listener)
+                if rows := listener.rows_of(heard):
                     listening.append((rows, self._cache.table(block_ids, rows.end)))
 
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
@@ -205,8 +205,8 @@ class PartialForward:
         ends = np.array([span.end for span in spans], np.int32)
         blocks = [self._cache.kernel_blocks(run.block_ids, Span(0, run.span.end)) for run in runs]
         table = np.zeros((len(runs), max(map(len, blocks))), np.int32)
-        for row, own in zip(table, blocks, strict=True):
-            row[: len(own)] = own
+        for row, run_blocks in zip(table, blocks, strict=True):
+            row[: len(run_blocks)] = run_blocks
         token_ids, positions, slots, on_device, seq_lens, block_table = to_device(
             self._cache.kv_layout.device,
             np.array([t for run in runs for t in run.token_ids[run.span.start : run.span.end]], _TOKEN_DTYPE),

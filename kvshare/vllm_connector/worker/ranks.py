@@ -64,12 +64,12 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def on_all_ranks(act: Callable[[], _T], problem: str) -> _T:
-    """Run `act`, which has no collective. Raises on every rank if it fails on one."""
+def on_all_ranks(work: Callable[[], _T], problem: str) -> _T:
+    """Do `work`, which has no collective. Raises on every rank if it fails on one."""
     is_done = False
     try:
         with torch.inference_mode():
-            result = act()
+            result = work()
         is_done = True
     finally:
         is_done_everywhere = all(agreed([is_done]))
@@ -125,12 +125,12 @@ def check_host_memory(num_bytes: int) -> None:
     `num_bytes` is what all ranks take. All ranks call it together, before they take it.
     """
     group = get_tp_group()
-    found = [(platform.node(), psutil.virtual_memory().available)] * group.world_size
+    memory = [(platform.node(), psutil.virtual_memory().available)] * group.world_size  # by rank
     if group.world_size > 1:
-        torch.distributed.all_gather_object(found, found[0], group=group.cpu_group)
-    for host, count in Counter(host for host, _ in found).items():
-        wanted = num_bytes * count / len(found) / 2**30
-        available = min(own for other, own in found if other == host) / 2**30
+        torch.distributed.all_gather_object(memory, memory[0], group=group.cpu_group)
+    for host, count in Counter(host for host, _ in memory).items():
+        wanted = num_bytes * count / len(memory) / 2**30
+        available = min(num_free for other, num_free in memory if other == host) / 2**30
         if wanted > available:
             raise MemoryError(
                 f"--kv-bytes takes {wanted:.1f} GiB of host memory, {available:.1f} GiB are available: "

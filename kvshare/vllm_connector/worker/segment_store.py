@@ -79,12 +79,14 @@ class SegmentStore:
 
     def find(self, segment_ids: Iterable[SegmentId]) -> Mapping[SegmentId, Stored]:
         """The segments of these ids that are held."""
-        return {entry: self._stored[entry] for entry in segment_ids if entry in self._stored}
+        return {
+            segment_id: self._stored[segment_id] for segment_id in segment_ids if segment_id in self._stored
+        }
 
     def take(self, segment_ids: Iterable[SegmentId]) -> list[Stored]:
         """Forget segments; ids that are not held are ignored. Their memory stays until it is freed."""
-        found = (self._stored.pop(segment_id, None) for segment_id in segment_ids)
-        return [stored for stored in found if stored is not None]
+        taken = (self._stored.pop(segment_id, None) for segment_id in segment_ids)
+        return [stored for stored in taken if stored is not None]
 
     def free(self, segments: Iterable[Stored]) -> None:
         """Segments that were taken."""

@@ -73,8 +73,8 @@ class SelfTest:
         shapes = (plane.shape(self._length) for plane in layout.planes)
         written = [torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes]
         self._write(written, self._length)
-        found = self._cache.read(self._block_ids, Span(0, self._length))
-        if not all(map(torch.equal, found.planes, written)):
+        read_back = self._cache.read(self._block_ids, Span(0, self._length))
+        if not all(map(torch.equal, read_back.planes, written)):
             return "rows written into scattered blocks are not read back"
         return None
 
@@ -121,8 +121,8 @@ class SelfTest:
     def _deviation(self, expected: SegmentKV, got: SegmentKV) -> tuple[float, float]:
         """Of keys and of values, see `deviation`."""
         k, v = (
-            deviation(right, found, tolerance=self._tolerance)
-            for right, found in zip(expected.planes, got.planes, strict=True)
+            deviation(plane, plane_got, tolerance=self._tolerance)
+            for plane, plane_got in zip(expected.planes, got.planes, strict=True)
         )
         return k, v
 
@@ -189,9 +189,9 @@ def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) ->
 
     Shapes:  expected, got (L, T, H, D)
     """
-    right, found = expected.float(), got.float()
-    error = (right - found).square().mean(dim=1).sqrt()
-    # Rounding of a channel that is large and hardly varies is no error.
+    right, computed = expected.float(), got.float()
+    error = (right - computed).square().mean(dim=1).sqrt()
+    # Rounding of a channel that is large and hardly varies is not an error.
     rounding = 2 * torch.finfo(expected.dtype).eps / tolerance * right.square().mean(dim=1).sqrt()
     spread = torch.maximum(right.std(dim=1), rounding)
     typical = spread.flatten(1).median(dim=1).values[:, None, None]

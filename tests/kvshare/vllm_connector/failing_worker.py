@@ -12,20 +12,21 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from delta_tree import SegmentId
 from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.worker import worker
+from kvshare.vllm_connector.worker import transfers
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.self_test import SelfTest
-from kvshare.vllm_connector.worker.worker import ConnectorWorker
+from kvshare.vllm_connector.worker.start import WorkerStart
+from kvshare.vllm_connector.worker.transfers import Transfers
 from kvshare.vllm_connector.workers import KVShareWorker
 
 STAGES = {
-    "prepare": (ConnectorWorker, "_take_model"),
+    "prepare": (WorkerStart, "_read_model"),
     "self-test": (SelfTest, "check_listening"),
-    "verify": (ConnectorWorker, "_readable"),
-    "write": (worker, "write_copies"),
+    "verify": (Transfers, "_readable"),
+    "write": (transfers, "write_copies"),
     "pass": (PartialForward, "_forward"),
-    "save": (ConnectorWorker, "_copy_out"),
+    "save": (Transfers, "_copy_out"),
 }
 
 
@@ -58,5 +59,4 @@ class FailingWorker(KVShareWorker):
     def _segment_store(self) -> SegmentStore:
         connector: KVShareConnector = get_kv_transfer_group()
         assert connector._worker is not None
-        assert connector._worker._store is not None
-        return connector._worker._store
+        return connector._worker.attached.store

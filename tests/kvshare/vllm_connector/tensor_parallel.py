@@ -17,7 +17,7 @@ from typing import Any
 from delta_tree import SegmentId
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
-from tests.kvshare.vllm_connector.conftest import Answer, Vllm, copies_of, random_text
+from tests.kvshare.vllm_connector.in_process_vllm import Answer, Vllm, copies_of, random_text
 
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 SHIFT = 24

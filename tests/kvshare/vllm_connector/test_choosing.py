@@ -16,7 +16,7 @@ from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, 
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Answer, Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
 NUM_REPAIRED = 60
@@ -178,8 +178,7 @@ def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
     donor = vllm.store(tokens)
     made = scene(donor, tokens, text, copies)
     gone = made.copies[0].segment_id
-    assert vllm.worker._store is not None
-    vllm.worker._drop([gone])
+    vllm.worker.parts.transfers.drop([gone])
     _, event = made.ask(vllm)
     kept = (copy.target for copy in made.copies if copy.segment_id != gone)
     left = places([WireSpan(target.start, target.end) for target in kept])
@@ -193,7 +192,7 @@ def test_where_attention_cannot_be_watched_place_decides(
     """As many tokens, at the starts of the pieces."""
     vllm, tokens = architecture, text(600, 4)
     made = scene(vllm.store(tokens), tokens, text, copies)
-    monkeypatch.setattr(vllm.worker, "_can_listen", False)
+    monkeypatch.setattr(vllm.worker.parts.placeholders, "_can_listen", False)
     _, event = made.ask(vllm)
     repaired = places(event.repaired)
     assert len(repaired) == NUM_REPAIRED

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvshare.sharing.selection import RepairChoice
-    from kvshare.vllm_connector.worker.worker import _Load
-    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
+    from kvshare.vllm_connector.worker.placeholders import ArrivedLoad
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -219,15 +219,16 @@ def test_planned_requests_wait_their_turn(
     donors = [vllm.store(tokens) for tokens in texts]
     truths = [vllm.plain(tokens) for tokens in texts]
     computed: list[list[str]] = []
-    compute = vllm.worker._compute
+    placeholders = vllm.worker.parts.placeholders
+    compute = placeholders._compute
 
-    def noted_compute(loads: Sequence[_Load]) -> tuple[dict[str, RepairChoice], dict[str, int]]:
-        computed.append([load.request.request_id for load in loads])
+    def noted_compute(loads: Sequence[ArrivedLoad]) -> tuple[dict[str, RepairChoice], dict[str, int]]:
+        computed.append([load.request_id for load in loads])
         choices, num_run = compute(loads)
         assert sum(num_run.values()) <= 4
         return choices, num_run
 
-    monkeypatch.setattr(vllm.worker, "_compute", noted_compute)
+    monkeypatch.setattr(placeholders, "_compute", noted_compute)
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))

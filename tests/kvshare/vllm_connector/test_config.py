@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Start
 
 
 def config(**changes: Any) -> SimpleNamespace:

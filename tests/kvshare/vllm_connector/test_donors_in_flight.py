@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,22 +9,14 @@ import pytest
 from kvshare.vllm_protocol.messages import Prefilled, Ticket
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
 LONG = 40  # tokens of an answer that runs on
-_ids = itertools.count(10**6)  # vLLM's own for what it is asked to generate count from 0
 
 
 def begin(vllm: Vllm, tokens: list[int], ticket: Ticket, *, salt: str | None = None) -> str:
-    from vllm import SamplingParams
-
-    request_id = str(next(_ids))
-    extra = {"kv_transfer_params": {"kvshare": ticket.to_json()}}
-    params = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True, logprobs=5, extra_args=extra)
-    prompt = {"prompt_token_ids": tokens, "cache_salt": salt or vllm.fresh("tenant")}
-    vllm.llm.llm_engine.add_request(request_id, prompt, params)
-    return request_id
+    return vllm.begin(tokens, ticket, salt=salt or vllm.fresh("tenant"), max_tokens=LONG)
 
 
 def prefilled(vllm: Vllm, ticket: Ticket) -> Prefilled | None:
@@ -132,7 +123,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
         def fail(*_: object) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr(vllm.worker, "_copy_out", fail)
+        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
         for _ in range(4):
             vllm.llm.llm_engine.step()
     finish(vllm)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from kvshare.vllm_protocol.messages import Ticket
-    from tests.kvshare.vllm_connector.conftest import Copies, Start, Texts, Vllm
+    from pathlib import Path
+
+    import torch
+
+    from kvshare.vllm_protocol.messages import FinishedReport, Ticket, WireCopy
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 ARCHITECTURES = [
     "llama",
@@ -112,7 +117,20 @@ def test_bfloat16(start: Start, text: Texts, copies: Copies, name: str) -> None:
 
 def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copies: Copies) -> None:
     """Two engines that share no attention code give the same approximate answer for the same plan."""
-    import numpy as np
+    vllm, tokens = start("llama"), text(600)
+    donor = vllm.store(tokens)
+    recipient = text(41, 9) + tokens
+    moved = copies(donor, (0, 100), (130, 300), (301, 560), shift=41)
+    answer, event = vllm.shared(recipient, moved, max_tokens=1, logprobs=20)
+    assert event.used == (0, 1, 2, 3)
+    expected = embedded_logprobs(vllm.model, tokens, donor, recipient, moved)
+    assert max(abs(expected[t].item() - value) for t, value in answer.logprobs[0].items()) <= LIMIT
+
+
+def embedded_logprobs(
+    path: Path, tokens: list[int], donor: FinishedReport, recipient: list[int], moved: list[WireCopy]
+) -> torch.Tensor:
+    """What the embedded engine gives for the next token of the recipient, with the donor's KV moved."""
     import torch
 
     from delta_tree import Copy, NodeId, Span, gaps
@@ -120,37 +138,28 @@ def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copie
     from kvshare.embedded.model import EmbeddedModel
     from kvshare.kv.attention import PartialPass
 
-    vllm, tokens = start("llama"), text(600)
-    donor = vllm.store(tokens)
-    recipient = text(41, 9) + tokens
-    moved = copies(donor, (0, 100), (130, 300), (301, 560), shift=41)
-    answer, event = vllm.shared(recipient, moved, max_tokens=1, logprobs=20)
-    assert event.used == (0, 1, 2, 3)
-
-    model = EmbeddedModel(load_network(str(vllm.model), device="cpu"), name="tiny")
-    source = model.new_sequence(len(tokens))
+    model = EmbeddedModel(load_network(str(path), device="cpu"), name="tiny")
+    source, target = model.new_sequence(len(tokens)), model.new_sequence(len(recipient))
     with torch.inference_mode():
         model.compute(PartialPass(source, (Span(0, len(tokens)),)), np.array(tokens, dtype=np.int32))
         segments = {
             part.segment_id: source.cut(Span(part.start, min(part.start + part.length, len(tokens))))
             for part in donor.stored
         }
-        row_copies = [
+        placed = [
             Copy(
                 NodeId(1),
-                c.segment_id,
-                c.offset,
-                c.length,
-                c.target_start,
-                c.source_position,
-                c.source_position,
+                copy.segment_id,
+                copy.offset,
+                copy.length,
+                copy.target_start,
+                copy.source_position,
+                copy.source_position,
             )
-            for c in moved
+            for copy in moved
         ]
-        target = model.new_sequence(len(recipient))
-        target.write_copies(row_copies, segments)
-        runs = gaps([c.target for c in row_copies], len(recipient))
+        target.write_copies(placed, segments)
+        runs = gaps([c.target for c in placed], len(recipient))
         ids = np.array([recipient[p] for run in runs for p in range(run.start, run.end)], dtype=np.int32)
         logits = model.compute(PartialPass(target, tuple(runs)), ids)
-        expected = torch.log_softmax(logits.float().flatten()[-model.vocab_size :], -1)
-    assert max(abs(expected[t].item() - value) for t, value in answer.logprobs[0].items()) <= LIMIT
+        return torch.log_softmax(logits.float().flatten()[-model.vocab_size :], -1)

@@ -13,7 +13,7 @@ from tests.kvshare.replay.synthetic import policy_context, request
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from tests.kvshare.vllm_connector.conftest import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Start
 
 BLOCK = 16
 _END = 1  # what ends an answer; sampled last, so it has no KV

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Texts, Vllm
 
 
 @pytest.mark.parametrize(

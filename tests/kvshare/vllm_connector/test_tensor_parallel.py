@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 1e-4
@@ -75,7 +75,7 @@ def test_planned_requests_are_answered_as_in_full(outcome: Outcome) -> None:
 
 def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Start) -> None:
     """Each rank has half of the heads; scores are summed before the choice."""
-    from tests.kvshare.vllm_connector.conftest import random_text
+    from tests.kvshare.vllm_connector.in_process_vllm import random_text
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, ask_chosen
 
     vllm, tokens = start("llama", max_bytes=MAX_BYTES), random_text(600, 1)
@@ -91,12 +91,11 @@ def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Sta
 
 def test_what_is_stored_does_not_depend_on_the_number_of_ranks(outcome: Outcome, start: Start) -> None:
     """Both see whole heads in one memory, which are those of a single rank."""
-    from tests.kvshare.vllm_connector.conftest import random_text
+    from tests.kvshare.vllm_connector.in_process_vllm import random_text
     from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, first_segment
 
     vllm = start("llama", max_bytes=MAX_BYTES)
-    store, segment_id = vllm.worker._store, first_segment(vllm, random_text(600, 1))
-    assert store is not None
+    store, segment_id = vllm.worker.attached.store, first_segment(vllm, random_text(600, 1))
     (alone,) = (stored.rows[:, 0, 0, 0].flatten().tolist() for stored in store.find([segment_id]).values())
     ((first, second),) = outcome.said["whole"]
     assert first == second == pytest.approx(alone, abs=LIMIT)

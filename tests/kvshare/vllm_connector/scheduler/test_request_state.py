@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delta_tree import SegmentId, Span
-from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler import request_state
 from kvshare.vllm_connector.scheduler.request_state import (
     TABLE,
@@ -17,51 +16,20 @@ from kvshare.vllm_connector.scheduler.request_state import (
     Event,
     State,
     TicketedRequest,
-    why_unshared,
 )
-from kvshare.vllm_protocol.messages import StoredSegment, Ticket, WireCopy, digest_of
+from kvshare.vllm_protocol.messages import Ticket, WireCopy
+from tests.kvshare.vllm_connector.scheduler.ticketed_requests import (
+    admit,
+    end,
+    new_request,
+    reachable,
+    result,
+)
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadResult
 
 ROOT = Path(request_state.__file__).parents[3]
-COPIES = (WireCopy(SegmentId(1), 0, 100, 0, 0), WireCopy(SegmentId(2), 0, 180, 120, 50))
-OUTPUT, STORED = (7, 8), (StoredSegment(SegmentId(3), 100, 20, 640),)
-
-
-def result(failed: bool = False, unreadable: tuple[int, ...] = ()) -> LoadResult:
-    from kvshare.vllm_connector.metadata import LoadResult
-
-    return LoadResult(failed, frozenset(map(SegmentId, unreadable)))
-
-
-def new_request(*, exact_length: int = 0, unshared: Reason | None = None) -> TicketedRequest:
-    ticket = Ticket("t", "ns", "digest", 400, exact_length=exact_length, copies=COPIES)
-    return TicketedRequest(ticket, unshared, is_first=True)
-
-
-def admit(
-    request: TicketedRequest, *, num_local: int, held: tuple[int, ...] = (0, 1), loads: bool = True
-) -> None:
-    request.look_up(num_local)
-    request.admit(held, loads=loads)
-
-
-def end(request: TicketedRequest, *, retains: bool) -> None:
-    """The request has ended; if it `retains`, its KV consists of copy 0 and a segment behind it."""
-    request.retained = frozenset([0]) if retains else None
-    if retains:
-        request.output_ids, request.stored = OUTPUT, STORED
-    request.end(num_prompt=400)
-
-
-@pytest.fixture
-def running() -> TicketedRequest:
-    """A request whose first admission has placed copies at [0, 100) and [120, 300)."""
-    request = new_request()
-    admit(request, num_local=0)
-    request.note_load(result())
-    return request
 
 
 class TestTable:
@@ -94,8 +62,8 @@ class TestTable:
             request.note_load(result())
         elif event is Event.SAVED:
             request.note_saved(lost=None)
-        elif event is Event.SAVE_REQUESTED and request.state is State.LOADING:
-            request._advance(event)  # what is retained is not saved again then
+        elif request.state is State.SAVING or (request.state, event) == (State.LOADING, Event.SAVE_REQUESTED):
+            request._advance(event)  # what is retained would forbid it first
         else:
             end(request, retains=event is Event.SAVE_REQUESTED)
 
@@ -123,15 +91,8 @@ class TestTable:
 
     def test_every_request_can_be_done(self) -> None:
         """From every state `done` can be reached, and every state can be reached."""
-        assert self.reachable(State.WAITING) == set(State)
-        assert all(State.DONE in self.reachable(state) for state in State)
-
-    def reachable(self, start: State) -> set[State]:
-        found, new = {start}, {start}
-        while new:
-            new = {following for (state, _), following in TRANSITIONS.items() if state in new} - found
-            found |= new
-        return found
+        assert reachable(TRANSITIONS, State.WAITING) == set(State)
+        assert all(State.DONE in reachable(TRANSITIONS, state) for state in State)
 
 
 class TestSlots:
@@ -231,92 +192,3 @@ class TestRepairs:
         end(request, retains=False)
         assert request.finished().decision == "full"
         assert request.finished().num_computed == 400
-
-
-class TestReport:
-    """What the proxy reads of it in the end."""
-
-    def test_a_retained_request(self, running: TicketedRequest) -> None:
-        end(running, retains=True)
-        running.note_times({"write": 1.0, "save": 0.2})
-        running.note_times({"save": 0.3})
-        running.note_saved(lost=None)
-        event = running.finished()
-        assert (event.decision, event.reason, event.used) == ("approx", None, (0,))
-        assert (event.num_computed, event.num_local) == (120, 0)
-        assert (event.output_ids, event.stored) == (OUTPUT, STORED)
-        assert event.stage_seconds == {"write": 1.0, "save": 0.5}
-
-    def test_what_is_lost_while_it_is_saved_is_not_retained(self, running: TicketedRequest) -> None:
-        end(running, retains=True)
-        running.note_saved(lost=Reason.SAVE_FAILED)
-        event = running.finished()
-        assert (event.reason, event.used, event.output_ids, event.stored) == ("save_failed", (), (), ())
-        assert event.decision == "approx"
-
-    @pytest.mark.parametrize(
-        ("failed", "unreadable", "lost"),
-        [(False, (), None), (False, (1,), "segments_gone"), (False, (2,), None), (True, (), "load_failed")],
-    )
-    def test_a_prompt_that_was_saved_early_and_is_loaded_again(
-        self, running: TicketedRequest, failed: bool, unreadable: tuple[int, ...], lost: str | None
-    ) -> None:
-        """Preempted in between. It was taken to consist of copy 0; no answer is added where it does not."""
-        running.retain(frozenset([0]), STORED)
-        admit(running, num_local=0)
-        running.note_load(result(failed, unreadable))
-        assert (running.state, running.lost) == (State.RUNNING, lost)
-        assert running.is_as_saved is (lost is None)
-
-    def test_one_that_is_aborted_while_it_is_loaded_again_leaves_its_prompt(
-        self, running: TicketedRequest
-    ) -> None:
-        """As it was reported; its blocks are vLLM's, which waits for the load."""
-        running.retain(frozenset([0]), STORED)
-        running.saved_early = STORED
-        running.note_prompt_saved()
-        admit(running, num_local=0)
-        running.end(num_prompt=400)
-        assert running.state is State.ENDING
-        running.note_load(result())
-        event = running.finished()
-        assert (running.state, event.reason, event.stored) == (State.DONE, "aborted", STORED)
-
-    def test_one_that_ends_before_its_second_load_begins_leaves_its_prompt(
-        self, running: TicketedRequest
-    ) -> None:
-        """Preempted and looked up again; its prompt's save may still be under way."""
-        running.retain(frozenset([0]), STORED)
-        running.saved_early = STORED
-        running.look_up(0)
-        running.end(num_prompt=400)
-        assert running.state is State.SAVING
-        running.note_prompt_saved()
-        running.note_saved(lost=None)
-        event = running.finished()
-        assert (running.state, event.stored, event.output_ids) == (State.DONE, STORED, ())
-
-    def test_why_less_was_shared(self) -> None:
-        """What is not supported comes first, then a failed load, then what is missing."""
-        assert new_request(unshared=Reason.NOT_PRIVATE).finished().reason == "not_private"
-        request = new_request()
-        admit(request, num_local=0, held=(0,))
-        assert (request.finished().reason, request.finished().decision) == ("segments_gone", "approx")
-        request.note_load(result(failed=True))
-        assert (request.finished().reason, request.finished().decision) == ("load_failed", "full")
-
-
-@pytest.mark.parametrize(
-    "attribute", ["lora_request", "mm_features", "pooling_params", "prompt_embeds", "resumable"]
-)
-def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
-    """One by one, on vLLM's own request object."""
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    tokens = list(range(40))
-    request = Request("r", tokens, SamplingParams(max_tokens=1), None)
-    ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
-    assert why_unshared(request, ticket, may_move_keys=True) is None
-    setattr(request, attribute, ["something"])
-    assert why_unshared(request, ticket, may_move_keys=True) is not None

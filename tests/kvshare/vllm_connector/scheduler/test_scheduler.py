@@ -30,9 +30,11 @@ def new_scheduler(*, may_move_keys: bool = True) -> ConnectorScheduler:
 
     segments = SegmentIndex(max_bytes=1_000_000)
     segments.add(SEGMENT, HeldSegment("namespace", 200, 1_600))
-    return ConnectorScheduler(
-        segments=segments, events=EventLog(), shares=True, bytes_per_token=8, may_move_keys=may_move_keys
+    scheduler = ConnectorScheduler(
+        segments=segments, events=EventLog(), shares=True, may_move_keys=may_move_keys
     )
+    scheduler.saving.bytes_per_token = 8
+    return scheduler
 
 
 def new_request(ticket_id: str, *copies: WireCopy, request_id: str = "request") -> Request:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     from kvshare.vllm_connector.metadata import StepMetadata
-    from tests.kvshare.vllm_connector.conftest import Copies, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))

@@ -1,31 +1,29 @@
 """
 How often loads, saves and passes go between the host and a GPU, and how: the same number of times however
 many runs and layers there are, from and to memory that CUDA knows, and without waiting.
-
-Torch is given a GPU that it does not have: tensors that say they are on it are computed on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from delta_tree import SegmentId, Span
-from tests.kvshare.vllm_connector.worker.test_copy_protocol import (
+from tests.kvshare.vllm_connector.worker.pretended_gpu import CUDA, Crossings, Gpu
+from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCKS,
     BYTES_PER_TOKEN,
     DIM,
     HEADS,
     LAYERS,
+    late_copies,
     new_worker,
     one_rank,
+    use,
 )
 
 if TYPE_CHECKING:
@@ -33,110 +31,8 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.partial_forward import Run
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
-CUDA = torch.device("cuda:0")
 NUM_TOKENS = 122  # 40 runs of one token, two copied tokens around each
 SHAPES = [(1, 2), (10, 2), (40, 2), (10, 6)]  # runs and layers
-# What waits for a GPU because the host must know a value.
-_WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
-
-
-class There(torch.Tensor):
-    """Says that it is on the GPU. `here`: its elements."""
-
-    here: torch.Tensor
-
-    @staticmethod
-    def holding(here: torch.Tensor) -> There:
-        there: There = torch.Tensor._make_wrapper_subclass(
-            There,
-            here.size(),
-            strides=here.stride(),
-            storage_offset=here.storage_offset(),
-            dtype=here.dtype,
-            device=torch.device("meta"),  # torch asks the driver about CUDA's own tensors
-        )
-        there.here = here
-        return there
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # torch's is an attribute
-        return CUDA
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]  # as torch calls it
-        raise AssertionError(f"{func} outside of the mode")
-
-
-@dataclass
-class Crossings:
-    """What went up to the GPU and down, in bytes each, and all that should not be."""
-
-    up: list[int] = field(default_factory=list)
-    down: list[int] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
-    pageable: list[str] = field(default_factory=list)
-    allocated: list[int] = field(default_factory=list)
-
-
-class Gpu(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = Crossings()
-        self._pinned: list[torch.Tensor] = []
-
-    def register(self, buffer: torch.Tensor) -> None:
-        self._pinned.append(buffer)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        flat, _ = tree_flatten((args, kwargs))
-        given = [each for each in flat if isinstance(each, torch.Tensor)]
-        wrapped = {id(each.here): each for each in given if isinstance(each, There)}
-        target = next((each for each in flat if isinstance(each, torch.device)), None)
-        is_there = bool(wrapped) if target is None else target == CUDA
-        pins = kwargs.pop("pin_memory", None)
-        if name in ("copy_", "to", "_to_copy"):
-            self._note_copy(name, args, kwargs, is_there=is_there)
-        elif wrapped and any(each.dim() and not isinstance(each, There) for each in given):
-            self.seen.pageable.append(name)  # torch copies it silently
-        if wrapped and name in _WAITING:
-            self.seen.waits.append(name)
-        args, kwargs = tree_map(_here, (args, kwargs))
-        result = func(*args, **kwargs)
-        if pins:
-            self._pinned.append(result)
-        if name in ("empty", "zeros") and is_there:
-            self.seen.allocated.append(result.nbytes)
-
-        def returned(each: Any) -> Any:
-            if not isinstance(each, torch.Tensor) or not is_there:
-                return each
-            return wrapped.get(id(each)) if id(each) in wrapped else There.holding(each)
-
-        return tree_map(returned, result)
-
-    def _note_copy(self, name: str, args: Any, kwargs: Mapping[str, Any], *, is_there: bool) -> None:
-        target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
-        goes_up = isinstance(target, There) if target is not None else is_there
-        if isinstance(source, There) == goes_up:
-            return
-        (self.seen.up if goes_up else self.seen.down).append(source.nbytes)
-        host = source if goes_up else target
-        own = next((each for each in self._pinned if host is not None and _is_inside(host, each)), None)
-        if own is None:
-            self.seen.pageable.append(name)
-        if not (kwargs.get("non_blocking") or True in args[2:]):
-            self.seen.waits.append(name)
-
-
-def _here(each: Any) -> Any:
-    if isinstance(each, torch.device):
-        return torch.device("cpu")
-    return each.here if isinstance(each, There) else each
-
-
-def _is_inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
 
 
 @pytest.fixture
@@ -167,18 +63,20 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     from kvshare.kv.movement import STAYS, Movement
     from kvshare.vllm_connector.worker import device
     from kvshare.vllm_connector.worker.partial_forward import PartialForward
+    from kvshare.vllm_connector.worker.start import Attached
 
     class OneStream(device.CudaDevice):
         """All in one order, as on the CPU."""
 
-        mark, seconds, beside = device.Device.mark, device.Device.seconds, device.Device.beside
+        mark, seconds = device.Device.mark, device.Device.seconds
+        run_after = device.Device.run_after
 
         def __init__(self) -> None:
             self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
 
     class Layers(PartialForward):
         def __init__(self) -> None:
-            self._cache, self._max_tokens, self._max_runs = worker._cache, 10**6, 10**6
+            self._cache, self._max_tokens, self._max_runs = cache, 10**6, 10**6
 
         def _forward(self, runs: Sequence[Run]) -> None:
             token_ids, positions, slots, _ = self._inputs(runs)
@@ -190,14 +88,15 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     segment = -(-NUM_TOKENS * BYTES_PER_TOKEN * num_layers // LAYERS // 512) * 512
     monkeypatch.setattr(device, "STAGING_BYTES", 2 * segment)
     worker = new_worker(24, num_layers=num_layers, device="cuda:0")
-    for layer in worker._cache.layers.values():
+    cache, store = worker.attached.cache, worker.attached.store
+    for layer in cache.layers.values():
         layer.impl = Kernels(layer.impl.do_kv_cache_update)
     turns = Movement((1.0, 0.1))
-    worker._cache.kv_layout = worker._cache.kv_layout.moving([(turns, STAYS)] * num_layers)
-    worker._device, worker._forward, worker._can_listen = OneStream(), Layers(), True
-    worker._step_tokens = 10**6  # all in one step
-    assert worker._store is not None
-    gpu.register(worker._store.arena.buffer)
+    cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * num_layers)
+    use(worker, Attached(cache, Layers(), store), can_listen=True)
+    worker.parts.transfers._device = worker.parts.placeholders._device = OneStream()
+    worker.parts.placeholders._step_tokens = 10**6  # all in one step
+    gpu.register(store.arena.buffer)
     return worker
 
 
@@ -218,8 +117,8 @@ def step(worker: ConnectorWorker, **own: Any) -> None:
 
 
 def copy(worker: ConnectorWorker) -> None:
-    while worker._copies.jobs:  # type: ignore[attr-defined]  # has no thread
-        worker._copies.run()  # type: ignore[attr-defined]
+    while late_copies(worker).jobs:
+        late_copies(worker).run()
 
 
 def save(worker: ConnectorWorker, count: int) -> None:

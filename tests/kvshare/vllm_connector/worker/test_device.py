@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvshare.vllm_connector.worker.device import CudaDevice
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 HEADS, LAYERS, DIM = 2, 3, 4
 SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
@@ -82,12 +83,12 @@ def segments(count: int, num_tokens: int = 16) -> list[torch.Tensor]:
     return [torch.randn(HEADS, LAYERS, 2, num_tokens, DIM) for _ in range(count)]
 
 
-def test_work_beside_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
+def test_work_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
     def stop() -> None:
         raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        device.beside(device.mark(), stop)
+        device.run_after(device.mark(), stop)
     assert isinstance(device._stream, Stream)
     assert device._stream.done == ["used", "after a mark of 70 ms", "synchronised"]
 
@@ -99,8 +100,8 @@ def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> 
     def copy() -> None:
         stream.at_ms += 4
 
-    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
-    assert device.beside(device.mark(), copy) == pytest.approx(0.004)
+    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
+    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
 
 
 def test_loads_and_saves_report_the_time_of_their_copies_only(
@@ -110,7 +111,7 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
     from kvshare.vllm_connector.worker import copying
     from kvshare.vllm_protocol.messages import WireCopy
-    from tests.kvshare.vllm_connector.worker.test_copy_protocol import NUM_TOKENS, new_worker, one_rank
+    from tests.kvshare.vllm_connector.worker.small_worker import NUM_TOKENS, late_copies, new_worker, one_rank
 
     monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     stream: Any = device._stream
@@ -127,17 +128,17 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(
     monkeypatch.setattr(device, "to_device", to_device)
     monkeypatch.setattr(device, "to_host", to_host)
     worker, span = new_worker(2), Span(0, NUM_TOKENS)
-    worker._device = device
+    worker.parts.transfers._device = device
     with one_rank():
         worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), ((SegmentId(1), span),)),)))
-        worker._copies.run()  # type: ignore[attr-defined]  # has no thread
+        late_copies(worker).run()
         copies = (WireCopy(SegmentId(1), 0, NUM_TOKENS, 0, 0),)
         worker.begin(
             StepMetadata(
                 loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), copies),)
             )
         )
-        worker._copies.run()  # type: ignore[attr-defined]
+        late_copies(worker).run()
         worker.advance(StepMetadata())
     report = worker.build_connector_worker_meta()
     assert report is not None
@@ -167,15 +168,11 @@ def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(dev
     assert staged.untyped_storage().data_ptr() != device._staging.untyped_storage().data_ptr()
 
 
-def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
+def small_cache() -> PagedCache:
+    """Of nine blocks of 8 tokens."""
     import torch
 
     from kvshare.kv.movement import STAYS
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
-    from kvshare.vllm_connector.worker.device import batches
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
     def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -187,7 +184,14 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
     cache = PagedCache(layers, block_size=8)
     assert cache.find_layout(0) is None
     cache.kv_layout = cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
-    stored, block_ids = segments(3), (5, 2, 7, 1, 8, 3)
+    return cache
+
+
+@contextmanager
+def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each copy of a tensor did not block."""
+    import torch
+
     copied: list[bool] = []
     copy = torch.Tensor.copy_
 
@@ -197,18 +201,30 @@ def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", counted)
-        pieces = []
-        for number, rows in enumerate(stored):
-            for start in range(0, 16, 4):  # four pieces
-                slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
-                pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
+        yield copied
+
+
+def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
+    import torch
+
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
+    from kvshare.vllm_connector.worker.device import batches
+
+    cache, stored, block_ids = small_cache(), segments(3), (5, 2, 7, 1, 8, 3)
+    pieces = []
+    for number, rows in enumerate(stored):
+        for start in range(0, 16, 4):  # four pieces
+            slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
+            pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
+    with counted_copies(monkeypatch) as copied:
         write_copies(cache, device, pieces)
     assert copied == [True] * 3
-    copied.clear()
 
     spans, back = [Span(16 * n, 16 * (n + 1)) for n in range(3)], [torch.empty_like(rows) for rows in stored]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", counted)
+    with counted_copies(monkeypatch) as copied:
         for batch in batches(back):
             staged = device.room_for(back[batch])
             assert sum(each.nbytes for each in staged) <= device._staging.nbytes

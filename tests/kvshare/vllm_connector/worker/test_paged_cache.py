@@ -12,8 +12,9 @@ from delta_tree import Span
 if TYPE_CHECKING:
     import torch
 
-    from kvshare.vllm_connector.worker.paged_cache import WriteRows
-    from tests.kvshare.vllm_connector.conftest import Start
+    from kvshare.vllm_connector.worker.block_layout import WriteRows
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from tests.kvshare.vllm_connector.in_process_vllm import Start
 
 
 class TestLayouts:
@@ -34,7 +35,7 @@ class TestLayouts:
         return block, write
 
     def test_content(self) -> None:
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         layout = find_layout(*self.block())
         assert layout is not None
@@ -43,7 +44,7 @@ class TestLayouts:
     def test_any_permutation_is_learned(self) -> None:
         import torch
 
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         permutation = torch.randperm(self.H * self.N * 2 * self.D)
         layout = find_layout(*self.block(permutation))
@@ -52,7 +53,7 @@ class TestLayouts:
 
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
-        from kvshare.vllm_connector.worker.paged_cache import find_layout
+        from kvshare.vllm_connector.worker.block_layout import find_layout
 
         block, write = self.block()
 
@@ -78,46 +79,50 @@ class TestRows:
         """`ratio`: kernel blocks in one of the scheduler's."""
         import torch
 
-        from kvshare.vllm_connector.worker.paged_cache import PagedCache
-
         torch.manual_seed(0)
-        permutation = torch.randperm(self.H * self.N * 2 * self.D)
-        names = ("first", "second")
-        layers = {}
-        for name, cache in zip(names, self.caches(memory, len(names)), strict=True):
-
-            def update(
-                _: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-            ) -> None:
-                """Of whole blocks, as a kernel of this layout writes them."""
-                k, v = (rows.unflatten(0, (-1, self.N)).transpose(1, 2) for rows in (k, v))  # (B, H, N, D)
-                rows = torch.cat([k, v], dim=-1)
-                if layout == "transposed":
-                    rows = torch.cat([k.transpose(2, 3).flatten(2), v.flatten(2)], dim=-1).view_as(rows)
-                elif layout == "learned":
-                    rows = rows.flatten(1)[:, permutation].view_as(rows)
-                cache[slots[:: self.N] // self.N] = rows
-
-            layers[name] = SimpleNamespace(kv_cache=cache, impl=SimpleNamespace(do_kv_cache_update=update))
-        size = ratio * self.N
-        paged = PagedCache(layers, block_size=size)
-        assert paged.find_layout(0) is None
-        assert paged.layout == layout
-
-        block_ids, places = (3, 1, 2), (0, 2, 7, 8, 22)
+        size, block_ids, places = ratio * self.N, (3, 1, 2), (0, 2, 7, 8, 22)
+        paged = self.paged_cache(memory, layout, block_size=size)
         k, v = (torch.randn(2, 3 * size, self.H, self.D) for _ in range(2))
         paged.write(k, v, paged.slots(block_ids, Span(0, 3 * size)))
         whole = paged.read(block_ids, Span(0, 3 * size))
         assert torch.equal(whole.k, k)
         assert torch.equal(whole.v, v)
-        found_k, found_v = paged.rows(block_ids, places)
-        assert torch.equal(found_k, k[:, places])
-        assert torch.equal(found_v, v[:, places])
+        row_k, row_v = paged.rows(block_ids, places)
+        assert torch.equal(row_k, k[:, places])
+        assert torch.equal(row_v, v[:, places])
         assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
         for span in (Span(1, 3), Span(2, 3 * size - 3), Span(size, 2 * size), Span(size - 1, size + 1)):
             part = paged.read(block_ids, span)
             assert torch.equal(part.k, k[:, span.start : span.end])
             assert torch.equal(part.v, v[:, span.start : span.end])
+
+    def paged_cache(self, memory: str, layout: str, *, block_size: int) -> PagedCache:
+        """Two layers, whose kernel writes blocks in this layout."""
+        import torch
+
+        from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+        permutation = torch.randperm(self.H * self.N * 2 * self.D)
+
+        def update(
+            _: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            """Of whole blocks, as a kernel of this layout writes them."""
+            k, v = (rows.unflatten(0, (-1, self.N)).transpose(1, 2) for rows in (k, v))  # (B, H, N, D)
+            rows = torch.cat([k, v], dim=-1)
+            if layout == "transposed":
+                rows = torch.cat([k.transpose(2, 3).flatten(2), v.flatten(2)], dim=-1).view_as(rows)
+            elif layout == "learned":
+                rows = rows.flatten(1)[:, permutation].view_as(rows)
+            cache[slots[:: self.N] // self.N] = rows
+
+        impl = SimpleNamespace(do_kv_cache_update=update)
+        caches = zip(("first", "second"), self.caches(memory, 2), strict=True)
+        layers = {name: SimpleNamespace(kv_cache=cache, impl=impl) for name, cache in caches}
+        paged = PagedCache(layers, block_size=block_size)
+        assert paged.find_layout(0) is None
+        assert paged.layout == layout
+        return paged
 
     def caches(self, memory: str, count: int) -> list[torch.Tensor]:
         """(B, H, N, 2 D) each."""

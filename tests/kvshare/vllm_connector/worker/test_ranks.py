@@ -69,15 +69,15 @@ def test_no_memory_is_taken_that_the_host_does_not_have(
     import torch
 
     from kvshare.vllm_connector.worker import ranks
-    from tests.kvshare.vllm_connector.worker.test_copy_protocol import new_worker
+    from tests.kvshare.vllm_connector.worker.small_worker import new_worker
 
     hosts += [("a", 3 * GIB)] * num_ranks  # nine eighths of 4 GiB are wanted
     worker, taken = new_worker(1), list[object]()
-    worker._config.kv_transfer_config = SimpleNamespace(engine_id="e")
+    worker._start.config.kv_transfer_config = SimpleNamespace(engine_id="e")
     monkeypatch.setattr(ranks, "_mapped", lambda *given, creates: taken.append(given))
     monkeypatch.setattr(torch, "empty", lambda *given, **_: taken.append(given))
     with pytest.raises(MemoryError, match=r"takes 4\.5 GiB"):
-        worker._take_memory()
+        worker._start._allocate(worker.attached.cache.kv_layout)
     assert not taken
 
 
@@ -85,10 +85,9 @@ def test_copies_are_made_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch)
     """A new thread starts with GPU 0, and "cuda" without a number is whichever it has."""
     import torch
 
-    from kvshare.vllm_connector.worker import worker
-    from tests.kvshare.vllm_connector.worker.test_copy_protocol import new_worker
+    from kvshare.vllm_connector.worker import device
 
-    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(device, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(worker, "CudaDevice", lambda device: device)
-    assert str(new_worker(1)._device) == "cuda:3"
+    monkeypatch.setattr(device, "CudaDevice", lambda own: own)
+    assert str(device.device_of_this_worker()) == "cuda:3"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
     from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
     from kvshare.vllm_connector.worker.self_test import SelfTest
-    from tests.kvshare.vllm_connector.conftest import Checkpoint, Start, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Vllm
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import Inputs
 
 
@@ -25,7 +25,9 @@ class TestSelfTest:
     def self_test(self, vllm: Vllm) -> SelfTest:
         from kvshare.vllm_connector.worker.self_test import SelfTest
 
-        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
+        return SelfTest(
+            vllm.worker.attached.cache, vllm.worker.attached.forward, vocab_size=300, max_model_len=1024
+        )
 
     def test_they_hold(self, start: Start) -> None:
         self_test = self.self_test(vllm := start("llama"))
@@ -42,8 +44,8 @@ class TestSelfTest:
     ) -> None:
         """Another scale, as of a model that scales its queries by itself."""
         vllm = start("llama")
-        scaling = vllm.worker._forward.scaling
-        monkeypatch.setattr(vllm.worker._forward, "scaling", lambda layer: 1.2 * scaling(layer))
+        scaling = vllm.worker.attached.forward.scaling
+        monkeypatch.setattr(vllm.worker.attached.forward, "scaling", lambda layer: 1.2 * scaling(layer))
         assert "attention does not follow" in str(self.self_test(vllm).check_listening())
 
     def test_kernels_that_are_not_called_where_we_stand_in_are_found(
@@ -53,7 +55,7 @@ class TestSelfTest:
         from contextlib import nullcontext
 
         vllm = start("llama")
-        monkeypatch.setattr(vllm.worker._forward, "_watched", lambda watch: nullcontext())
+        monkeypatch.setattr(vllm.worker.attached.forward, "_watched", lambda watch: nullcontext())
         assert "cannot be watched" in str(self.self_test(vllm).check_listening())
 
     def test_an_error_is_a_reason_not_to_listen(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +65,13 @@ class TestSelfTest:
         def scaling(layer: int) -> float:
             raise AttributeError("no scale")
 
-        monkeypatch.setattr(vllm.worker._forward, "scaling", scaling)
+        monkeypatch.setattr(vllm.worker.attached.forward, "scaling", scaling)
         assert "AttributeError: no scale" in str(self.self_test(vllm).check_listening())
 
     def test_watching_leaves_no_trace(self, start: Start) -> None:
         vllm = start("llama")
         self.self_test(vllm).check_listening()
-        layers = vllm.worker._cache.layers.values()
+        layers = vllm.worker.attached.cache.layers.values()
         assert all("forward" not in vars(layer.impl) for layer in layers)
 
     def test_wrong_frequencies_are_found(self, start: Start) -> None:
@@ -150,7 +152,9 @@ class TestMutations:
     def self_test(self, vllm: Vllm) -> SelfTest:
         from kvshare.vllm_connector.worker.self_test import SelfTest
 
-        return SelfTest(vllm.worker._cache, vllm.worker._forward, vocab_size=300, max_model_len=1024)
+        return SelfTest(
+            vllm.worker.attached.cache, vllm.worker.attached.forward, vocab_size=300, max_model_len=1024
+        )
 
     def test_right_is_right(self, vllm: Vllm) -> None:
         assert vllm.side.info().refusals == ()
@@ -227,7 +231,7 @@ class TestMutations:
         self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Where what stands before a run makes no difference, a pass that never looked would be right too."""
-        for layer in vllm.worker._cache.layers.values():
+        for layer in vllm.worker.attached.cache.layers.values():
             forward = layer.impl.forward
 
             def silent(*arguments: Any, forward: Any = forward, output: Any, **options: Any) -> Any:
@@ -261,14 +265,15 @@ def test_the_measure_sees_small_channels_beside_large_ones(wrong: str, limit: fl
 
 def test_a_worker_that_cannot_even_look_refuses(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend whose metadata cannot be built does not keep vLLM from starting."""
-    from kvshare.vllm_connector.worker import worker
+    from kvshare.vllm_connector.worker import start as starting
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
     def fail(*_: object) -> None:
         raise RuntimeError("no such backend")
 
-    given = start("llama").worker
-    monkeypatch.setattr(worker, "PartialForward", fail)
-    fresh = worker.ConnectorWorker(given._config, given._settings, given._spec, given._layer_names)
+    given = start("llama").worker._start
+    monkeypatch.setattr(starting, "PartialForward", fail)
+    fresh = ConnectorWorker(given.config, given.settings, given.spec, given.layer_names)
     fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
     assert fresh.handshake is not None
     assert "no such backend" in fresh.handshake.unsupported[0]

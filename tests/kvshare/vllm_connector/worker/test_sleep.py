@@ -10,12 +10,12 @@ import pytest
 
 from delta_tree import SegmentId, Span
 from kvshare.vllm_protocol.messages import WireCopy
-from tests.kvshare.vllm_connector.worker.test_copy_protocol import (
+from tests.kvshare.vllm_connector.worker.small_worker import (
     DIM,
     HEADS,
     LAYERS,
     NUM_TOKENS,
-    LateCopies,
+    late_copies,
     new_worker,
     one_rank,
 )
@@ -36,16 +36,11 @@ def worker() -> Iterator[ConnectorWorker]:
         yield new_worker(max_segments=4)
 
 
-def copies(worker: ConnectorWorker) -> LateCopies:
-    assert isinstance(worker._copies, LateCopies)
-    return worker._copies
-
-
 def write(worker: ConnectorWorker, blocks: tuple[int, ...], value: float) -> None:
     import torch
 
     rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value)
-    worker._cache.write(rows, -rows, worker._cache.slots(blocks, Span(0, NUM_TOKENS)))
+    worker.attached.cache.write(rows, -rows, worker.attached.cache.slots(blocks, Span(0, NUM_TOKENS)))
 
 
 def save(name: str = "save", segment_id: SegmentId = SEGMENT) -> SaveRequest:
@@ -78,7 +73,7 @@ def store(worker: ConnectorWorker) -> None:
     """One segment is stored."""
     write(worker, SAVED, VALUE)
     step(worker, saves=(save(),))
-    copies(worker).run()
+    late_copies(worker).run()
     step(worker)
     assert worker.take_transfers().finished_sending == {"save"}
 
@@ -88,7 +83,7 @@ def renew(worker: ConnectorWorker) -> list[torch.Tensor]:
     import torch
 
     stale = []
-    for layer in worker._cache.layers.values():
+    for layer in worker.attached.cache.layers.values():
         stale.append(layer.kv_cache.fill_(99.0))
         layer.kv_cache = torch.zeros_like(layer.kv_cache)
     return stale
@@ -101,10 +96,10 @@ def test_a_load_after_a_sleep_fills_the_new_memory(worker: ConnectorWorker) -> N
     stale = renew(worker)
     worker.restore_caches()
     step(worker, loads=(load(),))
-    copies(worker).run()
+    late_copies(worker).run()
     step(worker)
     assert worker.take_transfers().failed_recving == set()
-    assert (worker._cache.read(LOADED, Span(0, NUM_TOKENS)).k == VALUE).all()
+    assert (worker.attached.cache.read(LOADED, Span(0, NUM_TOKENS)).k == VALUE).all()
     assert all((cache == 99.0).all() for cache in stale)
 
 
@@ -113,15 +108,14 @@ def test_a_sleep_waits_for_a_save(worker: ConnectorWorker) -> None:
     write(worker, SAVED, VALUE)
     step(worker, saves=(save(),))
     worker.release_caches()
-    assert not copies(worker).jobs
+    assert not late_copies(worker).jobs
     renew(worker)
     worker.restore_caches()
     step(worker)
     assert worker.take_transfers().finished_sending == {"save"}
     report = worker.build_connector_worker_meta()
     assert report is None or not report.failed_saves
-    assert worker._store is not None
-    assert (worker._store.find([SEGMENT])[SEGMENT].rows[:, :, 0] == VALUE).all()
+    assert (worker.attached.store.find([SEGMENT])[SEGMENT].rows[:, :, 0] == VALUE).all()
 
 
 @pytest.mark.parametrize("has_arrived", [False, True], ids=["copying", "arrived"])
@@ -129,15 +123,18 @@ def test_a_load_that_a_sleep_interrupts_fails(
     worker: ConnectorWorker, monkeypatch: pytest.MonkeyPatch, has_arrived: bool
 ) -> None:
     """What it has written is lost with the cache, so that vLLM must compute the prompt."""
+
+    from kvshare.vllm_connector.worker import placeholders
+
     store(worker)
     with monkeypatch.context() as patch:
-        patch.setattr("kvshare.vllm_connector.worker.worker.num_admitted", lambda *_: 0)  # none is computed
+        patch.setattr(placeholders, "num_admitted", lambda *_: 0)  # none is computed
         step(worker, loads=(load("first"), load("second")))
         if has_arrived:
-            copies(worker).run()
-            copies(worker).run()
+            late_copies(worker).run()
+            late_copies(worker).run()
             step(worker)
-            assert len(worker._arrived) == 2
+            assert len(worker.parts.placeholders._arrived) == 2
         worker.release_caches()
     renew(worker)
     worker.restore_caches()
@@ -146,7 +143,7 @@ def test_a_load_that_a_sleep_interrupts_fails(
     report = worker.build_connector_worker_meta()
     assert report is not None
     assert all(result.failed for result in report.loads.values())
-    assert not worker._copying
+    assert not worker.parts.transfers._copying
 
 
 def test_what_begins_while_it_sleeps_fails_at_once(worker: ConnectorWorker) -> None:
@@ -155,13 +152,13 @@ def test_what_begins_while_it_sleeps_fails_at_once(worker: ConnectorWorker) -> N
     worker.release_caches()
     stale = renew(worker)
     step(worker, loads=(load(),), saves=(save("other", SegmentId(2)),))
-    assert not copies(worker).jobs
+    assert not late_copies(worker).jobs
     transfers, report = worker.take_transfers(), worker.build_connector_worker_meta()
     assert (transfers.failed_recving, transfers.finished_sending) == ({"load"}, {"other"})
     assert report is not None
     assert report.failed_saves == {"other"}
     assert all((cache == 99.0).all() for cache in stale)
-    assert all((layer.kv_cache == 0).all() for layer in worker._cache.layers.values())
+    assert all((layer.kv_cache == 0).all() for layer in worker.attached.cache.layers.values())
 
 
 def test_being_told_twice_changes_nothing(worker: ConnectorWorker) -> None:
@@ -173,7 +170,7 @@ def test_being_told_twice_changes_nothing(worker: ConnectorWorker) -> None:
     for _ in range(2):
         worker.restore_caches()
     step(worker, loads=(load(),))
-    copies(worker).run()
+    late_copies(worker).run()
     step(worker)
     transfers = worker.take_transfers()
     assert (transfers.finished_recving, transfers.failed_recving) == ({"load"}, set())
@@ -185,7 +182,7 @@ def test_a_cache_of_another_layout_is_not_touched(
     """The self-test at start has not seen it."""
     store(worker)
     worker.release_caches()
-    for layer in worker._cache.layers.values():
+    for layer in worker.attached.cache.layers.values():
         layer.kv_cache = layer.kv_cache.transpose(1, 2).contiguous().transpose(1, 2)
     with caplog.at_level(logging.ERROR, logger="vllm.kvshare"):
         worker.restore_caches()

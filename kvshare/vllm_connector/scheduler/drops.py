@@ -1,0 +1,43 @@
+"""Drops segments: from the index at once, from the workers with the next step, in the proxy by an event."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from delta_tree import SegmentId
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_protocol.messages import Dropped
+
+
+class Drops:
+    """Thread-safe: the control server drops, too."""
+
+    def __init__(self, segments: SegmentIndex, events: EventLog) -> None:
+        self._segments, self._events = segments, events
+        self._pending: list[SegmentId] = []  # for the workers
+        self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> tuple[SegmentId, ...]:
+        return tuple(self._pending)
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> int:
+        """Returns how many were held."""
+        removed = self._segments.drop(segment_ids)
+        self.note(removed)
+        return len(removed)
+
+    def note(self, segment_ids: Sequence[SegmentId]) -> None:
+        """The index has dropped them itself."""
+        if segment_ids:
+            with self._lock:
+                self._pending.extend(segment_ids)
+            self._events.append(Dropped(tuple(segment_ids)))
+
+    def take(self) -> tuple[SegmentId, ...]:
+        """Those that no step has had yet, for the workers."""
+        with self._lock:
+            taken, self._pending = tuple(self._pending), []
+        return taken

@@ -1,0 +1,121 @@
+"""
+How K and V lie inside a block of vLLM's KV cache, (H, N, 2 D) in memory of any strides.
+
+The layout is determined by writing random rows through vLLM: the right one reads them back.
+
+    content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
+    transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
+    learned     any other permutation inside a block             CPU, for example AMX
+
+Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
+ReadRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """
+    Reads contiguous copies of blocks: K and V, by one function each.
+
+    Shapes:  blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
+    """
+
+    name: str
+    planes: tuple[ReadRows, ReadRows]
+
+
+def _content(blocks: torch.Tensor, plane: int) -> torch.Tensor:
+    return blocks.chunk(2, dim=-1)[plane].permute(0, 2, 1, 3)
+
+
+def _transposed(blocks: torch.Tensor, plane: int) -> torch.Tensor:
+    num_blocks, num_heads, num_tokens, width = blocks.shape
+    rows = blocks.view(num_blocks, num_heads, 2, num_tokens * width // 2)[:, :, plane]
+    if plane == 0:
+        return rows.view(num_blocks, num_heads, width // 2, num_tokens).permute(0, 3, 1, 2)
+    return rows.view(num_blocks, num_heads, num_tokens, width // 2).permute(0, 2, 1, 3)
+
+
+_KNOWN = tuple(
+    BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)))
+    for name, read in (("content", _content), ("transposed", _transposed))
+)
+
+
+def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
+    """
+    The layout that reads back what `write` writes into `block`, or None. The block is overwritten.
+
+    Shapes:  block (H, N, 2 D), a view into the cache
+    """
+    num_heads, num_tokens, width = block.shape
+    shape = (num_tokens, num_heads, width // 2)
+    for layout in _KNOWN:
+        if _reads_back(layout, block, write, shape):
+            return layout
+    learned = _learn(block, write, shape)
+    return learned if learned is not None and _reads_back(learned, block, write, shape) else None
+
+
+def _reads_back(
+    layout: BlockLayout, block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (
+        torch.randn(shape, generator=generator).to(dtype=block.dtype, device=block.device) for _ in range(2)
+    )
+    write(k, v)
+    read = block.contiguous().unsqueeze(0)
+    read_back = [rows(read)[0] for rows in layout.planes]
+    return all(map(torch.equal, read_back, (k, v)))
+
+
+def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
+    """Write every element's number bit by bit, and look where the bits appear."""
+    count = shape[0] * shape[1] * shape[2]
+    numbers = torch.arange(count, device=block.device).view(shape)
+    places = []
+    for is_key in (True, False):
+        number_there = torch.zeros(block.numel(), dtype=torch.int64, device=block.device)
+        for bit in range(count.bit_length()):
+            number_there += _landed((numbers >> bit) & 1, block, write, is_key=is_key).long() << bit
+        where = _landed(torch.ones_like(numbers), block, write, is_key=is_key).nonzero().flatten()
+        place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
+        place[number_there[where].clamp(max=count - 1)] = where
+        if len(where) != count or int(place.min()) < 0:
+            return None  # no permutation: quantised, or not stored
+        places.append(place.view(shape))
+    return BlockLayout("learned", (_gathered(places[0]), _gathered(places[1])))
+
+
+def _gathered(places: torch.Tensor) -> ReadRows:
+    """Reads each element from its place in a flattened block. Shapes:  places (N, H, D)"""
+    flat = places.flatten()
+
+    def rows(blocks: torch.Tensor) -> torch.Tensor:
+        if blocks.device.type == "cpu":  # block by block takes a third of the time there
+            elements = torch.stack([block.flatten().index_select(0, flat) for block in blocks])
+        else:
+            elements = blocks.flatten(start_dim=1).index_select(1, flat)
+        return elements.view(-1, *places.shape)
+
+    return rows
+
+
+def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:
+    """Which elements of the flattened block are set after writing `marks`."""
+    block.zero_()
+    rows = marks.to(block.dtype)
+    zeros = torch.zeros_like(rows)
+    write(rows, zeros) if is_key else write(zeros, rows)
+    return block.contiguous().flatten() != 0

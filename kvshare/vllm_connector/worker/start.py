@@ -1,0 +1,154 @@
+"""
+Start of a worker: it takes vLLM's model and KV cache, allocates memory for segments, and tests itself.
+
+All ranks do it together, before the first step. `Attached` is what the steps work on; the handshake says what
+of it can be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.movement import why_not_movable
+from kvshare.kv.parameters import model_fingerprint
+from kvshare.vllm_connector.config import ConnectorSettings
+from kvshare.vllm_connector.metadata import WorkerHandshake
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
+from kvshare.vllm_connector.worker.ranks import (
+    agreed,
+    as_one,
+    check_host_memory,
+    num_ranks,
+    on_all_ranks,
+    rank,
+    shared_memory,
+)
+from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
+from kvshare.vllm_connector.worker.self_test import SelfTest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """What a worker copies and computes with. The self-test completes the layout in `cache`."""
+
+    cache: PagedCache
+    forward: PartialForward
+    store: SegmentStore
+    shares_memory: bool = False  # with other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Of the self-test: reasons why nothing can be shared, and warnings about what is limited."""
+
+    unsupported: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    can_listen: bool = False  # attention can be watched
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerStart:
+    """What vLLM gives a worker before it has the model."""
+
+    config: VllmConfig
+    settings: ConnectorSettings
+    spec: KVCacheSpec
+    layer_names: Sequence[str]
+    device: Device
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that loads may compute in one step."""
+        return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
+
+    def attach(self, model: torch.nn.Module) -> Attached:
+        """Raises MemoryError, and whatever a model causes that is made otherwise than expected."""
+        cache, forward = on_all_ranks(partial(self._read_model, model), "another rank could not be prepared")
+        store, shares_memory = self._allocate(cache.kv_layout)
+        return Attached(cache, forward, store, shares_memory)
+
+    def verify(self, model: torch.nn.Module, attached: Attached) -> WorkerHandshake:
+        """Run the self-test, which overwrites blocks."""
+        cache = attached.cache
+        with as_one("the self-test"):
+            findings = self._run_self_test(model, attached)
+        layout = cache.kv_layout
+        keys, _ = layout.planes
+        return WorkerHandshake(
+            unsupported=findings.unsupported,
+            warnings=findings.warnings,
+            can_move_keys=layout.can_move,
+            can_listen=findings.can_listen,
+            rope=layout.digest,
+            num_layers=layout.num_layers,
+            num_kv_heads=keys.num_heads,
+            head_dim=keys.dim,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            attention_backend=f"{attached.forward.backend_name}/{cache.layout}",
+            bytes_per_token=layout.bytes_per_token,
+            weights=weights_digest(model),
+            fingerprint=model_fingerprint(
+                model.named_parameters(), num_layers=layout.num_layers, head_dim=keys.dim
+            ),
+        )
+
+    def _read_model(self, model: torch.nn.Module) -> tuple[PagedCache, PartialForward]:
+        layers = self.config.compilation_config.static_forward_context
+        cache = PagedCache({name: layers[name] for name in self.layer_names}, block_size=self.spec.block_size)
+        return cache, PartialForward(model, cache, self.config, self.spec)
+
+    def _allocate(self, layout: KVLayout) -> tuple[SegmentStore, bool]:
+        """The arena, and whether ranks share it. All ranks call it together."""
+        keys, _ = layout.planes
+        transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
+        assert transfer is not None, "or there would be no connector"
+        num_heads, first_head = keys.num_heads, 0
+        check_host_memory(arena_bytes(max_bytes))
+        buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
+        shares_memory = buffer is not None
+        if buffer is None:  # memory for this rank's heads only
+            num_bytes = arena_bytes(max_bytes // num_ranks())
+            # Pages are allocated now. At a save they would cost more than its copies, and running out of
+            # memory then would end the process. `torch.zeros` would leave them to the first write.
+            buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
+        else:
+            num_heads = self.config.model_config.get_total_num_kv_heads()
+            copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated
+            first_head = rank() // copies * keys.num_heads
+        store = SegmentStore(buffer, layout, num_heads=num_heads, first_head=first_head)
+        self.device.register(buffer)
+        return store, shares_memory
+
+    def _run_self_test(self, model: torch.nn.Module, attached: Attached) -> Findings:
+        cache, model_config = attached.cache, self.config.model_config
+        self_test = SelfTest(
+            cache,
+            attached.forward,
+            vocab_size=model_config.get_vocab_size(),
+            max_model_len=model_config.max_model_len,
+        )
+        for check in (self_test.check_layout, self_test.check_partial_attention):
+            problem = check()
+            if not all(agreed([problem is None])):  # the next check needs all ranks
+                return Findings(unsupported=(problem or "the self-test failed on another rank",))
+        problem = self_test.check_listening()
+        can_listen = all(agreed([problem is None]))
+        warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
+        tables, unsupported = frequency_tables(model)
+        verifications = self_test.movements(tables)
+        cache.kv_layout = cache.kv_layout.moving([(k.movement, v.movement) for k, v in verifications])
+        if not all(agreed([cache.kv_layout.can_move])):
+            problem = why_not_movable(verifications) or "the self-test failed on another rank"
+            limit = f"only text at the same position is shared: {problem if tables else unsupported}"
+            warnings = (*warnings, limit)
+        return Findings(warnings=warnings, can_listen=can_listen)

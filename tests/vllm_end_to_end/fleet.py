@@ -1,0 +1,171 @@
+"""
+Production in small: two real `vllm serve` with the connector, the real proxy before them, the real `openai`
+client, and the demo model, which can tell right answers from wrong ones.
+"""
+
+import hashlib
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import yaml
+
+from kvshare_lab.demo_model.pairs import Pair, near_duplicate_pairs
+from kvshare_lab.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
+from tests.conftest import KEYS
+from tests.conftest import Server as EmbeddedServer
+
+MODEL = "bench"
+TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+# The demo model's own template knows no tools.
+TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
+
+
+def log_tail(server: Server) -> str:
+    return server.log_path.read_text(errors="replace")[-4000:]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Two replicas and the proxy before them."""
+
+    replicas: tuple[Server, Server]
+    proxy: Server
+
+    def client(self, name: str, url: str | None = None) -> openai.OpenAI:
+        base = url if url is not None else self.proxy.url
+        return openai.OpenAI(
+            base_url=f"{base}/v1", api_key=EmbeddedServer.key(name), max_retries=0, timeout=120
+        )
+
+    def why(self) -> str:
+        """What the proxy counted, for the message of a failure."""
+        counted = (
+            f"{name} {value:g}" for name, value in self.counters().items() if value and "_bucket" not in name
+        )
+        return "\n".join([*counted, log_tail(self.proxy)])
+
+    def counters(self) -> dict[str, float]:
+        """The proxy's metrics by name and labels."""
+        request = urllib.request.Request(
+            f"{self.proxy.url}/metrics", headers={"Authorization": f"Bearer {EmbeddedServer.key('root')}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        }
+
+
+@contextmanager
+def running_fleet(folder: Path) -> Iterator[Fleet]:
+    """Two vLLMs with the demo model, and the proxy before them. Their files are in the folder."""
+    from kvshare.demo.export import export
+
+    model = export(folder / "demo")
+    template = model / "chat_template.jinja"
+    template.write_text(
+        template.read_text().replace("<|begin|>", f"<|begin|>{TOOLS_IN_TEMPLATE}", 1), encoding="utf-8"
+    )
+    token = new_token()
+    options = VllmOptions(
+        dtype="float32", max_model_len=2048, max_num_batched_tokens=2048, enforce_eager=True
+    )
+    replicas = []
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        replica = shared_vllm(model, folder / name, options, kv_bytes=1 << 29, token=token)
+        replica.command = [*replica.command, *TOOL_PARSER]
+        replicas.append(replica)
+    proxy = proxy_with_keys(replicas, folder, token)
+    with running(replicas), running([proxy]):
+        yield Fleet((replicas[0], replicas[1]), proxy)
+
+
+def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
+    """`kvshare serve --engine vllm` with several tenants."""
+    keys = [
+        {
+            "name": name,
+            "sha256": hashlib.sha256(EmbeddedServer.key(name).encode()).hexdigest(),
+            "tenant": tenant,
+            "scope": scope,
+            "role": role,
+        }
+        for name, (tenant, scope, role) in KEYS.items()
+    ]
+    config = folder / "config.yaml"
+    # What is fast on a busy machine is no question here: every plan that is right is made.
+    settings = {"auth": {"keys": keys}, "cost": {"min_saved_s": -3600.0}, "index": {"dense": False}}
+    config.write_text(yaml.safe_dump(settings))
+    port = free_ports(1)[0]
+    ends = [
+        text
+        for replica in replicas
+        for text in ("--vllm-url", replica.url, "--vllm-control-url", str(replica.control_url))
+    ]
+    return Server(
+        name="the proxy",
+        command=[
+            *(sys.executable, "-m", "kvshare.cli.main", "serve", "--engine", "vllm"),
+            *("--port", str(port), "--config", str(config), "--store", str(folder / "store"), *ends),
+        ],
+        url=f"http://127.0.0.1:{port}",
+        log_path=folder / "proxy.log",
+        environment={"HF_HUB_OFFLINE": "1", "KVSHARE_VLLM_TOKEN": token},
+        ready_path="/ready",
+    )
+
+
+def pair(seed: int) -> Pair:
+    return next(near_duplicate_pairs(seed=seed, count=1))
+
+
+def ask(client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> tuple[str, int, int]:
+    """The answer, the prompt's tokens, and how many of them were not computed."""
+    reply = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,  # type: ignore[arg-type]  # plain dictionaries
+        temperature=0,
+        max_tokens=12,
+        extra_body=extra or None,
+    )
+    assert reply.usage is not None
+    details = reply.usage.prompt_tokens_details
+    cached = 0 if details is None else details.cached_tokens or 0
+    return (reply.choices[0].message.content or "").strip(), reply.usage.prompt_tokens, cached
+
+
+def settled(fleet: Fleet, before: float) -> None:
+    """Wait until the proxy has kept what was asked since it had `before` prompts."""
+    deadline = time.monotonic() + 30
+    while num_nodes(fleet) <= before:
+        assert time.monotonic() < deadline, log_tail(fleet.proxy)
+        time.sleep(0.05)
+    time.sleep(0.5)  # a prompt is in the tree a little before it is in the index
+
+
+def num_nodes(fleet: Fleet) -> float:
+    return next(value for name, value in fleet.counters().items() if name.startswith("kvshare_tree_nodes"))
+
+
+def rested(fleet: Fleet) -> float:
+    """How many prompts the proxy has, once no more come: on a busy machine one may still be on its way."""
+    before = -1.0
+    while (now := num_nodes(fleet)) != before:
+        before = now
+        time.sleep(1.0)
+    return now
+
+
+def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
+    before = rested(fleet)
+    ask(client, messages)
+    settled(fleet, before)
