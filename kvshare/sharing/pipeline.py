@@ -67,6 +67,12 @@ class Lookup:
             counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
         return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)
 
+    def after_waiting(self, seconds: float | None) -> Lookup:
+        """The same with the wait for similar prompts as one of its stages; None: it did not wait."""
+        if seconds is None:
+            return self
+        return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})
+
 
 class Sharing:
     """

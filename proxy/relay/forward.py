@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp import web
 
 from kvshare.errors import EngineError, ErrorCode, KVShareError, UpstreamError
-from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
+from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.connection import probed
@@ -75,11 +75,12 @@ class RelayedRequest:
         """Try replicas until one takes the request; nothing has been sent to the client before."""
         routed, tried = self.routed, [replica]
         while True:
+            routed.progress.has_failed = False
             with self.router.sending(routed, replica):
                 try:
                     response = await self._send(replica)
                 except UpstreamError as exc:
-                    routed.has_failed = True
+                    routed.progress.has_failed = True
                     log.warning("replica %s did not take a request: %s", replica.name, class_and_place(exc))
                 else:
                     try:
@@ -110,8 +111,8 @@ class RelayedRequest:
             raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        self.routed.has_failed = response.status >= 400
-        if self.routed.has_failed and is_anthropic(self.request.path):
+        self.routed.progress.has_failed = response.status >= 400
+        if self.routed.progress.has_failed and is_anthropic(self.request.path):
             return await self._pass_on_error(response)
         answer = web.StreamResponse(
             status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
@@ -121,7 +122,7 @@ class RelayedRequest:
             self._answer = answer
             with probed(self.request, answer, KEEP_ALIVE, is_between=lambda: self._is_between_events):
                 await self._pass_on_body(response, answer)
-            if self.routed.has_failed:
+            if self.routed.progress.has_failed:
                 self.request[RECORD].failure = _failure_of(self._beginning)
             await answer.write_eof()
         except ConnectionError:
@@ -166,14 +167,14 @@ class RelayedRequest:
 
     def _note_chunk(self, chunk: bytes) -> None:
         record = self.request[RECORD]
-        if self.routed.has_failed:
+        if self.routed.progress.has_failed:
             self._beginning = (self._beginning + chunk)[:_MAX_ERROR]
-        if record.first_token_s is not None or self.routed.has_failed or not self._has_token(chunk):
+        if record.first_token_s is not None or self.routed.progress.has_failed or not self._has_token(chunk):
             return
         record.first_token_s = perf_counter() - record.started
         self.routed.note_prefilled()
         if self._is_stream:
-            self.routed.first_token_s = perf_counter() - self.routed.sent_at
+            self.routed.progress.prefill_s = perf_counter() - self.routed.progress.sent_at
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""

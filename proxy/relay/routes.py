@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from aiohttp import web
 from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.in_flight import Execution, RoutedRequest
+from kvshare.fleet.routed_request import Execution, Incoming, RoutedRequest
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
@@ -69,7 +70,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
         if body and request.content_type != "multipart/form-data":
             check_is_json(request)
         check_form(body)
-    routed = RoutedRequest(request[RECORD].owner)
+    routed = RoutedRequest(Incoming(request[RECORD].owner))
     return await RelayedRequest(request, router, routed, body, is_json=is_json).forward()
 
 
@@ -82,9 +83,7 @@ async def explain(request: web.Request) -> web.Response:
         prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
-    routed = _untokenized(request, document)
-    routed.prompt = prompt
-    explained = await engine.server.router.explain(routed)
+    explained = await engine.explain(replace(_untokenized(request, document), prompt=prompt))
     return web.json_response({**explained, "rules": request[RECORD].rules})
 
 
@@ -93,12 +92,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
-    routed, record = _untokenized(request, document), request[RECORD]
-    record.mode, record.executed = routed.mode, partial(_executed, routed.execution)
-    if routed.mode is SharingMode.OFF:
+    incoming, execution, record = _untokenized(request, document), Execution(), request[RECORD]
+    record.mode, record.executed = incoming.mode, partial(_executed, execution)
+    if incoming.mode is SharingMode.OFF:
         record.unplanned = Reason.OFF
     else:
-        routed.prompt = await _rendered(request, document, body, dialect)
+        incoming = replace(incoming, prompt=await _rendered(request, document, body, dialect))
+    routed = RoutedRequest(incoming, execution=execution)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
 
@@ -131,10 +131,10 @@ def _executed(execution: Execution) -> dict[str, Any]:
     }
 
 
-def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedRequest:
+def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
     """What a request says of itself. Raises RequestError."""
     mode, may_store = request_options(request, parse_kvshare(document))
-    return RoutedRequest(
+    return Incoming(
         owner=request[RECORD].owner,
         unique_id=request[RECORD].unique_id,
         mode=mode,
@@ -156,7 +156,7 @@ async def _rendered(
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
         record.unplanned = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
-        engine.server.router.note_unshared(record.unplanned)
+        engine.sharing.telemetry.unshared(record.unplanned)
         return None
     record.tokenize_s = time.perf_counter() - began
     return prompt

@@ -20,9 +20,9 @@ from delta_tree import (
 )
 from kvshare.admin import QUESTIONS
 from kvshare.errors import RequestError
-from kvshare.fleet.in_flight import Execution, RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.fleet.routed_request import Execution, Incoming, Routed, RoutedRequest
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.telemetry import Component, FallbackReason
@@ -49,8 +49,8 @@ def request(tokens: TokenIds, *, replica: str = "a", namespace: str | None = Non
     """One that was sent to a replica without a plan; each replica has namespaces of its own."""
     prompt = Prompt(tokens, PromptText("", ""))
     ticket = Ticket("r", namespace or replica, "d", len(tokens))
-    execution = Execution(replica)
-    return RoutedRequest(Owner("acme", "tenant"), prompt, execution=execution, ticket=ticket)
+    incoming = Incoming(Owner("acme", "tenant"), prompt)
+    return RoutedRequest(incoming, Routed(ticket=ticket), execution=Execution(replica))
 
 
 def offer(

@@ -17,7 +17,7 @@ from typing import Any
 
 from delta_tree import Copy, Span, TokenIds, gaps
 from kvshare.errors import ConfigError, EngineError
-from kvshare.fleet.router import wire_order
+from kvshare.fleet.tickets import wire_order
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, NoPlan, within
 from kvshare.vllm_protocol.messages import FinishedReport, WireOrder
 from kvshare_lab.bench.figures import by_name
