@@ -132,7 +132,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             )
             retention.watch(task)
             del lookup  # the task releases the donors' KV when it has been copied
-            await self._compute(task, emit, Started(report), retention)
+            await self._compute(task, emit, Started(report, retention.stored), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
 
     @asynccontextmanager

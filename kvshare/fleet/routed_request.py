@@ -1,10 +1,10 @@
 """
 One request in the fleet, from the client to the journal, cut by who writes it.
 
-    Incoming     what the client asks for                     frozen, made by the relay
-    Routed       which plan and ticket it is sent with        frozen, replaced by the router for another try
-    Progress     what was observed of it                      each field has one writer
-    Execution    where it ran, and the replica's report       outlives the request and holds no tokens
+    Incoming           what the client asks for                 frozen, made by the relay
+    Routed             which plan and ticket it is sent with    frozen, replaced by the router for another try
+    RequestProgress    what was observed of it                  each field has one writer
+    Execution          where it ran, and the report of that     outlives the request and holds no tokens
 
 docs/architecture.md names the writer of each field.
 """
@@ -49,7 +49,7 @@ class Routed:
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class RequestProgress:
     """What was observed of a request."""
 
     # By the router, when it is sent.
@@ -81,11 +81,11 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """One request and its state. Only `routed` is ever assigned anew."""
+    """One request and its state. Only `routed` is ever replaced."""
 
     incoming: Incoming
     routed: Routed = field(default_factory=Routed)
-    progress: Progress = field(default_factory=Progress)
+    progress: RequestProgress = field(default_factory=RequestProgress)
     execution: Execution = field(default_factory=Execution)
 
     @property

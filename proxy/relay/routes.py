@@ -33,7 +33,8 @@ from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanitized
 from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
-from proxy.request_log import RECORD, client_of, stored_documents
+from proxy.request_history import stored_documents
+from proxy.request_record import RECORD, client_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
-        request.app[SERVER].keyring.check_admin(request, request[RECORD].caller)
+        request.app[SERVER].keyring.check_admin(request, request[RECORD].admission.caller)
     router = request.app[ENGINE].server.router
     is_json = request.content_type == "application/json" and request.can_read_body
     if is_json:
@@ -84,7 +85,7 @@ async def explain(request: web.Request) -> web.Response:
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
     explained = await engine.explain(replace(_untokenized(request, document), prompt=prompt))
-    return web.json_response({**explained, "rules": request[RECORD].rules})
+    return web.json_response({**explained, "rules": request[RECORD].body.rules})
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -92,10 +93,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
-    incoming, execution, record = _untokenized(request, document), Execution(), request[RECORD]
-    record.mode, record.executed = incoming.mode, partial(_executed, execution)
+    incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
+    prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
     if incoming.mode is SharingMode.OFF:
-        record.unplanned = Reason.OFF
+        prepared.unplanned = Reason.OFF
     else:
         incoming = replace(incoming, prompt=await _rendered(request, document, body, dialect))
     routed = RoutedRequest(incoming, execution=execution)
@@ -155,10 +156,11 @@ async def _rendered(
         RecursionError,  # parts in parts in parts
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        record.unplanned = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
-        engine.sharing.telemetry.unshared(record.unplanned)
+        reason = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
+        record.preparation.unplanned = reason
+        engine.sharing.telemetry.unshared(reason)
         return None
-    record.tokenize_s = time.perf_counter() - began
+    record.preparation.tokenize_s = time.perf_counter() - began
     return prompt
 
 
@@ -170,5 +172,5 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     cannot be searched
     """
     document = await read_object(request)
-    raw = None if request[RECORD].rules else await read_raw(request)
+    raw = None if request[RECORD].body.rules else await read_raw(request)
     return sanitized(raw, document), document

@@ -33,7 +33,7 @@ from kvshare.engine import (
 from kvshare.errors import ContextLengthError, ErrorCode, OverloadedError, RequestError
 from kvshare.namespace import Namespace
 from kvshare.reasons import Reason
-from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
+from kvshare.requests import Decision, Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.telemetry import Telemetry
 from vector_index import PromptText
 
@@ -157,12 +157,13 @@ class FakeEngine(GeneratingEngine):
             self.num_waiting -= 1
         self.num_running += 1
         self.running.set()
+        stored = StoredPrompt()
         try:
-            async for event in self._events(request):
+            async for event in self._events(request, stored):
                 emit(event)
-            request.stored.node = 1 + sum(map(len, self.stored.values())) if request.store else None
+            stored.node = 1 + sum(map(len, self.stored.values())) if request.store else None
         finally:
-            request.stored.is_settled = True
+            stored.is_settled = True
             self.num_running -= 1
             self.num_freed += 1
             self._slots.release()
@@ -180,10 +181,10 @@ class FakeEngine(GeneratingEngine):
                 max_model_len=self.behaviour.max_model_len,
             )
 
-    async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def _events(self, request: GenerationRequest, stored: StoredPrompt) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(self.behaviour.plan_s)
         report = self._plan(request)
-        yield Started(report)
+        yield Started(report, stored)
         await asyncio.sleep(self.behaviour.prefill_s)
         said = self.behaviour.says or request.prompt.text.last_user_turn
         text, finish_reason, stop = answer_to(said, request.sampling)
