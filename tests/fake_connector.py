@@ -79,21 +79,21 @@ class FakeConnector:
         if not ticket.store or not reports:
             return
         if ticket.prompt_digest == digest_of(tokens):
-            used = self._laid(ticket, tokens)
+            used = self._written(ticket, tokens)
             computed = gaps((ticket.copies[index].target for index in used), len(tokens))
             stored = tuple(self._store(ticket, tokens, span) for span in computed)
             self.prefilled[ticket.ticket_id] = Prefilled(ticket.ticket_id, tuple(used), stored)
             self._tell(self.prefilled[ticket.ticket_id])
 
-    def _laid(self, ticket: Ticket, tokens: list[int]) -> list[int]:
-        return [index for index in range(len(ticket.copies)) if self._can_lay(ticket, index, tokens)]
+    def _written(self, ticket: Ticket, tokens: list[int]) -> list[int]:
+        return [index for index in range(len(ticket.copies)) if self._can_write(ticket, index, tokens)]
 
     def note_ended(self, ticket: Ticket, tokens: list[int], answer: str) -> None:
         if self.behaviour.silent:
             return
         fits = ticket.prompt_digest == digest_of(tokens)
         prompt = self.prefilled.pop(ticket.ticket_id, None)
-        used = list(prompt.used) if prompt is not None else self._laid(ticket, tokens) if fits else []
+        used = list(prompt.used) if prompt is not None else self._written(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
         finished = FinishedReport(
@@ -112,7 +112,7 @@ class FakeConnector:
             finished = replace(finished, used=tuple(used), output_ids=tuple(output), stored=stored)
         self._tell(finished)
 
-    def _can_lay(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
+    def _can_write(self, ticket: Ticket, index: int, tokens: list[int]) -> bool:
         copy = ticket.copies[index]
         namespace, stored = self.segments.get(copy.segment_id, ("", ()))
         wanted = tuple(tokens[copy.target.start : copy.target.end])

@@ -161,7 +161,7 @@ class Arrivals:
         own = kgram_hashes(token_ids, self._min_run)
         own = own[:: max(1, len(own) // _SAMPLES)]
 
-        def given(other: Arrival) -> int:
+        def num_shared(other: Arrival) -> int:
             if mode is SharingMode.EXACT:
                 return common_prefix_length(other.token_ids, token_ids)
             if not len(own) or not len(other.hashes):
@@ -169,7 +169,7 @@ class Arrivals:
             at = np.minimum(other.hashes.searchsorted(own), len(other.hashes) - 1)
             return round(len(token_ids) * float((other.hashes[at] == own).mean()))
 
-        most, best = max(((given(other), -place) for place, other in enumerate(others)), default=(0, 0))
-        if most - num_reused <= _WORTH * (len(token_ids) - num_reused):
-            return None
-        return others[-best]
+        to_copy = {other: num_shared(other) for other in others}
+        best = max(others, key=to_copy.__getitem__)  # the first of equal ones
+        saves_enough = to_copy[best] - num_reused > _WORTH * (len(token_ids) - num_reused)
+        return best if saves_enough else None
