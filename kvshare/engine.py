@@ -92,7 +92,6 @@ class GenerationRequest:
     mode: SharingMode = SharingMode.APPROX
     store: bool = True  # False: nothing of this request is stored
     client: str = ""  # whose request it is: grammars of one client are compiled one after the other
-    stored: StoredPrompt = field(default_factory=StoredPrompt)  # the engine fills it in after the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +115,7 @@ class Started:
     """The first event: the request is admitted and planned. Its own errors are raised before."""
 
     report: SharingReport
+    stored: StoredPrompt  # the engine updates it after the answer
 
 
 @dataclass(frozen=True, slots=True)

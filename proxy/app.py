@@ -29,7 +29,7 @@ from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
 from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
-from proxy.request_log import RequestHistory
+from proxy.request_history import RequestHistory
 
 log = logging.getLogger(__name__)
 

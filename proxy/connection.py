@@ -1,30 +1,29 @@
 """
-A client's connection below its requests: what is answered to bytes that are no request, to clients that wait
-for `100 Continue`, and to those that close their sending side and still read.
+A client's connection below its requests: what is answered to clients that wait for `100 Continue`, and to
+those that close their sending side and still read. What is answered to bytes that are not a request is in
+`malformed_requests.py`.
 
 aiohttp's own protocol answers in text, says `100 Continue` before a handler has looked at the request, and
-takes the end of what a client sends for the end of the client.
+takes the end of what a client sends for the end of the client. The private parts of aiohttp that this uses
+were tried on version 3.14.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import select
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import HttpVersion11, StreamReader, web
-from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
 from kvshare.addresses import SERVER_NAME
 from kvshare.errors import ErrorCode
 from proxy.errors import ErrorReply, HttpError
+from proxy.malformed_requests import MAX_FIELD, MAX_LINE, fault_of, refusal_of
 
 _request_log = logging.getLogger("proxy.middleware")  # where requests are logged
 # aiohttp logs malformed requests with their bytes, keys included. What handlers raise the middleware logs.
@@ -34,20 +33,10 @@ _aiohttp_log.setLevel(logging.CRITICAL + 1)
 _STREAM_PROBE: web.RequestKey[Callable[[], bytes]] = web.RequestKey("stream_probe")
 _EXPECTATION: web.RequestKey[str] = web.RequestKey("expectation", str)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_MAX_FIELD = 8190  # bytes of a header
-_MAX_LINE = _MAX_FIELD + 1  # of the request line; not the same, so that errors say which of both it was
 _MAX_QUOTED = 40  # characters of a header
 _WATCH_S = 0.1  # how often a half-closed connection is looked at
 _PROBE_LOOKS = 50  # looks from one probe to the next
 _PATIENT_LOOKS = 5  # and before a whole answer to the first: quick ones come without
-
-# What aiohttp's parser says -> what the client reads.
-_FAULTS: Mapping[str, str] = {
-    reason: fault
-    for fault, reasons in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
-    for reason in reasons
-}
-_DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found\.")
 
 
 async def send_continue(request: web.Request) -> None:
@@ -122,7 +111,7 @@ class _Server(web.Server):
     """Makes a protocol for each connection."""
 
     def __call__(self) -> web.RequestHandler:
-        limits = {"max_line_size": _MAX_LINE, "max_field_size": _MAX_FIELD}
+        limits = {"max_line_size": MAX_LINE, "max_field_size": MAX_FIELD}
         return _Protocol(self, loop=self._loop, auto_decompress=False, **limits, **self._kwargs)
 
 
@@ -146,7 +135,7 @@ class _Protocol(web.RequestHandler):
         super().data_received(data)
         if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
             error = self._messages[-1][0]
-            self._end_body(_fault(error.exc, error.message or ""))
+            self._end_body(fault_of(error.exc, error.message or ""))
         elif self._messages:
             self._last_body = self._messages[-1][1]
 
@@ -219,7 +208,7 @@ class _Protocol(web.RequestHandler):
         reply = ErrorReply(500, ErrorCode.INTERNAL_ERROR, "The server failed to answer; see its log.")
         said = "bytes that are no HTTP request"
         if status < 500:
-            reply = _refusal(exc, message or "")
+            reply = refusal_of(exc, message or "")
             said = reply.message
         client = request.remote or "-"
         fields = {"key": "-", "status": reply.status, "client": client, "error_message": said}
@@ -230,36 +219,6 @@ class _Protocol(web.RequestHandler):
         response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response
-
-
-def _refusal(exc: BaseException | None, message: str) -> ErrorReply:
-    """What a client reads whose bytes are no request."""
-    if isinstance(exc, LineTooLong):
-        is_line = exc.args[1] == _MAX_LINE
-        text = f"The request's line is too long: expected at most {_MAX_LINE} bytes."
-        if not is_line:
-            text = f"A header of the request is too long: expected at most {_MAX_FIELD} bytes."
-        return ErrorReply(414 if is_line else 431, ErrorCode.REQUEST_TOO_LARGE, text)
-    if message.startswith("Too many headers"):
-        text = "The request has too many headers: expected at most 128."
-        return ErrorReply(431, ErrorCode.REQUEST_TOO_LARGE, text)
-    return ErrorReply(400, ErrorCode.BAD_REQUEST, f"This is no HTTP request: {_fault(exc, message)}.")
-
-
-def _fault(exc: BaseException | None, message: str) -> str:
-    """What is wrong about the bytes, without the bytes."""
-    if duplicate := _DUPLICATE.fullmatch(message):
-        return f"it has two {duplicate[1]} headers"
-    if isinstance(exc, LineTooLong):
-        return "a line or header is too long"
-    if isinstance(exc, InvalidHeader):
-        return "a header has a name or a character that it may not have"
-    if "HTTPS traffic" in message:
-        return "it is TLS, and this port speaks plain HTTP"
-    reason = message.removeprefix("Bad status line:\n  ").partition(":\n\n")[0].strip()
-    if reason in _FAULTS:
-        return _FAULTS[reason]
-    return "its address is no URL" if isinstance(exc, InvalidURLError) else "expected HTTP/1.1"
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:

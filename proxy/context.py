@@ -11,7 +11,7 @@ from kvshare.settings import RuleSettings, Settings
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
 from proxy.metrics import Metrics
-from proxy.request_log import RequestHistory
+from proxy.request_history import RequestHistory
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.status import EngineStatus
 from kvshare.telemetry import EvictionCause
-from proxy.request_log import RequestRecord
+from proxy.request_record import RequestRecord
 from vector_index import CircuitState
 
 
@@ -92,25 +92,25 @@ class Metrics(Collector):
 
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
-        self._counters["kvshare_requests"].labels(endpoint, str(status), record.finish_reason).inc()
+        self._counters["kvshare_requests"].labels(endpoint, str(status), record.answer.ended_as).inc()
         stages = self._histograms["kvshare_stage_duration_seconds"]
-        if record.tokenize_s is not None:
-            stages.labels("tokenize").observe(record.tokenize_s)
-        for rule in record.rules:
+        if record.preparation.tokenize_s is not None:
+            stages.labels("tokenize").observe(record.preparation.tokenize_s)
+        for rule in record.body.rules:
             self._counters["kvshare_rules_applied"].labels(rule).inc()
-        if record.mode is None:
+        if record.preparation.mode is None:
             return
         self._histograms["kvshare_request_duration_seconds"].labels(endpoint).observe(record.duration_s)
-        if record.first_token_s is not None:
-            self._histograms["kvshare_time_to_first_token_seconds"].observe(record.first_token_s)
-        for gap in record.token_gaps_s:
+        if record.answer.first_token_s is not None:
+            self._histograms["kvshare_time_to_first_token_seconds"].observe(record.answer.first_token_s)
+        for gap in record.answer.token_gaps_s:
             self._histograms["kvshare_inter_token_latency_seconds"].observe(gap)
-        for finished in record.finished.values():
+        for finished in record.answer.finished.values():
             for stage, seconds in finished.stage_seconds.items():
                 if stage != "tokenize":  # measured here, around the engine's encode_*
                     stages.labels(stage).observe(seconds)
-        for report in record.reports.values():
-            self._count_sources(report, record.mode)
+        for report in record.answer.reports.values():
+            self._count_sources(report, record.preparation.mode)
 
     def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
         """Where the KV of a prompt came from."""

@@ -17,7 +17,8 @@ from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.connection import check_expectation
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, is_anthropic, to_reply
-from proxy.request_log import RECORD, RequestFailure, RequestRecord, log_failure, log_request
+from proxy.request_log import log_failure, log_request
+from proxy.request_record import RECORD, RequestFailure, RequestRecord
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,12 +39,12 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     status = CLIENT_CLOSED
     try:
         response = await _answer(request, handler, server)
-        status = CLIENT_CLOSED if record.disconnected else response.status
+        status = CLIENT_CLOSED if record.answer.disconnected else response.status
         return response
     finally:
         endpoint = _endpoint(request)
         server.metrics.count(record, endpoint=endpoint, status=status)
-        if record.mode is not None:
+        if record.preparation.mode is not None:
             server.history.end(record, endpoint, status)
         log_request(record, endpoint, status, request.remote or "-")
 
@@ -58,13 +59,13 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["X-Request-Id"] = record.request_id
     if is_anthropic(request.path):
         response.headers["Request-Id"] = record.request_id
-    if record.rules:
-        response.headers["X-KVShare-Rules"] = ",".join(record.rules)
-    if record.mode is not None:
+    if record.body.rules:
+        response.headers["X-KVShare-Rules"] = ",".join(record.body.rules)
+    if record.preparation.mode is not None:
         request.app[SERVER].history.begin(record, _endpoint(request))
         response.headers["X-KVShare-Request"] = record.unique_id
-        if record.reports:
-            total = record.total  # donors are never named
+        if record.answer.reports:
+            total = record.answer.total  # donors are never named
             counts = f"exact={total.num_exact},copied={total.num_copied},computed={total.num_missed}"
             response.headers["X-KVShare-Decision"] = total.decision
             response.headers["X-KVShare-Plan"] = counts
@@ -84,7 +85,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
-        record.failure = RequestFailure.of(exc, reply)
+        record.admission.failure = RequestFailure.of(exc, reply)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(record.request_id, exc)
         return reply.to_response(request.path, record.request_id)
@@ -100,11 +101,11 @@ def _admit(request: web.Request, server: ServerContext) -> None:
     is_metrics = route == "/metrics"
     if route in _OPEN or (is_metrics and keyring.is_open):
         with suppress(HttpError):  # none is asked for; a known one is named in the log
-            record.caller = keyring.caller_of(request)
+            record.admission.caller = keyring.caller_of(request)
         return
-    record.caller = keyring.caller_of(request)
+    record.admission.caller = keyring.caller_of(request)
     if is_for_operators(route):
-        keyring.check_admin(request, record.caller)
+        keyring.check_admin(request, record.admission.caller)
     if not is_metrics:
         server.lifecycle.check_accepting()
 

@@ -24,7 +24,7 @@ from proxy.content_encoding import codings_of, decoded
 from proxy.context import SERVER
 from proxy.errors import HttpError, too_large
 from proxy.json_text import parse_object
-from proxy.request_log import RECORD
+from proxy.request_record import RECORD
 from proxy.wrong_values import invalid, to_request_error, wrong
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -53,7 +53,8 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     raw = await read_raw(request)
     is_large = len(raw) > _LARGE_BODY
     body = await asyncio.to_thread(parse_object, raw) if is_large else parse_object(raw)
-    request[RECORD].divided_owner = divided(request[RECORD].caller.owner, body)
+    record = request[RECORD]
+    record.body.divided_owner = divided(record.admission.caller.owner, body)
     rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
     # What is wrong about a `kvshare` object is reported where it is read.
     is_opted_out = isinstance(options, Mapping) and options.get("rules") is False
@@ -63,7 +64,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         rewritten = await asyncio.to_thread(apply_rules, rules, body, shape)
     else:
         rewritten = apply_rules(rules, body, shape)
-    request[RECORD].rules = rewritten.rules
+    record.body.rules = rewritten.rules
     return rewritten.body
 
 

@@ -45,11 +45,8 @@ class Server:
         return f"kvs-{name}"
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo model behind the real command, with several tenants, on a free port of loopback."""
-    folder = tmp_path_factory.mktemp("server")
-    keys = [
+def _keys() -> list[dict[str, str]]:
+    return [
         {
             "name": name,
             "sha256": hashlib.sha256(Server.key(name).encode()).hexdigest(),
@@ -59,27 +56,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         }
         for name, (tenant, scope, role) in KEYS.items()
     ]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model behind the real command, with several tenants, on a free port of loopback."""
+    folder = tmp_path_factory.mktemp("server")
     config = folder / "config.yaml"
     # What is fast on a busy machine is no question here: every plan that is right is made.
     document = {
-        "auth": {"keys": keys},
+        "auth": {"keys": _keys()},
         "store": {"path": str(folder / "store")},
         "cost": {"min_saved_s": -3600.0},
     }
     config.write_text(yaml.safe_dump(document))
     kvshare = Path(sys.executable).with_name("kvshare")
-    command = [
-        str(kvshare),
-        "serve",
-        "--model",
-        "demo",
-        "--port",
-        "0",
-        "--config",
-        str(config),
-        "--format",
-        "json",
-    ]
+    options = ["--model", "demo", "--port", "0", "--config", str(config), "--format", "json"]
+    command = [str(kvshare), "serve", *options]
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None

@@ -65,28 +65,21 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     is_live = bool(sent["url"])
     _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
     require("replay", what="`kvshare replay`", embeds=False)
-    from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
-    from kvshare.replay.policies import parse_policies
-    from kvshare.replay.rows import Checkpoint
-    from kvshare.settings import load_settings
-
-    options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
-    default_capacity = [] if paper or is_live else [_DEFAULT_CAPACITY]
-    replayed = ReplayOptions(
+    policies = arms or _default_policies(paper=paper, is_live=is_live)
+    replayed = _replay_options(
+        options,
         paths=files,
-        policies=parse_policies(arms or _default_policies(paper=paper, is_live=is_live)),
-        settings=load_settings(config),
-        capacities_tokens=_capacities(capacity or default_capacity, options["bytes_per_token"]),
-        **options,
+        policies=policies,
+        config=config,
+        capacity=capacity or ([] if paper or is_live else [_DEFAULT_CAPACITY]),
     )
-    if replayed.embeds:
-        require("replay", what="a replay that embeds prompts (--arms fast does not)")
     _make_folder(out)
     try:
         with progress_bar(hidden=as_json) as report:
-            document, written = _replay(replayed, sent, paper=paper, resume=resume, report=report)
+            document = _replay(replayed, sent, paper=paper, resume=resume, report=report)
+            written = out if paper or is_live else _drawn(out)
     except KeyboardInterrupt:
-        can_resume = not (paper or is_live) and Checkpoint(out).has_progress
+        can_resume = not (paper or is_live) and _has_progress(out)
         note("interrupted; continue with --resume" if can_resume else "interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
@@ -96,33 +89,63 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     note(f"{'report' if written != out else 'results'}: {written}")
 
 
-def _replay(
-    options: ReplayOptions, sent: Mapping[str, Any], *, paper: bool, resume: bool, report: Report
-) -> tuple[Mapping[str, Any], Path]:
-    """The results, and the report or the folder that has them. Each way imports what it alone needs."""
-    if paper:
-        from kvshare.replay.paper import replay_paper
+def _replay_options(
+    options: dict[str, Any], *, paths: list[Path], policies: str, config: Path | None, capacity: list[str]
+) -> ReplayOptions:
+    """Raises typer.BadParameter for a capacity, and what policies, settings and extras raise."""
+    from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
+    from kvshare.replay.policies import parse_policies
+    from kvshare.settings import load_settings
 
-        return replay_paper(options, report=report), options.out
-    if sent["url"]:
-        from kvshare.replay.live import LiveOptions, replay_live
-
-        return replay_live(options, LiveOptions(**sent), report=report), options.out
-    from kvshare.replay.run import replay
-
-    document = replay(options, resume=resume, report=report)
-    from kvshare.replay.report import write_report
-
-    return document, write_report(options.out)
+    options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
+    replayed = ReplayOptions(
+        paths=paths,
+        policies=parse_policies(policies),
+        settings=load_settings(config),
+        capacities_tokens=_capacities(capacity, options["bytes_per_token"]),
+        **options,
+    )
+    if replayed.embeds:
+        require("replay", what="a replay that embeds prompts (--arms fast does not)")
+    return replayed
 
 
 def _make_folder(out: Path) -> None:
-    """Raises a usage error where there can be none."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         problem = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror
         raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
+
+
+def _replay(
+    replayed: ReplayOptions, sent: dict[str, Any], *, paper: bool, resume: bool, report: Report
+) -> Mapping[str, Any]:
+    """The results, as a document. Each kind imports what it alone needs, seconds in all."""
+    if paper:
+        from kvshare.replay.paper import replay_paper
+
+        return replay_paper(replayed, report=report)
+    if sent["url"]:
+        from kvshare.replay.live import LiveOptions, replay_live
+
+        return replay_live(replayed, LiveOptions(**sent), report=report)
+    from kvshare.replay.run import replay
+
+    return replay(replayed, resume=resume, report=report)
+
+
+def _drawn(out: Path) -> Path:
+    """The page that shows the results in a folder, written now."""
+    from kvshare.replay.report import write_report
+
+    return write_report(out)
+
+
+def _has_progress(out: Path) -> bool:
+    from kvshare.replay.rows import Checkpoint
+
+    return Checkpoint(out).has_progress
 
 
 @app.command()

@@ -1,6 +1,11 @@
 """
-How documents look on a terminal: views.yaml has a Jinja template for each, and the columns of the tables.
-Draws what it is given; asks and computes nothing.
+How documents look on a terminal. Draws what it is given; asks and computes nothing.
+
+The files in templates/ have Jinja templates over the documents' keys. `views`: the text of each document.
+`tables`: their columns, each a template over the keys of a row; so are the rows of facts, which stand below
+each other. Functions: `table(name, rows)`, `facts(columns)`, `findings(checks)`, `bold(text)`. Filters:
+`bytes`, `ago` and `idle` and `duration` of seconds, `percent`, `number` with one of Python's format specs,
+`counted` with a noun. None is empty. `{# -#}` joins a line to the next one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,9 +30,12 @@ _WIDTH_OFF_TERMINAL = 140
 _LONG_WORDS = 16  # characters; what is shorter is a name or a number with its unit
 _MOST_INDENTED = 4  # levels; what is further below is indented as much
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_DESCRIBED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_FILES = sorted((Path(__file__).parent / "templates").glob("*.yaml"))
+_TEMPLATES = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in _FILES]
+_VIEWS = {name: text for file in _TEMPLATES for name, text in file["views"].items()}
+_TABLES = {name: columns for file in _TEMPLATES for name, columns in file["tables"].items()}
 _JINJA = jinja2.Environment(
-    loader=jinja2.DictLoader(_DESCRIBED["views"]),
+    loader=jinja2.DictLoader(_VIEWS),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -39,7 +47,7 @@ def draw(view: str, document: Document, *, width: int | None = None) -> None:
     """
     Write the document to stdout; colours only on a terminal and without NO_COLOR.
 
-    `view`: a key of `views` in views.yaml
+    `view`: a key of `views` in one of the templates
     `width`: columns; None is the terminal's, which is at least 80.
     """
     console = Console(highlight=False)
@@ -72,7 +80,7 @@ def _cells(row: Document, table: str) -> dict[str, str]:
 
 @cache
 def _columns(table: str) -> dict[str, jinja2.Template]:
-    return {column: _JINJA.from_string(cell) for column, cell in _DESCRIBED["tables"][table].items()}
+    return {column: _JINJA.from_string(cell) for column, cell in _TABLES[table].items()}
 
 
 def _table(

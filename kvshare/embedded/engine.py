@@ -131,7 +131,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             )
             retention.watch(task)
             del lookup  # the task releases the donors' KV when it has been copied
-            await self._compute(task, emit, Started(report), retention)
+            await self._compute(task, emit, Started(report, retention.stored), retention)
             emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
 
     @asynccontextmanager
@@ -169,12 +169,14 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         if not runtime.sharing.may_share(prompt, request.mode):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
-        lookup = await self._arrivals.waited(
+        waited = await self._arrivals.waited(
             [namespace],
             prompt.token_ids,
             request.mode,
             lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),
+            num_reused=lambda lookup: lookup.report(prompt.num_tokens).num_cached,
         )
+        lookup = waited.result.after_waiting(waited.seconds)
         runtime.sharing.note_use(lookup)
         return lookup
 

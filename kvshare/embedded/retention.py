@@ -8,6 +8,7 @@ from delta_tree import Node
 from kvshare.embedded.scheduler import Task
 from kvshare.embedded.server import EmbeddedServer
 from kvshare.engine import GenerationRequest
+from kvshare.requests import StoredPrompt
 from kvshare.sharing.arrivals import Arrivals
 
 
@@ -24,6 +25,7 @@ class Retention:
         self._server = server
         self._request = request
         self._arrivals = arrivals
+        self.stored = StoredPrompt()
         self._is_wanted = server.model.can_share and request.store
         self._arrival = (
             arrivals.begin(request.namespace.digest, request.prompt.token_ids) if self._is_wanted else None
@@ -39,7 +41,7 @@ class Retention:
 
     def give_up(self) -> None:
         """Nothing more will be stored, so no request needs to wait for this one."""
-        self._request.stored.is_settled = True
+        self.stored.is_settled = True
         if self._arrival is not None:
             self._arrivals.end(self._arrival)
 
@@ -61,7 +63,7 @@ class Retention:
             if not self._is_wanted or task.error is not None or not task.prefilled:
                 return
             node, found = await runtime.write(self._complete, task)
-            self._request.stored.node = None if found is None else int(found.node_id)
+            self.stored.node = None if found is None else int(found.node_id)
             if node is None:
                 # It was stored already, or did not fit; other prompts may have been evicted anyway.
                 await runtime.sharing.forget_evicted()

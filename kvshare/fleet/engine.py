@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from delta_tree import DeltaTree
 from kvshare.addresses import is_own
@@ -25,8 +26,10 @@ from kvshare.fleet.format_guard import FormatGuard
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.rendering import Renderer
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.fleet.routed_request import Incoming
 from kvshare.fleet.router import Router
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
@@ -35,6 +38,7 @@ from kvshare.runtime import Forgotten, Runtime, ServedEngine, open_runtime
 from kvshare.settings import ReplicaSettings, Settings, VllmSettings
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.status import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.vllm_protocol.messages import PROTOCOL
@@ -51,6 +55,7 @@ class FleetServer:
 
     runtime: Runtime[ReplicaKeeper]
     in_flight: InFlight
+    renderer: Renderer
     router: Router
     reconciler: Reconciler
     watchers: Sequence[Watcher]
@@ -103,6 +108,15 @@ class VllmEngine(ServedEngine[FleetServer]):
 
     def digests_of(self, owner: Owner) -> Collection[str]:
         return {each.namespace(owner).digest for each in self.fleet.replicas if each.info is not None}
+
+    async def explain(self, incoming: Incoming) -> dict[str, Any]:
+        """The plan and the replica that this request would get; JSON-ready. Nothing is sent."""
+        assert incoming.prompt is not None, "only tokenized requests can be explained"
+        route = await self.server.router.find(incoming)
+        document = await asyncio.to_thread(
+            explain_lookup, self.sharing, incoming.prompt, route.lookup, incoming.mode
+        )
+        return {**document, "replica": None if route.replica is None else route.replica.name}
 
     def status(self) -> EngineStatus:
         if self._running is None:
@@ -192,7 +206,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             watching.spawn(watcher.watch_journal())
         formats = FormatGuard(fleet)
         opened.callback(formats.close)
-        yield FleetServer(runtime, in_flight, router, reconciler, watchers, formats)
+        yield FleetServer(runtime, in_flight, Renderer(fleet), router, reconciler, watchers, formats)
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 from delta_tree import Node, SegmentId
 from kvshare.background import Background
 from kvshare.errors import UpstreamError
-from kvshare.fleet.in_flight import InFlight, RoutedRequest
+from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.runtime import Runtime
@@ -156,15 +157,16 @@ class Reconciler:
             self._keeper.telemetry.ticket(TicketEvent.UNKNOWN)
             await self._runtime.write(self._keeper.drop_reported, replica.name, finished)
             return
-        assert request.ticket is not None, "found by its ticket"
-        assert request.prompt is not None, "it has a ticket"
+        routed, prompt = request.routed, request.incoming.prompt
+        assert routed.ticket is not None, "found by its ticket"
+        assert prompt is not None, "it has a ticket"
         request.execution.finished = replace(finished, used=(), output_ids=(), stored=(), repaired=())
         self._count(request, finished)
         node = None
         try:
             held = self._in_flight.donors()
             node = await self._runtime.write(self._keeper.store, request, finished, held)
-            known = (request.ticket.namespace, request.prompt.token_ids, request.plan)
+            known = (routed.ticket.namespace, prompt.token_ids, routed.plan)
             found = node or await self._runtime.write(self._keeper.find_stored, *known)
             request.execution.stored.node = None if found is None else int(found.node_id)
         finally:
@@ -173,10 +175,11 @@ class Reconciler:
         self._update_index(self._forget_evicted() if node is None else self._remember(node, request))
 
     async def _remember(self, node: Node, request: RoutedRequest) -> None:
-        assert request.prompt is not None, "it had a ticket"
+        prompt = request.incoming.prompt
+        assert prompt is not None, "it had a ticket"
         try:
-            if node.num_tokens >= request.prompt.num_tokens:
-                await self._runtime.remember(node, request.prompt.text)
+            if node.num_tokens >= prompt.num_tokens:
+                await self._runtime.remember(node, prompt.text)
             else:  # shortened: the embedding of the whole text does not fit its beginning
                 await self._sharing.remember(node, None)
         finally:
@@ -199,22 +202,24 @@ class Reconciler:
 
     def _count(self, request: RoutedRequest, finished: FinishedReport) -> None:
         """Count the planned and the actual decision, and update the cost rates from the measured times."""
-        planned = request.plan.decision if isinstance(request.plan, Plan) else Decision.FULL
+        plan, ticket, progress = request.routed.plan, request.routed.ticket, request.progress
+        planned = plan.decision if isinstance(plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
         self._keeper.telemetry.executed(planned, Decision(finished.decision), reason)
         if planned != finished.decision or finished.reason is not None:
             log.info(
                 "request id=%s: planned %s, carried out as %s with %d tokens computed: %s",
-                *(request.unique_id, planned, finished.decision, finished.num_computed, finished.reason),
+                *(request.incoming.unique_id, planned, finished.decision),
+                *(finished.num_computed, finished.reason),
             )
-        assert request.ticket is not None, "found by its ticket"
-        cost, copies = self._sharing.cost, request.ticket.copies
+        assert ticket is not None, "found by its ticket"
+        cost, copies = self._sharing.cost, ticket.copies
         is_full = finished.decision == "full" and not finished.num_local
-        if is_full and request.was_alone and request.first_token_s is not None:  # it waited for no other
-            cost.observe_prefill(request.ticket.num_tokens, request.first_token_s)
+        if is_full and progress.was_alone and progress.prefill_s is not None:  # it waited for no other
+            cost.observe_prefill(ticket.num_tokens, progress.prefill_s)
         used = [copies[index] for index in finished.used if index < len(copies)]
         num_copied = sum(copy.length for copy in used)
-        chosen = request.ticket.order is not None  # then a pass also computes repairs
+        chosen = ticket.order is not None  # then a pass also computes repairs
         if "pass" in finished.stage_seconds and used and not finished.num_local and not chosen:
             # vLLM computes the tail behind the last copy in its own pass, whose time is unknown.
             num_passed = max(copy.target.end for copy in used) - num_copied

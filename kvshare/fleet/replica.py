@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from kvshare.errors import NoReplicaError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.namespace import Namespace, Owner
 from kvshare.vllm_protocol.messages import RANK_HEADER, ReplicaInfo
@@ -71,6 +72,13 @@ class Fleet:
     def sharing(self) -> list[Replica]:
         """The serving replicas that plans may be made for."""
         return [replica for replica in self.serving() if replica.shares]
+
+    def idlest(self, *, without: Collection[Replica] = ()) -> Replica:
+        """The serving replica with fewest requests. Raises NoReplicaError."""
+        replica = next((entry for entry in self.serving() if entry not in without), None)
+        if replica is None:
+            raise NoReplicaError
+        return replica
 
     def advance_rotation(self) -> None:
         """Called once per sent request, so that equally idle replicas take turns."""

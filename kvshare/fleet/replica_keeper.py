@@ -14,8 +14,8 @@ from functools import partial
 
 from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId, Span, token_ids
 from kvshare.errors import KVShareError
-from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.sharing.budget import Budget
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
@@ -62,13 +62,13 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
                 if draft is None or not self._makes_a_node(draft, len(draft.token_ids)):
                     return None  # `store` adds it together with its answer
                 node = self._insert_if_fits(request.replica, draft, held)
-            request.prompt_not_stored = node is None
+            request.progress.prompt_not_stored = node is None
             return node
 
-        request.prompt_node = self._fail_open(write)
-        if request.prompt_not_stored:
+        request.progress.prompt_node = self._fail_open(write)
+        if request.progress.prompt_not_stored:
             self.drop_reported(request.replica, prefilled)
-        return request.prompt_node
+        return request.progress.prompt_node
 
     def store(
         self, request: RoutedRequest, finished: FinishedReport, held: Collection[NodeId]
@@ -83,13 +83,13 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
         def write() -> Node | None:
             draft = draft_of(request, finished, node_of=self.tree.get)
-            if draft is None or request.prompt_not_stored:
+            if draft is None or request.progress.prompt_not_stored:
                 return None  # without its prompt the whole would not be stored either
             with self._writing:
-                if request.prompt_node is not None:
-                    return self._lengthen(request.replica, request.prompt_node, draft, held)
-                assert request.prompt is not None, "it has a draft"
-                return self._store_whole(request.replica, draft, request.prompt.num_tokens, held)
+                if request.progress.prompt_node is not None:
+                    return self._lengthen(request.replica, request.progress.prompt_node, draft, held)
+                assert request.incoming.prompt is not None, "it has a draft"
+                return self._store_whole(request.replica, draft, request.incoming.prompt.num_tokens, held)
 
         node = self._fail_open(write)
         if node is None:
@@ -253,9 +253,10 @@ def draft_of(
     """
     if not report.stored:
         return None
-    assert request.prompt is not None, "it had a ticket"
-    assert request.ticket is not None, "found by its ticket"
-    plan = _executed(request.plan, report.used, [entry.span for entry in report.repaired])
+    routed, prompt = request.routed, request.incoming.prompt
+    assert prompt is not None, "it had a ticket"
+    assert routed.ticket is not None, "found by its ticket"
+    plan = _executed(routed.plan, report.used, [entry.span for entry in report.repaired])
     output_ids = report.output_ids if isinstance(report, FinishedReport) else ()
     stored = [
         StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
@@ -263,12 +264,11 @@ def draft_of(
     ]
     copied = [copy.target for copy in plan.copies] if isinstance(plan, Plan) else []
     num_retained = _covered(copied + [entry.span for entry in stored])
-    prompt = request.prompt.token_ids
-    tokens = [*prompt.tolist(), *output_ids]
+    tokens = [*prompt.token_ids.tolist(), *output_ids]
     if num_retained > len(tokens) or (output_ids and num_retained != len(tokens)):
-        most = f"{len(prompt)} of the prompt and {len(output_ids)} of the answer"
+        most = f"{prompt.num_tokens} of the prompt and {len(output_ids)} of the answer"
         raise BadReportError(f"it retained {num_retained} tokens, expected {most}")
-    namespace, parent = request.ticket.namespace, find_parent(plan, node_of)
+    namespace, parent = routed.ticket.namespace, find_parent(plan, node_of)
     return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
 
 

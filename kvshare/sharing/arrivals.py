@@ -16,15 +16,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from delta_tree import TokenIds, common_prefix_length, kgram_hashes
 from kvshare.requests import SharingMode
-from kvshare.sharing.lookup import Lookup
+
+ResultT = TypeVar("ResultT")
 
 # The share of a prefill that a wait may take: a half, with a margin for prompts of slightly different
 # lengths.
@@ -53,6 +55,14 @@ class Arrival:
     def hashes(self) -> npt.NDArray[np.uint64]:
         """The distinct hashes of its k-grams, ascending."""
         return np.unique(kgram_hashes(self.token_ids, self.kgram))
+
+
+@dataclass(frozen=True, slots=True)
+class Waited(Generic[ResultT]):
+    """The last result of looking a prompt up, and how long it waited for similar ones."""
+
+    result: ResultT
+    seconds: float | None  # None: it did not wait
 
 
 class Arrivals:
@@ -88,32 +98,33 @@ class Arrivals:
         namespaces: Collection[str],
         token_ids: TokenIds,
         mode: SharingMode,
-        look_up: Callable[[], Awaitable[Lookup]],
-    ) -> Lookup:
+        look_up: Callable[[], Awaitable[ResultT]],
+        num_reused: Callable[[ResultT], int],
+    ) -> Waited[ResultT]:
         """
         Look a prompt up, and wait for similar prompts as long as a wait promises more reuse.
 
         `namespaces`: where it is looked up; one for each engine that may get it.
+        `num_reused`: how many of its tokens a result reuses.
         """
-        lookup, began, has_waited = await look_up(), time.monotonic(), False
+        result, began, has_waited = await look_up(), time.monotonic(), False
+        reused = num_reused(result)
         self._num_waiting += 1
         try:
             asked: set[Arrival] = set()
-            while other := self._worth_waiting_for(namespaces, token_ids, mode, lookup, without=asked):
+            while other := self._worth_waiting_for(namespaces, token_ids, mode, reused, without=asked):
                 has_waited = True
                 asked.add(other)
                 if not await self._is_over(other):
                     self.end(other)  # no other prompt should wait for it either
                     continue
-                before, lookup = _num_reused(lookup, token_ids), await look_up()
-                if other.is_stored and _num_reused(lookup, token_ids) <= before:
+                result, before = await look_up(), reused
+                reused = num_reused(result)
+                if other.is_stored and reused <= before:
                     break  # the gate refused it, and would refuse similar ones
         finally:
             self._num_waiting -= 1
-        if has_waited:
-            stages = {**lookup.stage_seconds, "wait": time.monotonic() - began}
-            lookup = replace(lookup, stage_seconds=stages)
-        return lookup
+        return Waited(result, time.monotonic() - began if has_waited else None)
 
     async def _is_over(self, other: Arrival) -> bool:
         """Wait until a prompt is stored. Returns false if it is computed and storing takes too long."""
@@ -133,7 +144,7 @@ class Arrivals:
         namespaces: Collection[str],
         token_ids: TokenIds,
         mode: SharingMode,
-        lookup: Lookup,
+        num_reused: int,
         *,
         without: Collection[Arrival],
     ) -> Arrival | None:
@@ -150,7 +161,7 @@ class Arrivals:
         own = kgram_hashes(token_ids, self._min_run)
         own = own[:: max(1, len(own) // _SAMPLES)]
 
-        def given(other: Arrival) -> int:
+        def num_shared(other: Arrival) -> int:
             if mode is SharingMode.EXACT:
                 return common_prefix_length(other.token_ids, token_ids)
             if not len(own) or not len(other.hashes):
@@ -158,12 +169,7 @@ class Arrivals:
             at = np.minimum(other.hashes.searchsorted(own), len(other.hashes) - 1)
             return round(len(token_ids) * float((other.hashes[at] == own).mean()))
 
-        most, best = max(((given(other), -place) for place, other in enumerate(others)), default=(0, 0))
-        num_reused = _num_reused(lookup, token_ids)
-        if most - num_reused <= _WORTH * (len(token_ids) - num_reused):
-            return None
-        return others[-best]
-
-
-def _num_reused(lookup: Lookup, token_ids: TokenIds) -> int:
-    return lookup.report(len(token_ids)).num_cached
+        to_copy = {other: num_shared(other) for other in others}
+        best = max(others, key=to_copy.__getitem__)  # the first of equal ones
+        saves_enough = to_copy[best] - num_reused > _WORTH * (len(token_ids) - num_reused)
+        return best if saves_enough else None

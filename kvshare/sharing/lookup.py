@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from delta_tree import NodeId, SegmentId
@@ -43,3 +43,9 @@ class Lookup:
         else:
             counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
         return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)
+
+    def after_waiting(self, seconds: float | None) -> Lookup:
+        """The same with the wait for similar prompts as one of its stages; None: it did not wait."""
+        if seconds is None:
+            return self
+        return replace(self, stage_seconds={**self.stage_seconds, "wait": seconds})

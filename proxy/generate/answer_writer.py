@@ -22,7 +22,7 @@ from kvshare.reasons import cache_miss_reason
 from kvshare.requests import SharingReport
 from proxy.errors import ErrorReply
 from proxy.generate.requests import ChatRequest
-from proxy.request_log import tokens_by_source
+from proxy.request_history import tokens_by_source
 from proxy.sse import KEEP_ALIVE
 
 

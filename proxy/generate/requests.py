@@ -20,7 +20,7 @@ from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.generate.fields import Body
 from proxy.request_body import KVShareField, read_object, request_options, validated
-from proxy.request_log import RECORD, client_of, stored_documents
+from proxy.request_record import RECORD, client_of
 
 ENGINE: web.AppKey[GeneratingEngine] = web.AppKey("generating_engine", GeneratingEngine)
 
@@ -88,10 +88,10 @@ async def engine_requests(
     """One for each prompt of a body, which is being tokenized. Raises RequestError as the tokenizer does."""
     record, started = request[RECORD], time.perf_counter()
     prompts = [await prompt for prompt in encoding]
-    record.tokenize_s = time.perf_counter() - started
+    record.preparation.tokenize_s = time.perf_counter() - started
     mode, store = request_options(request, kvshare)
     namespace = request.app[ENGINE].namespace(**asdict(record.owner))
-    requests = [
+    return [
         GenerationRequest(
             request_id=uuid.uuid4().hex if number else record.unique_id,
             namespace=namespace,
@@ -103,5 +103,3 @@ async def engine_requests(
         )
         for number, prompt in enumerate(prompts)
     ]
-    record.executed = partial(stored_documents, [entry.stored for entry in requests])
-    return requests

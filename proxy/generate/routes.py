@@ -35,7 +35,7 @@ from proxy.generate.responses.bodies import ResponsesBody
 from proxy.generate.responses.response_writer import ResponseWriter
 from proxy.generate.run import answer
 from proxy.request_body import api_of
-from proxy.request_log import RECORD
+from proxy.request_record import RECORD
 from proxy.wrong_values import invalid
 
 _ChatBody = TypeVar("_ChatBody", ChatBody, ResponsesBody, MessagesBody)
@@ -81,7 +81,7 @@ async def explain(request: web.Request) -> web.Response:
     if len(requests) != 1:
         raise invalid("prompt", f"expected one prompt, got {len(requests)}")
     document = await request.app[ENGINE].explain(requests[0])
-    return web.json_response({**document, "rules": request[RECORD].rules})
+    return web.json_response({**document, "rules": request[RECORD].body.rules})
 
 
 async def count_tokens(request: web.Request) -> web.Response:

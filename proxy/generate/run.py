@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 
 from aiohttp import web
 
@@ -24,11 +26,14 @@ from kvshare.engine import (
     Started,
 )
 from kvshare.errors import EngineError, KVShareError
+from kvshare.requests import StoredPrompt
 from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import to_reply
 from proxy.generate.answer_writer import AnswerWriter, Usage
-from proxy.request_log import RECORD, RequestFailure, RequestRecord, log_failure
+from proxy.request_history import stored_documents
+from proxy.request_log import log_failure
+from proxy.request_record import RECORD, AnswerRecord, RequestFailure, RequestRecord
 from proxy.sse import HEADERS, dump
 
 
@@ -46,6 +51,8 @@ class AnswerRun:
         self._engine = engine
         self._requests = requests
         self._record = record
+        self._last_token: dict[int, float] = {}  # when each choice got its last one
+        self.stored = [StoredPrompt() for _ in requests]  # updated by the engine, also after the answer
         self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()  # None: all have finished
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -82,10 +89,25 @@ class AnswerRun:
                 raise item
             yield item
 
+    def note(self, delta: Delta) -> None:
+        """Record the time of a delta, and the end of its choice."""
+        answer = self._record.answer
+        if delta.finish_reason is not None:
+            answer.ended_as = delta.finish_reason
+        if not delta.num_tokens:
+            return
+        now = perf_counter()
+        if answer.first_token_s is None:
+            answer.first_token_s = now - self._record.started
+        before = self._last_token.get(delta.choice)
+        if before is not None:
+            answer.token_gaps_s.append((now - before) / delta.num_tokens)
+        self._last_token[delta.choice] = now
+
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         try:
             await self._engine.generate(request, lambda event: self._take(number, event))
-            if number not in self._record.finished:
+            if number not in self._record.answer.finished:
                 raise EngineError("The engine ended without its last event.")
         except Exception as exc:  # noqa: BLE001  raised again, translated, in `open` or where the deltas are read
             error = exc
@@ -101,13 +123,14 @@ class AnswerRun:
             offset = number * self._requests[0].sampling.n
             self._queue.put_nowait(replace(event, choice=offset + event.choice) if offset else event)
             return
-        self._record.reports[number] = event.report
+        self._record.answer.reports[number] = event.report
         if isinstance(event, Started):
-            if len(self._record.reports) == len(self._requests) and not self._started.done():
+            self.stored[number] = event.stored
+            if len(self._record.answer.reports) == len(self._requests) and not self._started.done():
                 self._started.set_result(None)
         else:
-            self._record.finished[number] = event
-            if len(self._record.finished) == len(self._requests):
+            self._record.answer.finished[number] = event
+            if len(self._record.answer.finished) == len(self._requests):
                 self._queue.put_nowait(None)
 
 
@@ -118,8 +141,9 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
     From the first byte of a stream on, an error is an event.
     """
     record, stream = request[RECORD], web.StreamResponse(headers=HEADERS)
-    record.mode = writer.requests[0].mode
     run = AnswerRun(engine, writer.requests, record)
+    record.preparation.mode = writer.requests[0].mode
+    record.preparation.executed = partial(stored_documents, run.stored)
     try:
         try:
             async with request.app[SERVER].lifecycle.running(), run.open():
@@ -135,25 +159,25 @@ async def answer(request: web.Request, engine: GeneratingEngine, writer: AnswerW
         except Exception as exc:
             if not stream.prepared:
                 raise
-            record.finish_reason = "error"
+            record.answer.ended_as = "error"
             reply = to_reply(exc)
-            record.failure = RequestFailure.of(exc, reply)
+            record.answer.broken_off = RequestFailure.of(exc, reply)
             if reply.status >= 500:
                 log_failure(record.request_id, exc)
             await stream.write(writer.broken_off(reply))
         await stream.write_eof()
     except ConnectionError:
-        record.disconnected = True
+        record.answer.disconnected = True
     return stream
 
 
 async def _collect(run: AnswerRun, writer: AnswerWriter, record: RequestRecord) -> web.Response:
     async for delta in run.deltas():
         if delta is not None:
-            record.note(delta)
+            run.note(delta)
             writer.collect(delta)
     document = writer.whole(_usage(record))
-    _note_calls(record, writer)
+    _note_calls(record.answer, writer)
     return web.Response(body=dump(document), content_type="application/json")
 
 
@@ -166,17 +190,17 @@ async def _send(
         if delta is None:
             await stream.write(writer.keep_alive)
         else:
-            record.note(delta)
+            run.note(delta)
             await stream.write(writer.more(delta))
-    _note_calls(record, writer)
+    _note_calls(record.answer, writer)
     await stream.write(writer.closing(_usage(record)))
 
 
-def _note_calls(record: RequestRecord, writer: AnswerWriter) -> None:
+def _note_calls(answer: AnswerRecord, writer: AnswerWriter) -> None:
     """The engine, which sees text only, says of an answer that calls tools that it stopped."""
-    if writer.calls_tools and record.finish_reason == FinishReason.STOP:
-        record.finish_reason = "tool_calls"
+    if writer.calls_tools and answer.ended_as == FinishReason.STOP:
+        answer.ended_as = "tool_calls"
 
 
 def _usage(record: RequestRecord) -> Usage:
-    return Usage(record.total, record.num_completion_tokens or 0)
+    return Usage(record.answer.total, record.answer.num_completion_tokens or 0)

@@ -143,10 +143,10 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
 
 
 async def _rendered(document: Body, body: bytes, dialect: Dialect, engine: VllmEngine) -> Sequence[int]:
-    router = engine.server.router
-    rendered = await router.render(dialect.path, body)
+    renderer = engine.server.renderer
+    rendered = await renderer.render(dialect.path, body)
     if rendered is None:
-        return await router.tokenize(_tokenize_body(document, dialect))
+        return await renderer.tokenize(_tokenize_body(document, dialect))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)
     if not rendered[0].is_text:

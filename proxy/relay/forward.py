@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp import web
 
 from kvshare.errors import EngineError, ErrorCode, KVShareError, UpstreamError
-from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica import Replica
+from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from proxy.connection import probed
@@ -35,7 +35,7 @@ from proxy.relay.sanitize import (
     upstream_path,
     with_members,
 )
-from proxy.request_log import RECORD, RequestFailure
+from proxy.request_record import RECORD, RequestFailure
 from proxy.sse import KEEP_ALIVE
 
 log = logging.getLogger(__name__)
@@ -75,11 +75,12 @@ class RelayedRequest:
         """Try replicas until one takes the request; nothing has been sent to the client before."""
         routed, tried = self.routed, [replica]
         while True:
+            routed.progress.has_failed = False
             with self.router.sending(routed, replica):
                 try:
                     response = await self._send(replica)
                 except UpstreamError as exc:
-                    routed.has_failed = True
+                    routed.progress.has_failed = True
                     log.warning("replica %s did not take a request: %s", replica.name, class_and_place(exc))
                 else:
                     try:
@@ -91,7 +92,7 @@ class RelayedRequest:
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
         request, record, report = self.request, self.request[RECORD], self.routed.report
-        record.reports = {} if report is None else {0: report}
+        record.answer.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
         headers.update(replica.headers)
@@ -110,8 +111,8 @@ class RelayedRequest:
             raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        self.routed.has_failed = response.status >= 400
-        if self.routed.has_failed and is_anthropic(self.request.path):
+        self.routed.progress.has_failed = response.status >= 400
+        if self.routed.progress.has_failed and is_anthropic(self.request.path):
             return await self._pass_on_error(response)
         answer = web.StreamResponse(
             status=response.status, reason=response.reason, headers=headers_to_client(response.headers)
@@ -121,11 +122,11 @@ class RelayedRequest:
             self._answer = answer
             with probed(self.request, answer, KEEP_ALIVE, is_between=lambda: self._is_between_events):
                 await self._pass_on_body(response, answer)
-            if self.routed.has_failed:
-                self.request[RECORD].failure = _failure_of(self._beginning)
+            if self.routed.progress.has_failed:
+                self.request[RECORD].answer.broken_off = _failure_of(self._beginning)
             await answer.write_eof()
         except ConnectionError:
-            self.request[RECORD].disconnected = True
+            self.request[RECORD].answer.disconnected = True
         return answer
 
     async def _pass_on_body(self, response: aiohttp.ClientResponse, answer: web.StreamResponse) -> None:
@@ -157,7 +158,7 @@ class RelayedRequest:
         while len(raw) < MAX_BODY and (chunk := await self._next_chunk(response)):
             raw += chunk
         record = self.request[RECORD]
-        record.failure = _failure_of(raw)
+        record.answer.broken_off = _failure_of(raw)
         answer = reply_of(response.status, raw).to_response(self.request.path, record.request_id)
         for name, value in headers_to_client(response.headers).items():
             if name.lower() not in ("content-type", "content-length", "content-encoding"):
@@ -165,15 +166,15 @@ class RelayedRequest:
         return answer
 
     def _note_chunk(self, chunk: bytes) -> None:
-        record = self.request[RECORD]
-        if self.routed.has_failed:
+        record, progress = self.request[RECORD], self.routed.progress
+        if progress.has_failed:
             self._beginning = (self._beginning + chunk)[:_MAX_ERROR]
-        if record.first_token_s is not None or self.routed.has_failed or not self._has_token(chunk):
+        if record.answer.first_token_s is not None or progress.has_failed or not self._has_token(chunk):
             return
-        record.first_token_s = perf_counter() - record.started
+        record.answer.first_token_s = perf_counter() - record.started
         self.routed.note_prefilled()
         if self._is_stream:
-            self.routed.first_token_s = perf_counter() - self.routed.sent_at
+            progress.prefill_s = perf_counter() - progress.sent_at
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
@@ -198,7 +199,8 @@ class RelayedRequest:
         if self._answer is None:
             raise error
         record, reply = self.request[RECORD], to_reply(error)
-        record.finish_reason, record.failure = "error", RequestFailure.of(error, reply)
+        record.answer.ended_as = "error"
+        record.answer.broken_off = RequestFailure.of(error, reply)
         try:
             if self.dialect is not None and self._is_stream:
                 await self._answer.write(self.dialect.broken_off(reply, record.request_id))
@@ -206,7 +208,7 @@ class RelayedRequest:
             elif self.request.transport is not None:
                 self.request.transport.abort()
         except ConnectionError:
-            record.disconnected = True
+            record.answer.disconnected = True
         return self._answer
 
 

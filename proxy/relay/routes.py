@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from aiohttp import web
 from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.in_flight import Execution, RoutedRequest
+from kvshare.fleet.routed_request import Execution, Incoming, RoutedRequest
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import class_and_place
@@ -32,7 +33,8 @@ from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanitized
 from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
-from proxy.request_log import RECORD, client_of, stored_documents
+from proxy.request_history import stored_documents
+from proxy.request_record import RECORD, client_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
     check_path(request.rel_url.raw_path_qs)
     if is_for_operators(request.rel_url.raw_path_qs):
-        request.app[SERVER].keyring.check_admin(request, request[RECORD].caller)
+        request.app[SERVER].keyring.check_admin(request, request[RECORD].admission.caller)
     router = request.app[ENGINE].server.router
     is_json = request.content_type == "application/json" and request.can_read_body
     if is_json:
@@ -69,7 +71,7 @@ async def pass_through(request: web.Request) -> web.StreamResponse:
         if body and request.content_type != "multipart/form-data":
             check_is_json(request)
         check_form(body)
-    routed = RoutedRequest(request[RECORD].owner)
+    routed = RoutedRequest(Incoming(request[RECORD].owner))
     return await RelayedRequest(request, router, routed, body, is_json=is_json).forward()
 
 
@@ -82,10 +84,8 @@ async def explain(request: web.Request) -> web.Response:
         prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
-    routed = _untokenized(request, document)
-    routed.prompt = prompt
-    explained = await engine.server.router.explain(routed)
-    return web.json_response({**explained, "rules": request[RECORD].rules})
+    explained = await engine.explain(replace(_untokenized(request, document), prompt=prompt))
+    return web.json_response({**explained, "rules": request[RECORD].body.rules})
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -93,12 +93,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
     await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
-    routed, record = _untokenized(request, document), request[RECORD]
-    record.mode, record.executed = routed.mode, partial(_executed, routed.execution)
-    if routed.mode is SharingMode.OFF:
-        record.unplanned = Reason.OFF
+    incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
+    prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
+    if incoming.mode is SharingMode.OFF:
+        prepared.unplanned = Reason.OFF
     else:
-        routed.prompt = await _rendered(request, document, body, dialect)
+        incoming = replace(incoming, prompt=await _rendered(request, document, body, dialect))
+    routed = RoutedRequest(incoming, execution=execution)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
 
@@ -131,10 +132,10 @@ def _executed(execution: Execution) -> dict[str, Any]:
     }
 
 
-def _untokenized(request: web.Request, document: Mapping[str, Any]) -> RoutedRequest:
+def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
     """What a request says of itself. Raises RequestError."""
     mode, may_store = request_options(request, parse_kvshare(document))
-    return RoutedRequest(
+    return Incoming(
         owner=request[RECORD].owner,
         unique_id=request[RECORD].unique_id,
         mode=mode,
@@ -155,10 +156,11 @@ async def _rendered(
         RecursionError,  # parts in parts in parts
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
-        record.unplanned = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
-        engine.server.router.note_unshared(record.unplanned)
+        reason = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
+        record.preparation.unplanned = reason
+        engine.sharing.telemetry.unshared(reason)
         return None
-    record.tokenize_s = time.perf_counter() - began
+    record.preparation.tokenize_s = time.perf_counter() - began
     return prompt
 
 
@@ -170,5 +172,5 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     cannot be searched
     """
     document = await read_object(request)
-    raw = None if request[RECORD].rules else await read_raw(request)
+    raw = None if request[RECORD].body.rules else await read_raw(request)
     return sanitized(raw, document), document

@@ -31,7 +31,7 @@ from kvshare.engine import (
 from kvshare.errors import ContextLengthError, ErrorCode, OverloadedError, RequestError
 from kvshare.namespace import Namespace
 from kvshare.reasons import Reason
-from kvshare.requests import Decision, Prompt, SharingMode, SharingReport
+from kvshare.requests import Decision, Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.status import EngineStatus, ModelCard
 from kvshare.telemetry import Telemetry
 from tests.proxy.small_store import SmallStore
@@ -158,12 +158,13 @@ class FakeEngine(SmallStore, GeneratingEngine):
             self.num_waiting -= 1
         self.num_running += 1
         self.running.set()
+        stored = StoredPrompt()
         try:
-            async for event in self._events(request):
+            async for event in self._events(request, stored):
                 emit(event)
-            request.stored.node = 1 + sum(map(len, self.stored.values())) if request.store else None
+            stored.node = 1 + sum(map(len, self.stored.values())) if request.store else None
         finally:
-            request.stored.is_settled = True
+            stored.is_settled = True
             self.num_running -= 1
             self.num_freed += 1
             self._slots.release()
@@ -181,10 +182,10 @@ class FakeEngine(SmallStore, GeneratingEngine):
                 max_model_len=self.behaviour.max_model_len,
             )
 
-    async def _events(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    async def _events(self, request: GenerationRequest, stored: StoredPrompt) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(self.behaviour.plan_s)
         report = self._plan(request)
-        yield Started(report)
+        yield Started(report, stored)
         await asyncio.sleep(self.behaviour.prefill_s)
         said = self.behaviour.says or request.prompt.text.last_user_turn
         text, finish_reason, stop = answer_to(said, request.sampling)

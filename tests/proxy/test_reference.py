@@ -17,7 +17,7 @@ from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.status import EngineStatus, IndexStatus, ReplicaStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
 from proxy.metrics import Metrics
-from proxy.request_log import RequestRecord
+from proxy.request_record import AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
 from vector_index import CircuitState, IndexSchema, Nominator, QdrantRemoteIndex
 
 _ROOT = Path(__file__).parents[2]
@@ -103,13 +103,14 @@ def request(decision: Decision) -> RequestRecord:
     return RequestRecord(
         "id",
         "id",
-        mode=SharingMode.APPROX,
-        reports={0: report},
-        finished={0: Finished(report, 1, {"plan": 0.1})},
-        tokenize_s=0.1,
-        first_token_s=0.1,
-        token_gaps_s=[0.1],
-        rules=("clock",),
+        body=BodyRecord(rules=("clock",)),
+        preparation=PreparationRecord(SharingMode.APPROX, tokenize_s=0.1),
+        answer=AnswerRecord(
+            reports={0: report},
+            finished={0: Finished(report, 1, {"plan": 0.1})},
+            first_token_s=0.1,
+            token_gaps_s=[0.1],
+        ),
     )
 
 

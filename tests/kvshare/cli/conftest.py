@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,29 +19,22 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from delta_tree import DeltaTree
+from kvshare.cli import main
 from kvshare.errors import RequestError
 from tests.kvshare.admin.documents import document_of
+from tests.kvshare.cli.fake_vllm import served
 from tests.kvshare.cli.family import IDENTITY, Family, grow, write_store
+from tests.kvshare.cli.findings import Start
+from tests.kvshare.cli.installation import Installation
+from tests.kvshare.cli.live_replays import FORM
+from tests.kvshare.cli.outcome import TIMEOUT_S, Outcome
+from tests.kvshare.replay.tiny_engine import TinyEngine, running
 
 ADMIN_KEY = "admin-key"
 MODEL = "served-model"
-TIMEOUT_S = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a process ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.stdout)
-
 
 Cli = Callable[..., Outcome]
+Kvshare = Callable[..., Outcome]  # in this process
 
 
 @pytest.fixture
@@ -193,3 +187,55 @@ def refusal(status: int, message: str) -> web.Response:
     """An error in OpenAI's shape."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return web.json_response({"error": error}, status=status)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts small servers, and ends them."""
+    with ExitStack() as stack:
+        yield lambda fake: stack.enter_context(served(fake))
+
+
+@pytest.fixture
+def kvshare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvshare:
+    """Runs the command in this process, in an empty folder: as real, and ten times faster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVSHARE_API_KEY", raising=False)
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["kvshare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        shown = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), shown.out, shown.err)
+
+    return run
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Four prompts of one form among seven rows that are broken."""
+    rows = [json.dumps({"prompt": f"{FORM} for {name}"}) for name in ("Anna", "Bert", "Cid", "Anna")]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join([rows[0], *["{broken"] * 7, *rows[1:]]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def engine() -> Iterator[TinyEngine]:
+    with running(TinyEngine()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Installation:
+    """An installation without vLLM's program, and with the packages of this one."""
+    return Installation.create(tmp_path / "python")
+
+
+@pytest.fixture
+def installed(bare: Installation) -> Installation:
+    """An installation with a vLLM of a tested version."""
+    bare.put_package("0.32.1")
+    bare.put_program()
+    return bare

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvshare
-from tests.kvshare.cli.conftest import TIMEOUT_S, Outcome
+from tests.kvshare.cli.outcome import TIMEOUT_S, Outcome
 
 EXIT_STATUS = 7
 STAND_IN = f"""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -16,24 +14,14 @@ import pytest
 import yaml
 
 from kvshare.cli.doctor import run_checks, run_vllm_checks
-from kvshare.cli.server_checks import check_break_even, check_vllm
+from kvshare.cli.server_checks import check_vllm
 from kvshare.vllm_protocol.messages import PROTOCOL
 from tests.kvshare.cli.conftest import Cli
-from tests.kvshare.cli.fake_vllm import INFO, Fake, Route, connector, served, vllm
+from tests.kvshare.cli.fake_vllm import INFO, Fake, Route, connector, vllm
+from tests.kvshare.cli.findings import Start, nowhere
 
 KEY = "a-key"
-
 Found = dict[str, tuple[str, str]]
-
-
-Start = Callable[[Fake], Fake]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts small servers, and ends them."""
-    with ExitStack() as stack:
-        yield lambda fake: stack.enter_context(served(fake))
 
 
 def found(vllm_url: str, control_url: str) -> Found:
@@ -49,13 +37,6 @@ def found(vllm_url: str, control_url: str) -> Found:
 def states(findings: Found) -> Mapping[str, str]:
     """The findings that are not fine."""
     return {name: state for name, (state, _) in findings.items() if state != "ok"}
-
-
-def nowhere() -> str:
-    """An address of loopback where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_a_vllm_that_is_fine(start: Start) -> None:
@@ -142,56 +123,6 @@ def test_ranks_are_looked_at_each(start: Start) -> None:
     assert (names.count("control"), names.count("memory"), names.count("ranks")) == (2, 2, 1)
     silent = [check.state for check in check_vllm(url, [control, nowhere()]) if check.name == "control"]
     assert silent == ["ok", "fail"]
-
-
-COSTS = {
-    "break_even_tokens": 1234,
-    "measured": ["load", "prefill"],
-    "prefill_tokens_per_s": 30000.0,
-    "load_bytes_per_s": 2e10,
-    "pass_s": 0.005,
-}
-
-
-@pytest.mark.parametrize(
-    ("costs", "state", "words"),
-    [
-        (COSTS, "ok", ("from 1,234 tokens on", "prefill 30,000 tokens/s", "load 20.0 GB/s", "5.0 ms a pass")),
-        ({**COSTS, "break_even_tokens": None}, "warn", ("never pays", "20.0 GB/s")),
-        ({**COSTS, "measured": ["prefill"]}, "ok", ("unknown", "has not measured load")),
-        ({**COSTS, "measured": []}, "ok", ("unknown", "load and prefill")),
-        ({}, "ok", ("unknown", "is that a KVShare server")),
-    ],
-)
-def test_the_break_even_length_comes_from_a_running_server(
-    start: Start, costs: Mapping[str, Any], state: str, words: Sequence[str]
-) -> None:
-    """What it has measured, with its rates; what it has not is unknown."""
-    server = start(Fake({"/admin/stats": (200, {"costs": costs})}))
-    check = check_break_even(server.url, None)
-    assert (check.name, check.state) == ("break-even", state)
-    assert all(word in check.detail for word in words), check.detail
-    if "unknown" not in words:
-        assert server.url in check.detail
-
-
-def test_without_a_server_the_break_even_length_is_unknown(cli: Cli, start: Start) -> None:
-    """Which is no failure: the command ends as the other checks say."""
-    options = (
-        "--vllm-url",
-        start(vllm()).url,
-        "--vllm-control-url",
-        start(connector()).url,
-        "--format",
-        "json",
-    )
-    for server in (nowhere(), start(Fake({"/admin/stats": (401, {"error": {"message": "who?"}})})).url):
-        outcome = cli("doctor", *options, "--url", server)
-        assert outcome.code == 0
-        (check,) = (check for check in outcome.document["checks"] if check["name"] == "break-even")
-        assert "unknown" in check["detail"]
-        assert "--url" in check["remedy"]
-    assert cli("doctor", *options, "--url", "localhost").code == 2
 
 
 def test_nobody_answers() -> None:

@@ -11,7 +11,8 @@ from kvshare.cli import plugins
 from kvshare.cli.main import app
 from kvshare.cli.output import ExitCode, exit_code
 from kvshare.errors import MissingExtraError
-from tests.kvshare.cli.conftest import Cli, Outcome
+from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.outcome import Outcome
 
 LOADED = "the code of the other distribution was imported"
 MODULE = f"""

@@ -4,93 +4,33 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.core import TyperGroup
 
-from kvshare.cli import main, replay
+from kvshare.cli import replay
 from kvshare.cli.views import draw
 from kvshare.demo import MODEL_PATH
 from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies.base import BatchEmbeddings
-from tests.kvshare.cli.conftest import Outcome
+from tests.kvshare.cli.conftest import Kvshare
+from tests.kvshare.cli.live_replays import FORM, document_at, live_command
+from tests.kvshare.cli.outcome import Outcome
 from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
-from tests.kvshare.replay.tiny_engine import KEY, TinyEngine, running
-
-TIMEOUT_S = 60
-FORM = " ".join(f"fact{number} about thing{number}" for number in range(40))
-
-Kvshare = Callable[..., Outcome]
-
-
-@pytest.fixture
-def kvshare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvshare:
-    """Runs the command in this process, in an empty folder: as real, and ten times faster."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("KVSHARE_API_KEY", raising=False)
-
-    def run(*arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["kvshare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main.main()
-        shown = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), shown.out, shown.err)
-
-    return run
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    """Four prompts of one form among seven rows that are broken."""
-    rows = [json.dumps({"prompt": f"{FORM} for {name}"}) for name in ("Anna", "Bert", "Cid", "Anna")]
-    path = tmp_path / "log.jsonl"
-    path.write_text("\n".join([rows[0], *["{broken"] * 7, *rows[1:]]) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def engine() -> Iterator[TinyEngine]:
-    with running(TinyEngine()) as engine:
-        yield engine
+from tests.kvshare.replay.tiny_engine import KEY, TinyEngine
 
 
 def _words(outcome: Outcome) -> str:
     """What stands on stdout, whatever the width."""
     return " ".join(outcome.stdout.split())
-
-
-def _live(engine: TinyEngine, *arguments: object) -> tuple[object, ...]:
-    return (
-        "replay",
-        "log.jsonl",
-        "--tokenizer",
-        "demo",
-        "--engine",
-        engine.url,
-        "--key",
-        KEY,
-        "--out",
-        "live",
-        *arguments,
-    )
-
-
-def _document(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
 
 
 @pytest.mark.usefixtures("log")
@@ -106,7 +46,7 @@ def test_a_replay_is_written_and_shown(kvshare: Kvshare, tmp_path: Path) -> None
     assert "log.jsonl:7" not in done.stdout
     assert "and 2 more" in done.stdout
     assert done.stderr.splitlines()[-1] == f"report: {Path('out', 'report.html')}"
-    assert len(_document(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
+    assert len(document_at(tmp_path / "out" / "results.json")["data"]["unreadable"]["lines"]) == 7
 
 
 def test_the_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,13 +92,13 @@ def test_paper_is_shown(kvshare: Kvshare, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("log")
 def test_live_is_shown(kvshare: Kvshare, engine: TinyEngine, tmp_path: Path) -> None:
     """What the server says beside the predictions, with a warning where it counts other tokens."""
-    done = kvshare(*_live(engine, "--capacity", "10k"))
+    done = kvshare(*live_command(engine, "--capacity", "10k"))
     assert done.code == 0
     assert "4 requests, 0 failed" in done.stdout
     assert "the server reports that 50.00 %" in _words(done)
     assert "log.jsonl:2 bad_json" in _words(done)
     assert "warning: for 4 of 4 requests the server counts other tokens" in _words(done)
-    document = _document(tmp_path / "live" / "live.json")
+    document = document_at(tmp_path / "live" / "live.json")
     assert document["complete"]
     config = document["config"]
     assert (config["capacities_tokens"], config["embedder"]) == ([10_000], None)
@@ -203,7 +143,7 @@ def test_a_log_without_requests_fails_and_writes_nothing(
 @pytest.mark.usefixtures("log")
 def test_a_wrong_key_is_told(kvshare: Kvshare, engine: TinyEngine) -> None:
     """With the address, the status, and what to do."""
-    done = kvshare(*_live(engine, "--key", "wrong"))
+    done = kvshare(*live_command(engine, "--key", "wrong"))
     assert done.code == 1
     assert f"{engine.url}/v1/models: no model found: HTTP status 401" in done.stderr
     assert "--key" in done.stderr
@@ -299,69 +239,3 @@ def test_what_was_read_is_reported(
     )
     assert seen[0] == (1000, None)
     assert all(total is not None for _, total in seen[1:])
-
-
-def _start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Where Ctrl-C works, also if these tests run in the background."""
-    program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from kvshare.cli.main import main; main()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _interrupt(process: subprocess.Popen[str], when: Callable[[], bool]) -> Outcome:
-    """Ctrl-C as soon as it came so far."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not when():
-        assert process.poll() is None, "it ended before it could be interrupted"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    return Outcome(process.returncode, stdout, stderr)
-
-
-@pytest.mark.slow
-def test_an_interrupted_replay_goes_on(kvshare: Kvshare, tmp_path: Path) -> None:
-    """Ctrl-C behind a checkpoint is exit code 130; --resume then ends it."""
-    rows = (json.dumps({"prompt": f"question {number} of {FORM}"}) + "\n" for number in range(4000))
-    (tmp_path / "log.jsonl").write_text("".join(rows), encoding="utf-8")
-    arguments = ("replay", "log.jsonl", "--tokenizer", "demo", "--arms", "prefix,chunks", "--out", "out")
-    part = tmp_path / "out" / "checkpoint" / "rows-00000.parquet"
-    stopped = _interrupt(_start(tmp_path, *arguments), part.exists)
-    assert (stopped.code, stopped.stdout) == (130, "")
-    assert stopped.stderr.strip() == "interrupted; continue with --resume"
-    assert kvshare(*arguments, "--resume").code == 0
-    document = _document(tmp_path / "out" / "results.json")
-    assert (document["data"]["num_requests"], document["times"]["resumed"]) == (4000, 1)
-
-
-@pytest.mark.usefixtures("log")
-def test_an_interrupted_live_replay_keeps_what_was_answered(tmp_path: Path) -> None:
-    """Three requests were answered, the fourth waits: Ctrl-C writes the three, and nothing of --resume."""
-    with running(TinyEngine(max_answers=3)) as engine:
-        process = _start(tmp_path, *_live(engine, "--concurrency", 1))
-        stopped = _interrupt(process, engine.held.is_set)
-    assert stopped.code == 130
-    assert "interrupted; the answers until then are in live" in stopped.stderr
-    assert "--resume" not in stopped.stderr
-    assert "interrupted: 3 requests" in stopped.stdout
-    document = _document(tmp_path / "live" / "live.json")
-    assert (document["complete"], document["num_requests"]) == (False, 3)
-    assert pq.read_table(tmp_path / "live" / "live.parquet").num_rows == 3
-
-
-@pytest.mark.usefixtures("log")
-def test_an_interrupted_live_replay_without_answers_promises_nothing(tmp_path: Path) -> None:
-    """Nothing was measured: no files, and no word of going on."""
-    with running(TinyEngine(max_answers=0)) as engine:
-        stopped = _interrupt(_start(tmp_path, *_live(engine)), engine.held.is_set)
-    assert (stopped.code, stopped.stderr.strip()) == (130, "interrupted")
-    assert not list((tmp_path / "live").iterdir())

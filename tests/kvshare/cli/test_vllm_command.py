@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
 from kvshare.cli.vllm_command import connector_options, given_options, parse_bytes
 from kvshare.vllm_protocol.messages import WORKER_CLASS
-from tests.kvshare.cli.conftest import TIMEOUT_S
+from tests.kvshare.cli.commands_of_vllm import extra, transfer
 from tests.kvshare.cli.installation import EXIT_STATUS, Installation
+from tests.kvshare.cli.outcome import TIMEOUT_S
 
 TAKEN = ["--worker-cls", "--worker_cls=x", "--kv-transfer-config.kv_role", "--kv-tr", "--kv-offloading-size"]
 SIZES = [
@@ -28,20 +26,6 @@ SIZES = [
 ]
 
 
-@pytest.fixture
-def bare(tmp_path: Path) -> Installation:
-    """An installation without vLLM's program, and with the packages of this one."""
-    return Installation.create(tmp_path / "python")
-
-
-@pytest.fixture
-def installed(bare: Installation) -> Installation:
-    """An installation with a vLLM of a tested version."""
-    bare.put_package("0.32.1")
-    bare.put_program()
-    return bare
-
-
 def has_distribution(name: str) -> bool:
     """Whether this Python has it."""
     try:
@@ -49,17 +33,6 @@ def has_distribution(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def transfer(words: list[str]) -> dict[str, Any]:
-    """The connector's configuration in a command."""
-    document: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
-    return document
-
-
-def extra(words: list[str]) -> Mapping[str, Any]:
-    """KVShare's own part of it."""
-    return dict(transfer(words)["kv_connector_extra_config"]["kvshare"])
 
 
 def test_the_process_becomes_vllm(installed: Installation) -> None:
@@ -157,27 +130,11 @@ def test_ranks_elsewhere_are_refused(installed: Installation, said: list[str]) -
     assert "--vllm-url for each" in " ".join(outcome.stderr.replace("│", " ").split())
 
 
-def test_ranks_need_ports(installed: Installation) -> None:
-    """There must be a control port for the last one."""
-    outcome = installed.run("some/model", "-dp", "3", "--control-port", "65534")
-    assert outcome.code == 2
-    assert "--control-port" in outcome.stderr
-
-
 def test_help_before_the_model_is_ours(installed: Installation) -> None:
     """`kvshare vllm --help` shows this command's options; behind the model it is vLLM's."""
     outcome = installed.run("--help")
     assert (outcome.code, "--kv-bytes" in outcome.stdout) == (0, True)
     assert installed.run("some/model", "--help").document["argv"][-1] == "--help"
-
-
-def test_the_port_of_a_config_file_counts(installed: Installation, tmp_path: Path) -> None:
-    """vLLM's --config file may hold the port; the command line comes first."""
-    config = tmp_path / "vllm.yaml"
-    config.write_text("port: 9100\n")
-    assert extra(installed.printed("--config", config))["control_port"] == 9101
-    words = installed.printed("some/model", "--config", config, "--port=9200")
-    assert extra(words)["control_port"] == 9201
 
 
 def test_a_missing_config_file_is_for_vllm_to_tell(installed: Installation) -> None:
@@ -199,37 +156,6 @@ def test_our_settings_are_not_overridden_by_a_file(installed: Installation, tmp_
     config = tmp_path / "vllm.yaml"
     config.write_text("worker_cls: mine\n")
     assert installed.run("some/model", "--config", config).code == 2
-
-
-def test_an_open_control_server_needs_a_token(installed: Installation) -> None:
-    """Beyond loopback the connector is not started without a secret."""
-    outcome = installed.run("some/model", "--control-host", "0.0.0.0")
-    assert outcome.code == 2
-    assert "KVSHARE_VLLM_TOKEN" in outcome.stderr
-    words = installed.printed("some/model", "--control-host", "0.0.0.0", KVSHARE_VLLM_TOKEN="secret")
-    assert extra(words)["control_host"] == "0.0.0.0"
-    assert "secret" not in " ".join(words)
-    for loopback in ("localhost", "::1", "127.0.0.2"):
-        assert installed.run("some/model", "--control-host", loopback).code == EXIT_STATUS
-
-
-@pytest.mark.parametrize("offset", [-1, 0, 1])
-def test_a_taken_port_is_told_before_vllm_starts(installed: Installation, offset: int) -> None:
-    """vLLM's own, the connector's, and that of another rank's: with the option and what to do."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        own = {"--port": port - offset - 1, "--data-parallel-size": 2}  # control ports follow
-        outcome = installed.run("some/model", *(word for pair in own.items() for word in pair))
-    assert (outcome.code, outcome.stdout) == (1, "")
-    option = "vLLM's --port" if offset == -1 else "--control-port"
-    assert f"kvshare: {option}" in outcome.stderr
-    assert f":{port}: address already in use; stop what listens there, or give another" in outcome.stderr
-
-
-def test_vllm_and_the_connector_need_two_ports(installed: Installation) -> None:
-    outcome = installed.run("some/model", "--port", 9000, "--control-port", 9000)
-    assert outcome.code == 2
-    assert "vLLM's own --port" in outcome.stderr
 
 
 def test_vllm_must_be_installed(bare: Installation) -> None:
@@ -255,15 +181,6 @@ def test_a_version_that_was_only_read_is_told_and_runs(bare: Installation) -> No
     assert outcome.code == EXIT_STATUS
     assert "0.33.0: read, not run" in outcome.stderr
     assert "WARNING" not in outcome.stderr
-
-
-@pytest.mark.parametrize("port", ["0", "65535", "http"])
-def test_a_port_without_a_next_one(installed: Installation, port: str) -> None:
-    """Where the control port cannot be derived it must be given."""
-    outcome = installed.run("some/model", "--port", port)
-    assert outcome.code == 2
-    assert "--control-port" in outcome.stderr
-    assert extra(installed.printed("some/model", "--port", port, "--control-port", 99))["control_port"] == 99
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), SIZES)

@@ -47,6 +47,18 @@ async def test_an_exact_hit_gives_the_answer_of_a_full_prefill(engine: EmbeddedE
     assert (report.num_exact, report.num_repaired, report.decision) == (199, 1, "exact")
 
 
+async def test_what_a_prompt_is_stored_as_is_known_after_the_answer(engine: EmbeddedEngine) -> None:
+    """The first event has an object for it, which the engine updates when everything is stored."""
+    running = stream(engine, await request(engine, prompt(200)))
+    started = await anext(running)
+    assert isinstance(started, Started)
+    assert (started.stored.node, started.stored.is_settled) == (None, False)
+    assert [event async for event in running]
+    await engine.settle()
+    (node,) = engine.sharing.tree.nodes()
+    assert (started.stored.node, started.stored.is_settled) == (node.node_id, True)
+
+
 async def test_the_next_turn_of_a_chat_is_an_exact_prefix(engine: EmbeddedEngine) -> None:
     """KV of generated tokens is kept: prompt + answer + more finds all but the last generated token."""
     tokens = prompt(100)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from delta_tree import token_ids
-from kvshare.fleet.in_flight import Execution, InFlight, RoutedRequest
+from kvshare.fleet.in_flight import InFlight
+from kvshare.fleet.routed_request import Execution, Incoming, Routed, RoutedRequest
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.sharing.arrivals import Arrivals
@@ -30,7 +31,7 @@ class Clock:
 def sent(ticket_id: str = "r", *, replica: str = "a", num_tokens: int = 10) -> RoutedRequest:
     prompt = Prompt(token_ids(np.arange(num_tokens)), PromptText("", ""))
     ticket = Ticket(ticket_id, "n", "d", num_tokens)
-    return RoutedRequest(OWNER, prompt, execution=Execution(replica), ticket=ticket)
+    return RoutedRequest(Incoming(OWNER, prompt), Routed(ticket=ticket), execution=Execution(replica))
 
 
 def test_only_the_replica_that_has_a_ticket_may_end_it() -> None:
@@ -62,12 +63,12 @@ def test_refused_requests_and_lost_replicas_are_not_waited_for() -> None:
     in_flight, refused, lost = InFlight(Arrivals(min_run=16), expiry_s=60), sent("x"), sent("y")
     in_flight.add(refused)
     in_flight.add(lost)
-    refused.has_failed = True
+    refused.progress.has_failed = True
     in_flight.end(refused)
     in_flight.forget_replica("a")
     assert len(in_flight) == 0
-    assert refused.reconciled.is_set()
-    assert lost.reconciled.is_set()
+    assert refused.progress.reconciled.is_set()
+    assert lost.progress.reconciled.is_set()
 
 
 NEXT_TURN = token_ids(np.arange(40))  # begins with the prompt of `sent`

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tree import Copy, NodeDraft, NodeId, SegmentId, Span, gaps, token_ids
-from kvshare.fleet.in_flight import RoutedRequest
 from kvshare.fleet.replica_keeper import BadReportError, draft_of
-from kvshare.fleet.router import ticket_for
+from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
+from kvshare.fleet.tickets import ticket_for
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.sharing.plan import Estimate, NoPlan, Plan, RepairOrder
@@ -58,7 +58,8 @@ def told(
 def retained(plan: Plan | NoPlan, finished: FinishedReport) -> NodeDraft | None:
     """What becomes of the report of a request with this plan; its donors are gone."""
     prompt = Prompt(PROMPT, PromptText("", ""))
-    request = RoutedRequest(OWNER, prompt, plan=plan, ticket=Ticket("r", "n", "d", len(PROMPT)))
+    ticket = Ticket("r", "n", "d", len(PROMPT))
+    request = RoutedRequest(Incoming(OWNER, prompt), Routed(plan, ticket))
     return draft_of(request, finished, node_of=lambda _: None)
 
 
@@ -77,8 +78,9 @@ def test_approximate_tickets_have_a_salt_of_their_own() -> None:
     """Everything else has its owner's; a client's salt divides it, and none meets another's."""
     approximate = ticket_for(PLAN, PROMPT, ticket_id="r", namespace="n", store=True)
     exact = ticket_for(plan_of((0, 20, 0), exact_length=20), PROMPT, ticket_id="r", namespace="n", store=True)
-    assert RoutedRequest(OWNER.divided("mine"), ticket=approximate).salt == private_salt("r")
-    assert RoutedRequest(OWNER, ticket=exact).salt == RoutedRequest(OWNER).salt == owner_salt(OWNER)
+    divided, whole = Incoming(OWNER.divided("mine")), Incoming(OWNER)
+    assert RoutedRequest(divided, Routed(ticket=approximate)).salt == private_salt("r")
+    assert RoutedRequest(whole, Routed(ticket=exact)).salt == RoutedRequest(whole).salt == owner_salt(OWNER)
     salts = [
         owner_salt(OWNER),
         owner_salt(OWNER.divided("a")),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from kvshare.fleet.engine import VllmEngine
-from kvshare.fleet.in_flight import RoutedRequest
+from kvshare.fleet.routed_request import Incoming, RoutedRequest
 from kvshare.namespace import Namespace, Owner
 from kvshare.replay.policies.base import prompt_text
 from kvshare.replay.requests import TokenizedRequest
@@ -59,7 +59,7 @@ class Replica:
     async def _complete(self, one: TokenizedRequest) -> tuple[SharingReport, FinishedReport]:
         """The plan, and what vLLM reports, once all of it is stored here, and evicted over there."""
         prompt = Prompt(one.token_ids, prompt_text(one))
-        routed = RoutedRequest(OWNER, prompt, mode=SharingMode.APPROX, may_store=True)
+        routed = RoutedRequest(Incoming(OWNER, prompt, mode=SharingMode.APPROX, may_store=True))
         router = self.engine.server.router
         replica = await router.route(routed)
         assert routed.report is not None
@@ -80,11 +80,11 @@ class Replica:
             )
             text = await response.text()
             assert response.status == 200, text
-        assert routed.ticket is not None
-        await routed.reconciled.wait()
+        assert routed.routed.ticket is not None
+        await routed.progress.reconciled.wait()
         await self.engine.settle()
         assert (await replica.control.info()).num_bytes == self.engine.sharing.tier.num_bytes
-        return routed.report, await self._finished(routed.ticket.ticket_id)
+        return routed.report, await self._finished(routed.routed.ticket.ticket_id)
 
     async def _finished(self, ticket_id: str) -> FinishedReport:
         journal = await self.engine.fleet.replicas[0].control.journal(after=self.num_events, wait_s=0)

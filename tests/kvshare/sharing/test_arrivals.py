@@ -43,8 +43,10 @@ async def waited(
     namespace: str = "ns",
 ) -> tuple[Lookup, int]:
     finder = Finder()
-    lookup = await arrivals.waited([namespace], tokens, mode, finder)
-    return lookup, finder.num_lookups
+    waited = await arrivals.waited(
+        [namespace], tokens, mode, finder, num_reused=lambda lookup: lookup.report(len(tokens)).num_cached
+    )
+    return waited.result.after_waiting(waited.seconds), finder.num_lookups
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvshare.engine import Delta, GenerationRequest, SamplingParams
 from kvshare.errors import EngineError
 from kvshare.requests import Prompt
 from proxy.generate.run import AnswerRun
-from proxy.request_log import RequestRecord
+from proxy.request_record import RequestRecord
 from tests.proxy.fake_engine import Behaviour, FakeEngine
 from vector_index import PromptText
 
@@ -46,7 +46,7 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
     run = asking(FakeEngine(), "ab", "cd", n=2, record=record)
     async with run.open():
         assert await read(run, {}) == {0: "ab", 1: "ab", 2: "cd", 3: "cd"}
-    assert (len(record.reports), len(record.finished)) == (2, 2)
+    assert (len(record.answer.reports), len(record.answer.finished)) == (2, 2)
 
 
 async def test_prompts_that_wait_for_each_other_all_start() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -166,28 +164,6 @@ async def test_a_plan_that_came_too_late_is_counted_and_kept_as_it_was_done(
     assert newest.exact_length == newest.num_tokens
 
 
-async def test_evicting_here_drops_there(vllm: FakeVllm, tmp_path: Path) -> None:
-    """What the operator evicts does not go on taking memory."""
-    async with running_relay(tmp_path, vllm) as relay:
-        await relay.chat("Rome")
-        (node,) = relay.engine.sharing.tree.nodes()
-        response = await relay.send("/admin/evict", {"node": node.node_id})
-        assert response.status == 200, await response.text()
-        await eventually(lambda: not vllm.segments)
-        assert relay.num_nodes == 0
-
-
-async def test_explain_tells_plan_and_replica(relay: Relay, vllm: FakeVllm) -> None:
-    """It sends nothing, and names where the request would go."""
-    await relay.chat("Rome")
-    response = await relay.send("/admin/explain", chat_body("Oslo"))
-    document = await response.json()
-    found = (document["decision"], document["replica"])
-    assert found == ("approx", vllm.url.removeprefix("http://")), document
-    assert document["copied"] > 0
-    assert len(vllm.generated) == 1
-
-
 @pytest.mark.parametrize("prefills", [True, False])
 async def test_a_report_that_cannot_be_true_is_refused(
     relay: Relay, vllm: FakeVllm, *, prefills: bool
@@ -206,93 +182,6 @@ async def test_a_report_that_cannot_be_true_is_refused(
     await eventually(lambda: not vllm.segments)
     assert relay.num_nodes == 0
     assert relay.counts.fallbacks[Component.STORE, FallbackReason.REFUSED] == (2 if prefills else 1)
-
-
-class TestAtOnce:
-    """Forms that arrive together, with nothing stored: the first is computed, the others wait and copy."""
-
-    async def begin(self, relay: Relay, vllm: FakeVllm, *places: str) -> list[asyncio.Task[object]]:
-        """The first is being computed over there, and the others have been looked up."""
-        asked: list[asyncio.Task[object]] = []
-        for place in places:
-            asked.append(asyncio.create_task(relay.send("/v1/chat/completions", chat_body(place))))
-            await eventually(lambda: bool(vllm.generated))
-            await asyncio.sleep(0.05)
-        return asked
-
-    async def test_those_that_come_next_wait_until_the_first_is_prefilled(
-        self, relay: Relay, vllm: FakeVllm
-    ) -> None:
-        """Not until its answer is over; then they are planned from it."""
-        vllm.prefill.clear()
-        vllm.release.clear()
-        asked = await self.begin(relay, vllm, "Rome", "Paris", "Lima")
-        assert len(vllm.generated) == 1
-        vllm.prefill.set()
-        await eventually(lambda: len(vllm.generated) == 3)
-        assert not asked[0].done()
-        _, *others = vllm.tickets
-        assert all(ticket.copies for ticket in others)
-        vllm.release.set()
-        await asyncio.gather(*asked)
-        await eventually(lambda: relay.num_nodes == 3)
-        await eventually(lambda: not len(relay.engine.server.in_flight.arrivals))
-
-    async def test_a_first_one_that_fails_holds_nobody(self, relay: Relay, vllm: FakeVllm) -> None:
-        """The next is computed in full then, and is waited for."""
-        vllm.prefill.clear()
-        asked = await self.begin(relay, vllm, "Rome", "Paris", "Lima")
-        asked[0].cancel()
-        await eventually(lambda: len(vllm.generated) == 2, timeout_s=5.0)
-        assert not vllm.tickets[1].copies
-        assert len(relay.engine.server.in_flight.arrivals) == 1
-        vllm.prefill.set()
-        await asyncio.gather(*asked[1:])
-        assert vllm.tickets[2].copies
-        await eventually(lambda: not len(relay.engine.server.in_flight.arrivals))
-
-    async def test_a_prefill_that_takes_far_too_long_is_not_waited_for(
-        self, relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As of a vLLM that hangs: similar prompts are computed in full, as if nobody had come before."""
-        monkeypatch.setattr("kvshare.fleet.router._PREFILL_S", 0.0)
-        monkeypatch.setattr("kvshare.fleet.router._PATIENCE", 0.0)
-        vllm.prefill.clear()
-        asked = await self.begin(relay, vllm, "Rome", "Paris")
-        await eventually(lambda: len(vllm.generated) == 2, timeout_s=5.0)
-        assert not any(ticket.copies for ticket in vllm.tickets)
-        vllm.prefill.set()
-        await asyncio.gather(*asked)
-
-    async def test_an_answer_that_has_begun_is_waited_for_only_briefly(
-        self, relay: Relay, vllm: FakeVllm
-    ) -> None:
-        """Its first token is there, but nothing is reported of it."""
-        vllm.behaviour.silent = True
-        vllm.behaviour.token_s = 1.0
-        first = asyncio.create_task(relay.send("/v1/chat/completions", chat_body("Rome", stream=True)))
-        await eventually(lambda: bool(vllm.generated))
-        await asyncio.wait_for(relay.send("/v1/chat/completions", chat_body("Paris")), 5.0)
-        assert not first.done()
-        first.cancel()
-
-    async def test_other_tenants_wait_for_nobody(self, vllm: FakeVllm, tmp_path: Path) -> None:
-        """Arrivals are a namespace's, as what is stored is."""
-        vllm.prefill.clear()
-        async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
-            asked = [
-                asyncio.create_task(
-                    relay.send(
-                        "/v1/chat/completions",
-                        chat_body("Rome"),
-                        Authorization=f"Bearer {key_of(name)}",
-                    )
-                )
-                for name in ("alice", "carol", "eve")
-            ]
-            await eventually(lambda: len(vllm.generated) == 3)
-            vllm.prefill.set()
-            await asyncio.gather(*asked)
 
 
 async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(
@@ -376,13 +265,6 @@ async def test_tokens_that_are_none_cost_the_plan_only(relay: Relay, vllm: FakeV
     assert relay.counts.unshared[Reason.NOT_TOKENIZED] == 1
 
 
-async def test_who_asks_at_once_finds_the_answer_before(relay: Relay, vllm: FakeVllm) -> None:
-    """A conversation goes on faster than the news travels: planning waits a moment for it."""
-    await relay.send("/v1/chat/completions", chat_body("Rome"))
-    await relay.send("/v1/chat/completions", chat_body("Oslo"))
-    assert vllm.tickets[1].copies
-
-
 async def test_rates_are_learnt_from_what_happened(relay: Relay) -> None:
     """A prefill of its own by the time to the first byte; loads by the stages of the journal."""
     before = relay.engine.sharing.cost.rates
@@ -395,75 +277,3 @@ async def test_rates_are_learnt_from_what_happened(relay: Relay) -> None:
     stats = await (await relay.send("/admin/stats", method="GET")).json()
     assert stats["costs"]["prefill_tokens_per_s"] == relay.engine.sharing.cost.rates.prefill_tokens_per_s
     assert stats["costs"]["break_even_tokens"] is None or stats["costs"]["break_even_tokens"] >= 0
-
-
-async def test_many_at_once(relay: Relay, vllm: FakeVllm) -> None:
-    """Every prompt becomes a node, whatever the order of the news."""
-    places = [f"place number {number} " * 20 for number in range(20)]
-    await asyncio.gather(*(relay.send("/v1/chat/completions", chat_body(place)) for place in places))
-    await eventually(lambda: relay.num_nodes == 20)
-    for node in relay.engine.sharing.tree.nodes():
-        assert node.pieces.segment_ids <= vllm.segments.keys()
-
-
-async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
-    relay: Relay, vllm: FakeVllm
-) -> None:
-    """The plan stands in the headers, streaming too; what the replica reported, in /admin/requests."""
-    await relay.chat("Rome")
-    for stream in (False, True):
-        response = await relay.chat("Reykjavik" if stream else "Oslo", stream=stream)
-        counts = dict(part.split("=") for part in response.headers["X-KVShare-Plan"].split(","))
-        assert response.headers["X-KVShare-Decision"] == "approx"
-        unique_id = response.headers["X-KVShare-Request"]
-        assert unique_id != vllm.tickets[-1].ticket_id  # its salt is made of that
-        found = await relay.send(f"/admin/requests/{unique_id}", method="GET")
-        document = await found.json()
-        (plan,) = document["prompts"]
-        assert plan["copied"] == int(counts["copied"]) > 0
-        assert document["replica"] == relay.engine.fleet.replicas[0].name
-        assert document["executed"]["decision"] == "approx"
-        assert document["status"] == 200
-
-
-async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> None:
-    """Once it is reported; what was stored before, is named again; without a ticket there is nothing."""
-    stored = []
-    extras: list[dict[str, Any]] = [{}, {}, {"kvshare": {"mode": "off"}}]
-    for extra in extras:
-        response = await relay.chat("Rome", **extra)
-        path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
-        stored.append((await (await relay.send(path, method="GET")).json())["stored"])
-    (node,) = relay.engine.sharing.tree.nodes()
-    assert stored[0] == stored[1] == [{"node": node.node_id, "settled": True}]
-    assert stored[2] == [{"node": None, "settled": True}]
-
-
-async def test_what_was_done_instead_of_the_plan_is_said(relay: Relay, vllm: FakeVllm) -> None:
-    await relay.chat("Rome")
-    vllm.segments.clear()  # and the proxy has not heard of it yet
-    response = await relay.chat("Reykjavik")
-    document = await (
-        await relay.send(f"/admin/requests/{response.headers['X-KVShare-Request']}", method="GET")
-    ).json()
-    assert response.headers["X-KVShare-Decision"] == "approx"
-    assert document["executed"]["decision"] == "full"
-
-
-async def test_an_administrator_sees_whose_a_namespace_is(vllm: FakeVllm, tmp_path: Path) -> None:
-    """Tenant, scope and key names of what is stored now; not of keys that have stored nothing."""
-    async with running_relay(tmp_path, vllm, auth__keys=key_settings()) as relay:
-        for name in ("alice", "carol"):
-            assert (await relay.chat("Rome", key=key_of(name))).status == 200
-        await eventually(lambda: relay.num_nodes == 2)
-        for path in ("stats", "tree"):
-            answer = await relay.send(
-                f"/admin/{path}", method="GET", Authorization=f"Bearer {key_of('root')}"
-            )
-            document = await answer.json()
-            rows = {row["namespace"] for row in document["namespaces" if path == "stats" else "roots"]}
-            assert rows == document["owners"].keys()
-            assert sorted(document["owners"].values(), key=lambda owner: owner["scope"]) == [
-                {"tenant": "acme", "scope": "private", "keys": ["carol"]},
-                {"tenant": "acme", "scope": "tenant", "keys": ["alice", "bob", "root"]},
-            ]

@@ -34,6 +34,16 @@ TREE = {
     "num_nodes": 14,
     "num_roots": 9,
 }
+CONSTANT = {  # of each row
+    "num_tokens": 200,
+    "num_answer_tokens": 20,
+    "num_refused": 0,
+    "num_refused_generation": 0,
+    "embedded": False,
+    "lookup_s": 0.001,
+    "plan_s": 0.002,
+    "observe_s": 0.004,
+}
 
 
 def row(index: int, arm: str, capacity: int | None, hit: float, **changes: Any) -> dict[str, Any]:
@@ -49,8 +59,6 @@ def row(index: int, arm: str, capacity: int | None, hit: float, **changes: Any) 
         "turn": index % 2,
         "language": "English" if index % 3 else "Russian",
         "time_s": float(index),
-        "num_tokens": 200,
-        "num_answer_tokens": 20,
         "num_hit": num_hit,
         "num_exact": num_hit // 2,
         "num_repaired": 10 if arm == "kvshare" and num_hit else 0,
@@ -62,15 +70,9 @@ def row(index: int, arm: str, capacity: int | None, hit: float, **changes: Any) 
         "false_hit": arm == "response" and index % 12 == 5,
         "distance": (index % 10) / 10 if arm == "response" and index else None,
         "reason": None if num_hit else "no_candidates",
-        "num_refused": 0,
-        "num_refused_generation": 0,
-        "embedded": False,
         "num_stored_bytes": 1000 * (index + 1) if arm != "nothing" else 0,
-        "lookup_s": 0.001,
-        "plan_s": 0.002,
-        "observe_s": 0.004,
     }
-    return {**values, **changes}
+    return {**CONSTANT, **values, **changes}
 
 
 def results(

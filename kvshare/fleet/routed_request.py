@@ -1,0 +1,128 @@
+"""
+One request in the fleet, from the client to the journal, cut by who writes it.
+
+    Incoming           what the client asks for                 frozen, made by the relay
+    Routed             which plan and ticket it is sent with    frozen, replaced by the router for another try
+    RequestProgress    what was observed of it                  each field has one writer
+    Execution          where it ran, and the report of that     outlives the request and holds no tokens
+
+docs/architecture.md names the writer of each field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from delta_tree import Node
+from kvshare.namespace import Owner
+from kvshare.reasons import Reason
+from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
+from kvshare.sharing.arrivals import Arrival
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.vllm_protocol.messages import TICKET_KEY, FinishedReport, Ticket
+from kvshare.vllm_protocol.salts import owner_salt, private_salt
+
+_UNPLANNED = NoPlan(Reason.OFF)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """What a client asks for. Without a prompt it is not planned, only relayed with its owner's salt."""
+
+    owner: Owner
+    prompt: Prompt | None = None
+    mode: SharingMode = SharingMode.OFF
+    may_store: bool = False
+    unique_id: str = ""  # in the access log and `GET /admin/requests`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """What the router decided: the plan, and the ticket by which the connector knows and reports it."""
+
+    plan: Plan | NoPlan = _UNPLANNED
+    ticket: Ticket | None = None
+    arrival: Arrival | None = None  # similar prompts wait for this one
+
+
+@dataclass(slots=True, eq=False)
+class RequestProgress:
+    """What was observed of a request."""
+
+    # By the router, when it is sent.
+    was_alone: bool = False  # the replica had no other request then
+    sent_at: float = 0.0
+
+    # By the relay.
+    has_failed: bool = False  # it did not reach vLLM, or vLLM answered with an error
+    prefill_s: float | None = None  # from sending to the first token of a streamed answer
+
+    # By the keeper, from the journal.
+    prompt_node: Node | None = None  # set when the prompt is prefilled and stored
+    prompt_not_stored: bool = False  # then its answer is not stored either
+
+    # By `InFlight`.
+    ended_at: float | None = None  # None while the answer runs
+    is_reported: bool = False  # the journal reported it; tree and index may not have it yet
+    reconciled: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is forgotten
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """Where a request ran, and its report."""
+
+    replica: str = ""  # name of the last replica it was sent to
+    finished: FinishedReport | None = None  # the report in the journal, without tokens and segments
+    stored: StoredPrompt = field(default_factory=StoredPrompt)
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """One request and its state. Only `routed` is ever replaced."""
+
+    incoming: Incoming
+    routed: Routed = field(default_factory=Routed)
+    progress: RequestProgress = field(default_factory=RequestProgress)
+    execution: Execution = field(default_factory=Execution)
+
+    @property
+    def replica(self) -> str:
+        return self.execution.replica
+
+    @property
+    def report(self) -> SharingReport | None:
+        """How much the plan shares; None without a prompt."""
+        prompt = self.incoming.prompt
+        return None if prompt is None else Lookup(self.routed.plan).report(prompt.num_tokens)
+
+    @property
+    def salt(self) -> str:
+        """vLLM's cache_salt: unique for approximate KV, else that of the owner."""
+        ticket = self.routed.ticket
+        if ticket is None or ticket.is_exact:
+            return owner_salt(self.incoming.owner)
+        return private_salt(ticket.ticket_id)
+
+    @property
+    def transfer_params(self) -> dict[str, Any] | None:
+        """
+        vLLM's `kv_transfer_params`, if there is a ticket.
+
+        An approximate plan adds the number of reused tokens in vLLM's own parameter. Without it vLLM would
+        also count the tokens that the connector computed as cached.
+        """
+        ticket = self.routed.ticket
+        if ticket is None:
+            return None
+        params: dict[str, Any] = {TICKET_KEY: ticket.to_json()}
+        if not ticket.is_exact and (report := self.report) is not None:
+            params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": report.num_cached}
+        return params
+
+    def note_prefilled(self) -> None:
+        """Its first token arrived: similar prompts only wait until it is stored."""
+        if self.routed.arrival is not None:
+            self.routed.arrival.remaining = lambda: 0

@@ -1,0 +1,37 @@
+"""From a plan to the ticket that tells it to a replica's connector."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from delta_tree import TokenIds
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.vllm_protocol.messages import Ticket, WireCopy, WireOrder, WireSpan, digest_of
+
+_NUM_LAST_TOKENS = 16  # of a prompt: vLLM computes them itself
+
+
+def ticket_for(
+    plan: Plan | NoPlan, prompt: TokenIds, *, ticket_id: str, namespace: str, store: bool
+) -> Ticket:
+    """The plan for the connector. Without a plan the prompt may still be retained."""
+    ticket = Ticket(ticket_id, namespace, digest_of(prompt), len(prompt), store=store)
+    if isinstance(plan, NoPlan):
+        return ticket
+    copies = (
+        WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
+        for copy in plan.copies
+    )
+    return replace(ticket, exact_length=plan.exact_length, copies=tuple(copies), order=wire_order(plan))
+
+
+def wire_order(plan: Plan) -> WireOrder | None:
+    """The plan's repair order for the connector, which fills slots up to `end`; vLLM computes the rest."""
+    if plan.order is None:
+        return None
+    return WireOrder(
+        stretches=tuple(WireSpan(stretch.start, stretch.end) for stretch in plan.order.stretches),
+        probes=plan.order.probes,
+        num_tokens=plan.order.num_tokens,
+        end=max(plan.num_tokens - _NUM_LAST_TOKENS, plan.copies[-1].target.end),
+    )

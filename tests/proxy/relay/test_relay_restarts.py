@@ -1,0 +1,174 @@
+"""Replicas and proxies that restart or lose their memory: the tree stays in step with what is held."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvshare.fleet.reconciler import Reconciler
+from kvshare.fleet.replica import Replica
+from kvshare.status import EngineStatus
+from tests.fake_vllm import FakeVllm
+from tests.proxy.conftest import eventually
+from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
+from vector_index.qdrant_remote import QdrantRemoteIndex
+
+CHAT = "/v1/chat/completions"
+
+
+def by_name(status: EngineStatus) -> dict[str, int]:
+    return {replica.name: replica.num_segments for replica in status.replicas}
+
+
+async def test_a_restarted_replica_has_lost_everything(relay: Relay, vllm: FakeVllm) -> None:
+    """A new epoch: its prompts leave tree and index, and new ones are kept again."""
+    await relay.chat("Rome")
+    await vllm.restart()
+    await eventually(lambda: relay.num_nodes == 0)
+    await eventually(lambda: bool(relay.engine.fleet.sharing()))
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies == ()
+    assert relay.num_nodes == 1
+
+
+async def test_the_journal_does_not_wait_for_the_index(
+    relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Qdrant server that hangs: prompts are stored and evicted as they are reported."""
+
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as hung:
+        hung.setattr(QdrantRemoteIndex, "upsert", hang)
+        hung.setattr(QdrantRemoteIndex, "delete", hang)
+        for place in ("Rome", "Oslo", "Lima"):
+            await relay.send(CHAT, chat_body(place))
+        await eventually(lambda: relay.num_nodes == 3)
+        vllm.evict(*tuple(vllm.segments))
+        await eventually(lambda: relay.num_nodes == 0)
+        await relay.engine.server.runtime.background.cancel()
+
+
+async def test_missed_events_are_made_up_for(relay: Relay, vllm: FakeVllm) -> None:
+    """A gap in the journal: what is held is asked for, and what is gone leaves."""
+    await relay.chat("Rome")
+    await relay.ask(OTHER)
+    first = relay.engine.sharing.tree.nodes()[0]
+    for segment_id in first.pieces.segment_ids:
+        del vllm.segments[segment_id]
+    vllm.events.append(vllm.events[0])
+    vllm.forget_events()  # the next question is behind a gap
+    vllm.evict()
+    await eventually(lambda: relay.num_nodes == 1)
+    assert relay.engine.sharing.tree.get(first.node_id) is None
+
+
+async def test_a_lost_replica_leaves_the_tree_and_comes_back(vllm: FakeVllm, tmp_path: Path) -> None:
+    """Silent for too long: its prompts are let go; then it is served and shared with again."""
+    async with running_relay(tmp_path, vllm, vllm__lost_after_s=0.3) as relay:
+        await relay.chat("Rome")
+        await vllm.stop()
+        await eventually(lambda: relay.num_nodes == 0)
+        ready = await relay.send("/ready", method="GET")
+        assert ready.status == 503
+        response = await relay.send(CHAT, chat_body("Oslo"))
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert (await response.json())["error"]["code"] == "no_replica"
+        await vllm.start()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        assert (await relay.chat("Oslo")).status == 200
+
+
+async def test_a_loss_that_cannot_be_noted_does_not_end_the_watch(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again; and the replica is heard when it comes back."""
+    failures: list[str] = []
+
+    async def fail(self: Reconciler, replica: Replica) -> None:
+        failures.append(replica.name)
+        raise OSError("No space left on device")
+
+    async with running_relay(tmp_path, vllm, vllm__lost_after_s=0.3) as relay:
+        await relay.chat("Rome")
+        with monkeypatch.context() as patch:
+            patch.setattr(Reconciler, "evict_replica", fail)
+            await vllm.stop()
+            await eventually(lambda: len(failures) > 1)
+        await vllm.start()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        assert (await relay.chat("Oslo")).status == 200
+
+
+async def test_a_replica_that_was_silent_for_a_moment_keeps_its_prompts(relay: Relay, vllm: FakeVllm) -> None:
+    """The same epoch after a broken connection: what happened meanwhile is read on, not guessed."""
+    await relay.chat("Rome")
+    await vllm.stop()
+    await eventually(lambda: not relay.engine.fleet.serving())
+    await vllm.start()
+    await eventually(lambda: bool(relay.engine.fleet.sharing()))
+    assert relay.num_nodes == 1
+    await relay.chat("Oslo")
+    assert vllm.tickets[-1].copies
+
+
+async def test_a_proxy_that_restarts_finds_what_is_still_held(vllm: FakeVllm, tmp_path: Path) -> None:
+    """The tree of the last run, as far as the replica kept up with it; the rest is dropped on both sides."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+        await relay.ask(OTHER)
+        gone = relay.engine.sharing.tree.nodes()[1]
+    for segment_id in gone.pieces.segment_ids:
+        vllm.evict(segment_id)
+    async with running_relay(tmp_path, vllm) as relay:
+        await eventually(lambda: relay.num_nodes == 1)
+        assert relay.engine.sharing.tree.get(gone.node_id) is None
+        await relay.chat("Oslo")
+        assert vllm.tickets[-1].copies
+
+
+async def test_a_proxy_that_restarts_drops_what_it_never_heard_of(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments that no prompt refers to are found by nobody; after a while they are let go."""
+    monkeypatch.setattr("kvshare.fleet.reconciler._ORPHAN_GRACE_S", 0.1)
+    async with running_relay(tmp_path / "one", vllm) as relay:
+        await relay.chat("Rome")
+    assert vllm.segments
+    async with running_relay(tmp_path / "two", vllm) as relay:
+        assert by_name(relay.engine.status()) == {vllm.url.removeprefix("http://"): 2}
+        await eventually(lambda: not vllm.segments)
+
+
+async def test_a_replica_that_does_not_come_back_takes_its_prompts_along(
+    vllm: FakeVllm, tmp_path: Path
+) -> None:
+    """After a restart of the proxy nobody is waited for forever."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+    await vllm.stop()
+    async with running_relay(tmp_path, vllm, wait=False, vllm__lost_after_s=0.3) as relay:
+        assert relay.num_nodes == 1
+        await eventually(lambda: relay.num_nodes == 0)
+
+
+async def test_a_damaged_store_is_moved_aside_and_told(
+    vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The proxy starts; what the replica still holds of the last run is given up, and new prompts share."""
+    async with running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+    damaged = b"no database" * 999
+    (tmp_path / "tree.sqlite3").write_bytes(damaged)
+    async with running_relay(tmp_path, vllm) as relay:
+        assert relay.num_nodes == 0
+        await relay.chat("Rome")
+        await relay.chat("Oslo")
+        assert vllm.tickets[-1].copies
+    assert (tmp_path / "tree.sqlite3.old").read_bytes() == damaged
+    (message,) = [message for message in caplog.messages if "is damaged" in message]
+    assert "KV of earlier prompts in the replicas is dropped" in message
