@@ -29,8 +29,12 @@ from kvshare.cli.source import Api, Document, Source, TreeOrder
 from kvshare.errors import StoreError
 
 
-def with_source(command: Callable[..., Document]) -> Callable[..., None]:
-    """A command that chooses a `Source` by its options, hands it to `command`, and shows the document."""
+def with_source(command: Callable[..., Document | tuple[Document, str | None]]) -> Callable[..., None]:
+    """
+    A command that chooses a `Source` by its options, hands it to `command`, and shows the document.
+
+    `command` may also return a remark, which is shown after it.
+    """
 
     def run(
         *,
@@ -41,8 +45,11 @@ def with_source(command: Callable[..., Document]) -> Callable[..., None]:
         output_format: Format = OutputFormat.TERMINAL,
         **own: Any,
     ) -> None:
-        document = command(source(url=url, key=key, store=store, config=config), **own)
+        answer = command(source(url=url, key=key, store=store, config=config), **own)
+        document, remark = answer if isinstance(answer, tuple) else (answer, None)
         show(command.__name__, document, output_format)
+        if remark is not None:
+            note(remark)
 
     shared = signature(run, eval_str=True)
     own = signature(command, eval_str=True).parameters.values()
@@ -95,7 +102,7 @@ def evict(
     everything: Annotated[bool, option("evict", "--all")] = False,
     yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
     dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
-) -> Document:
+) -> tuple[Document, str | None]:
     """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
@@ -103,9 +110,9 @@ def evict(
         raise typer.BadParameter("expected either --yes or --dry-run")
     only_show = dry_run or (node_id is None and not yes)
     document = origin.evict(node=node_id, namespace=namespace, everything=everything, dry_run=only_show)
-    if only_show:
-        note("dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it"))
-    return document
+    if not only_show:
+        return document, None
+    return document, "dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it")
 
 
 @with_source
