@@ -2,9 +2,11 @@
 Compiles what clients constrain answers with, in processes of its own: a grammar that ends or chokes its
 compiler costs one request, not the server.
 
-    pool.py      the server's side: starts the first process, and says whose turn it is to compile
+    pool.py      the server's side: compiles a grammar in a process of its own
+    turns.py     whose grammar is compiled now, and who waits
+    first_process.py  reads the tokenizer, and forks a process for each grammar
     matcher.py   the server's end of one process: tokens go in, masks come back
-    worker.py    the processes: the first one reads the tokenizer, and forks one for each grammar
+    worker.py    what the processes do
     limits.py    what one grammar may cost
     held_memory.py  what the grammars of a key may cost together
     frames.py    what they send each other

@@ -1,26 +1,14 @@
-"""
-The server's side of the pool: whose grammar is compiled when, and the first process, which forks the others.
-
-A key has one grammar compiled at a time, and at most four waiting. So a key whose grammars never compile
-delays no other key's. All keys together have at most eight: beyond that the one under way for longest gives
-way.
-"""
+"""The server's side of the pool: it compiles a grammar in a process of its own, or says why it cannot."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,21 +19,17 @@ from kvshare.errors import (
     ShuttingDownError,
     UnsupportedFormatError,
 )
-from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed, frames_of
+from kvshare.grammar_pool.first_process import FirstProcess
+from kvshare.grammar_pool.frames import Frame, FrameReader, Kind, failed
 from kvshare.grammar_pool.held_memory import HeldMemory, private_bytes
 from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher, WorkerProcess
+from kvshare.grammar_pool.turns import TOO_LATE, CompileTurn, CompileTurns
 
 log = logging.getLogger(__name__)
 
-_SHARE_S = 1.0  # of compiling, before one gives way to others
-_TOO_LATE = "earlier schemas of this key took all of the time; try again later"
-_OTHERS_COMPILE = "schemas of other keys took all of the time; try again later"
 _NOT_RUNNING = "the process that compiles grammars does not run"
 ANSWER_S = 9.5  # after which every request has its answer, waiting included
-MAX_WAITING = 4  # of one key, behind the one that compiles
-MAX_COMPILING = 8  # of all keys
-_START_S = 60.0  # to read a tokenizer
 _READ_BYTES = 65_536
 
 
@@ -59,11 +43,11 @@ class GrammarPool:
     def __init__(self, setup: Callable[[], Mapping[str, Any]]) -> None:
         """`setup`: returns what `compilers.new_compiler` reads; called in a thread for the first grammar."""
         self._setup = setup
-        self._starting: asyncio.Future[_Template] | None = None
-        self._spawned: _Template | None = None
+        self._starting: asyncio.Future[FirstProcess] | None = None
+        self._spawned: FirstProcess | None = None
         self._closing = threading.Lock()
         self._is_closed = False
-        self._turns = _Turns()
+        self._turns = CompileTurns()
         self._held = HeldMemory()
 
     def close(self) -> None:
@@ -138,29 +122,29 @@ class GrammarPool:
             self._forget(starting)
         raise EngineError(_NOT_RUNNING)
 
-    def _forget(self, starting: asyncio.Future[_Template]) -> None:
+    def _forget(self, starting: asyncio.Future[FirstProcess]) -> None:
         if self._starting is starting:
             self._starting = None
 
-    def _start(self) -> _Template:
+    def _start(self) -> FirstProcess:
         """Runs in a thread, until the tokenizer is read. Raises what `set_up` does; ShuttingDownError."""
         with self._closing:
             if self._is_closed:
                 raise ShuttingDownError("this server is stopping")
             if self._spawned is not None:
                 self._spawned.close()
-            template = self._spawned = _Template()
+            template = self._spawned = FirstProcess()
         template.set_up(self._setup())
         return template
 
 
-def _look_at(starting: asyncio.Future[_Template]) -> None:
+def _look_at(starting: asyncio.Future[FirstProcess]) -> None:
     """Else asyncio logs an error that no task has waited for."""
     if not starting.cancelled():
         starting.exception()
 
 
-async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline: float) -> Frame | None:
+async def _answer(process: WorkerProcess, message: bytes, turn: CompileTurn, deadline: float) -> Frame | None:
     """
     What came of compiling what `message` asks for, also if the process dies or is too slow. None if there
     never was a process.
@@ -180,7 +164,7 @@ async def _answer(process: WorkerProcess, message: bytes, turn: _Turn, deadline:
         if give_way.done():
             return failed("it takes long to compile, and other clients' schemas waited for that")
         if process.pid is None or deadline - began < COMPILE_S:
-            raise OverloadedError(_TOO_LATE)
+            raise OverloadedError(TOO_LATE)
         return failed(f"it took more than {COMPILE_S:g} s to compile")
     finally:
         for task in (receiving, give_way):
@@ -209,140 +193,3 @@ def _death(seconds: float) -> Frame:
     if seconds >= COMPILE_S:
         return failed(f"it took more than {COMPILE_S:g} s to compile")
     return failed(f"its compiler failed, or needed more than {MEMORY_BYTES // 2**20} MiB")
-
-
-@dataclass(eq=False)
-class _Turn:
-    """One grammar that is compiled."""
-
-    began: float = field(default_factory=time.monotonic)
-    gives_way: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(eq=False)
-class _Queue:
-    """The grammars of one key."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: Counter[bytes] = field(default_factory=Counter)  # the prompts of one request have one grammar
-
-
-class _Turns:
-    """Who compiles now, and who waits."""
-
-    def __init__(self) -> None:
-        self._queues: dict[str, _Queue] = {}
-        self._compiling: list[_Turn] = []
-        self._left = asyncio.Event()  # set whenever one has compiled
-
-    @asynccontextmanager
-    async def turn(self, key: str, message: bytes, deadline: float) -> AsyncIterator[_Turn]:
-        """Wait for the turn of this key. Raises OverloadedError if too many wait, or none comes in time."""
-        queue = self._queues.setdefault(key, _Queue())
-        if queue.lock.locked() and len(queue.waiting) >= MAX_WAITING and message not in queue.waiting:
-            raise OverloadedError(
-                f"{len(queue.waiting)} schemas of this key are waiting to be compiled; try again later"
-            )
-        queue.waiting[message] += 1
-        try:
-            async with asyncio.timeout_at(deadline):
-                await queue.lock.acquire()
-        except TimeoutError:
-            raise OverloadedError(_TOO_LATE) from None
-        finally:
-            queue.waiting[message] -= 1
-            queue.waiting += Counter()  # without those that do not wait any longer
-            self._forget(key, queue)
-        try:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._make_room()
-            except TimeoutError:
-                raise OverloadedError(_OTHERS_COMPILE) from None
-            turn = _Turn()
-            self._compiling.append(turn)
-            try:
-                yield turn
-            finally:
-                self._compiling.remove(turn)
-                self._left.set()
-        finally:
-            queue.lock.release()
-            self._forget(key, queue)
-
-    def _forget(self, key: str, queue: _Queue) -> None:
-        if not queue.waiting and not queue.lock.locked():
-            self._queues.pop(key, None)
-
-    async def _make_room(self) -> None:
-        """Wait until one compiles less than may; the one under way for longest gives way after its share."""
-        while len(self._compiling) >= MAX_COMPILING:
-            longest = self._compiling[0]
-            left = longest.began + _SHARE_S - time.monotonic()
-            if left <= 0:
-                longest.gives_way.set()
-            self._left.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(left, 0.05)):
-                    await self._left.wait()
-
-
-class _Template:
-    """The first process, which reads the tokenizer and forks a process for each grammar."""
-
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvshare.grammar_pool.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "RUST_BACKTRACE": "0"},  # forty lines of addresses
-                pass_fds=[theirs.fileno()],
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def set_up(self, setup: Mapping[str, Any]) -> None:
-        """
-        Blocks until the tokenizer is read.
-
-        Raises:  UnsupportedFormatError if it cannot be, EngineError if it does not start; it is closed then
-        """
-        answer = None
-        try:
-            self._control.settimeout(_START_S)
-            self._control.sendall(Frame(Kind.COMPILE, payload=json.dumps(setup).encode()).packed())
-            answer = next(frames_of(self._control), None)
-            self._control.setblocking(False)
-        except OSError as exc:
-            answer = None
-            log.warning("the process that compiles grammars does not start: %s", type(exc).__name__)
-        if answer is not None and answer.kind is not Kind.FAILED:
-            return
-        self.close()
-        if answer is None:
-            raise EngineError("the process that compiles grammars does not start")
-        raise UnsupportedFormatError(answer.text, None)
-
-    def fork(self) -> socket.socket:
-        """A connection to a new process, which waits for a grammar. Raises OSError if this one has ended."""
-        if self._process.poll() is not None:
-            raise ConnectionError("the process has ended")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        return ours
-
-    def close(self) -> None:
-        """May be called again, and while another thread is in `set_up`."""
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
