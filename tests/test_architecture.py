@@ -1,5 +1,6 @@
 """docs/architecture.md names files, functions and threads that exist; docs/map.md names every package."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_every_package_has_its_line_on_the_map() -> None:
     packages = {path.parent.as_posix() for path in MODULES}
     lines = re.findall(r"^\| `([\w/]+)` \| \S", MAP, re.MULTILINE)
     assert sorted(lines) == sorted(packages)
+
+
+def test_a_package_that_lists_its_files_lists_all_of_them() -> None:
+    """A file that a list leaves out is not looked for. A docstring with three of them is a list."""
+    missing = {}
+    for path in (path for path in MODULES if path.name == "__init__.py"):
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
+        listed = re.findall(r"(?<![\w/])\w+\.py\b", docstring)
+        files = {file.name for file in (ROOT / path.parent).glob("*.py")} - {"__init__.py"}
+        if len(files.intersection(listed)) >= 3 and (unlisted := files.difference(listed)):
+            missing[path.parent.as_posix()] = sorted(unlisted)
+    assert missing == {}
 
 
 def test_every_path_of_the_way_on_the_map_is_a_package() -> None:

@@ -2,7 +2,10 @@
 Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connector` executes them.
 
     engine.py          VllmEngine: starts and stops the parts, reports their status
-    router.py          chooses replica, plan, ticket and salt of a request
+    routed_request.py  one request, from the client to the journal
+    rendering.py       has vLLM turn its body into tokens
+    router.py          chooses its replica, plan and ticket
+    tickets.py         from a plan to a ticket
     replica.py         one vLLM and its connector, and all of them as the fleet
     client.py          HTTP to both
     watcher.py         health and journal of one replica, all the time
