@@ -108,6 +108,8 @@ class Arrivals:
         `num_reused`: how many of its tokens a result reuses.
         """
         result, began, has_waited = await look_up(), time.monotonic(), False
+        if self._arrivals.keys().isdisjoint(namespaces):
+            return Waited(result, None)  # no prompt to wait for
         reused = num_reused(result)
         self._num_waiting += 1
         try:
