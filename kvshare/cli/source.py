@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 Api = Literal["chat", "completions", "responses", "messages"]
+# As `kvshare.admin` has it, whose import takes long.
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busiest, the oldest, the longest
 Document = Mapping[str, Any]
 

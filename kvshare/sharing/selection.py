@@ -33,18 +33,8 @@ Scores = NDArray[np.floating]
 
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
-_OFFSETS = (
-    0,
-    2,
-    5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    320,
-    640,
-)  # of probes in a stretch: its start changes most
+# Of probes in a stretch: its start changes most.
+_OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 _REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
 _LEAST = 1e-6

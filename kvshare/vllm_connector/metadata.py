@@ -101,7 +101,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loads: dict[str, LoadResult] = field(default_factory=dict)
     saved_prompts: set[str] = field(default_factory=set)  # of requests that are still running
     failed_saves: set[str] = field(default_factory=set)
-    stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # see `Finished`
+    stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # see `FinishedReport`
     has_new_weights: bool = False  # KV of the old ones is worthless, saved or not
 
     @property

@@ -17,14 +17,7 @@ from time import perf_counter
 
 from aiohttp import web
 
-from kvshare.engine import (
-    Delta,
-    Event,
-    FinishReason,
-    GeneratingEngine,
-    GenerationRequest,
-    Started,
-)
+from kvshare.engine import Delta, Event, FinishReason, GeneratingEngine, GenerationRequest, Started
 from kvshare.errors import EngineError, KVShareError
 from kvshare.requests import StoredPrompt
 from proxy.connection import probed

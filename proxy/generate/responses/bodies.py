@@ -139,7 +139,7 @@ class AllowedTools(body_parts.BodyPart):
         return {tool.name for tool in self.tools}
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ResponsesToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class PlainFormat(body_parts.BodyPart):
@@ -181,7 +181,7 @@ class ResponsesBody(body_parts.BodyPart):
     input: Input
     instructions: str | None = None
     tools: Tools = Field(default_factory=list)
-    tool_choice: Choice = "auto"
+    tool_choice: ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: ReasoningOptions = ReasoningOptions()
