@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,12 +14,7 @@ from pydantic_core import ErrorDetails
 from kvshare.errors import ConfigError
 from kvshare.settings.sections import Settings
 
-log = logging.getLogger(__name__)
-
 _PACKAGE = Path(__file__).parents[1]
-
-# Accepted for one release, without effect: sharing.max_deviation replaces them.
-_REPLACED = {"sharing": ("max_generation", "min_saved_fraction", "max_relocated_fraction", "max_small_shift")}
 
 
 def default_config_path() -> Path:
@@ -42,7 +36,6 @@ def load_settings(path: Path | None = None, overrides: Mapping[str, object] | No
         for key in reversed(key_path.split(".")):
             branch = {key: branch}
         changes.append(branch)
-    _drop_replaced(changes)
     mistakes = [mistake for change in changes for mistake in _overlay(tree, change, at="")]
     if url := os.environ.get("KVSHARE_QDRANT_URL"):
         tree["index"]["url"] = url
@@ -68,23 +61,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(str(path), f"expected a mapping of sections, got {type(tree).__name__}")
     return tree
-
-
-def _drop_replaced(changes: list[dict[str, Any]]) -> None:
-    """Remove settings of an earlier version, with one warning for all of them."""
-    found = [
-        f"{section}.{key}"
-        for change in changes
-        for section, keys in _REPLACED.items()
-        if isinstance(own := change.get(section), dict)
-        for key in keys
-        if own.pop(key, own) is not own
-    ]
-    if found:
-        log.warning(
-            "%s: no longer used, sharing.max_deviation replaces it. Remove it: the next release rejects it",
-            ", ".join(dict.fromkeys(found)),
-        )
 
 
 def _told(error: ErrorDetails) -> tuple[str, str]:

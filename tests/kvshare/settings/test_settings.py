@@ -38,6 +38,7 @@ def test_every_setting_says_why() -> None:
     ("text", "path"),
     [
         ("sharing: {min_rum: 3}", "sharing.min_rum"),
+        ("sharing: {max_generation: 3}", "sharing.max_generation"),  # of 0.1.0
         ("sharign: {}", "sharign"),
         ("server: {port: many}", "server.port"),
         ("server: {port: 70000}", "server.port"),
@@ -164,16 +165,3 @@ def test_every_setting_of_nomination_reaches_the_nominator() -> None:
     }
     made = nominator_settings(values.model_copy(update=given))
     assert {name: getattr(made, name) for name in given} == given
-
-
-def test_replaced_keys_are_taken_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file of the last release still starts a server; what else is in it counts."""
-    file = tmp_path / "mine.yaml"
-    file.write_text("sharing: {max_small_shift: 64, max_generation: 3, min_run: 20}\n")
-    settings = load_settings(file, {"sharing.min_saved_fraction": 0.5})
-    assert settings.sharing.min_run == 20
-    (record,) = caplog.records
-    said = record.getMessage()
-    assert all(key in said for key in ("max_small_shift", "max_generation", "min_saved_fraction"))
-    assert "max_relocated_fraction" not in said
-    assert "sharing.max_deviation" in said
