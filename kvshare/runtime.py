@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from delta_tree import DeltaTree, Node
 from kvshare.admin import (
@@ -44,6 +44,7 @@ from kvshare.telemetry import Component, FallbackReason
 from vector_index import PromptText
 
 _T = TypeVar("_T")
+_Arguments = TypeVarTuple("_Arguments")
 KeeperT = TypeVar("KeeperT", bound=PromptKeeper[Any])
 
 _MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
@@ -62,11 +63,11 @@ class Runtime(Generic[KeeperT]):
     background: Background  # stores and indexes prompts and answers
     embedding: Background  # indexes stored prompts by embedding
 
-    async def write(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    async def write(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Call a function that changes tree or tier in the writer thread. Does not update the index."""
         return await asyncio.get_running_loop().run_in_executor(self.writer, function, *arguments)
 
-    async def evict(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    async def evict(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """The same for a function that evicts prompts; then remove those from the index."""
         result = await self.write(function, *arguments)
         await self.sharing.forget_evicted()
