@@ -84,9 +84,7 @@ class SchedulerSide:
         self._has_started = True
         workers = list(handshakes)
         self._handshakes = workers
-        # Over all ranks.
-        self.scheduler.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
-        self.scheduler.may_move_keys = bool(workers) and all(worker.can_move_keys for worker in workers)
+        self.scheduler.use(workers)
         if not self._unsupported:
             if len(workers) < self._config.parallel_config.world_size:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
@@ -101,7 +99,7 @@ class SchedulerSide:
             log.error("kvshare: nothing is shared, requests are served without it: %s", problems)
             return
         assert self._control is not None  # or its address would be among the reasons
-        self.scheduler.shares = True
+        self.scheduler.share()
         backend, port = workers[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from delta_tree import SegmentId, Span
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, RepairOrder
-from kvshare.vllm_connector.metadata import LoadRequest, StepMetadata, WorkerReport
+from kvshare.vllm_connector.metadata import LoadRequest, StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
@@ -37,7 +37,7 @@ class ConnectorScheduler:
 
     segments: SegmentIndex
     events: EventLog
-    shares: bool = False  # no ticket is taken before this, the next one and `saving.bytes_per_token` are set
+    shares: bool = False  # no ticket is taken before `use` and `share`
     may_move_keys: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +47,15 @@ class ConnectorScheduler:
         self._cancelled: list[str] = []  # loads of aborted requests
         self.drops = Drops(self.segments, self.events)
         self.saving = Saving(self.segments, self.events, self.drops)
+
+    def use(self, workers: Sequence[WorkerHandshake]) -> None:
+        """Plan with what these workers, one for each rank, can do together."""
+        self.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
+        self.may_move_keys = bool(workers) and all(worker.can_move_keys for worker in workers)
+
+    def share(self) -> None:
+        """Take tickets from now on."""
+        self.shares = True
 
     def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""

@@ -94,6 +94,7 @@ class ConnectorWorker:
     def begin(self, step: StepMetadata) -> None:
         """Before the forward pass of a step."""
         if self._parts is None:
+            assert not step.loads, "no ticket is taken before all workers have parts"
             return
         transfers, placeholders = self._parts
         cancelled = frozenset(step.cancelled)
