@@ -99,8 +99,11 @@ class TestAtOnce:
             await asyncio.gather(*asked)
 
 
-async def test_who_asks_at_once_finds_the_answer_before(relay: Relay, vllm: FakeVllm) -> None:
+async def test_who_asks_at_once_finds_the_answer_before(
+    relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A conversation goes on faster than the news travels: planning waits a moment for it."""
+    monkeypatch.setattr("kvshare.fleet.router._RECONCILE_S", 10.0)  # a busy machine's moment
     await relay.send("/v1/chat/completions", chat_body("Rome"))
     await relay.send("/v1/chat/completions", chat_body("Oslo"))
     assert vllm.tickets[1].copies
