@@ -104,7 +104,7 @@ async def fuzz(url: str, folder: Path, *, model: str, checks: Sequence[str]) -> 
     num_operations = await count_operations(url)
     arguments = ["run", f"{url}/openapi.json", "--checks", ",".join(checks), "--seed", SEED, "--no-color"]
     arguments += ["--phases", "examples,coverage,fuzzing", "--continue-on-failure"]
-    arguments += ["--max-examples", str(max(1, NUM_INPUTS // num_operations)), "--request-timeout", "60"]
+    arguments += ["--max-examples", str(max(1, NUM_INPUTS // num_operations)), "--request-timeout", "300"]
     hooks = Path(__file__).with_name("hooks.py")
     process = await asyncio.create_subprocess_exec(
         PROGRAM,
