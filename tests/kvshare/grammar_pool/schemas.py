@@ -9,12 +9,15 @@ import pytest
 
 from kvshare.demo import MODEL_PATH
 from kvshare.grammar_pool.frames import Frame
+from kvshare.grammar_pool.limits import COMPILE_S, MEMORY_BYTES
 from kvshare.grammar_pool.matcher import RemoteMatcher
 from kvshare.grammar_pool.pool import GrammarPool
 
 CRASHES = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3}
 TAKES_LONG = {"type": "integer", "multipleOf": 2**31}
 TAKES_MEMORY = {"type": "array", "minItems": 2**40, "items": {"enum": [1]}}
+# Whichever the machine meets first.
+BEYOND_A_LIMIT = rf"more than ({COMPILE_S:g} s|{MEMORY_BYTES // 2**20} MiB)"
 FINE = {"enum": [1]}
 TOKENIZER = (MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8")
 TOKEN_OF_QUOTE = json.loads(TOKENIZER)["model"]["vocab"]['"']

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from delta_tree import Span, token_ids
+from delta_tree import Node, Span, token_ids
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.tier import MemoryTier
 from kvshare.requests import Prompt
 from kvshare.sharing.memory_keeper import Computed
+from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import Component, FallbackReason
 from kvshare_lab.bench.random_models import tiny_model
@@ -25,14 +26,18 @@ from tests.kvshare.sharing.tiny_sharing import (
 )
 
 
+def donor_and_edit(sharing: Sharing, model: EmbeddedModel) -> tuple[Node, Prompt]:
+    """A stored prompt of 400 tokens, and the same with ten other ones in it."""
+    base = prompt(400).token_ids
+    changed = np.array(base)
+    changed[100:110] = 299
+    return donor_for(sharing, model, base), Prompt(token_ids(changed), TEXT)
+
+
 async def test_a_plan_is_stored_as_pieces_over_the_donors_segments(model: EmbeddedModel) -> None:
     """Only what was computed costs bytes; the rest of the node points to the donor's segment."""
     sharing = sharing_with(FixedNominator(), model)
-    base = prompt(400)
-    donor = donor_for(sharing, model, base.token_ids)
-    changed = np.array(base.token_ids)
-    changed[100:110] = 299
-    wanted = Prompt(token_ids(changed), TEXT)
+    donor, wanted = donor_and_edit(sharing, model)
     lookup = await look_up(sharing, wanted)
     assert isinstance(lookup.plan, Plan)
     before = sharing.tier.num_bytes
@@ -78,11 +83,7 @@ async def test_a_donor_in_use_is_not_evicted(model: EmbeddedModel) -> None:
 async def test_a_sequence_on_an_evicted_donor_is_not_stored(model: EmbeddedModel) -> None:
     """An administrator may evict a donor while a recipient runs: that recipient is just not kept."""
     sharing = sharing_with(FixedNominator(), model)
-    base = prompt(400)
-    donor = donor_for(sharing, model, base.token_ids)
-    changed = np.array(base.token_ids)
-    changed[100:110] = 299
-    wanted = Prompt(token_ids(changed), TEXT)
+    donor, wanted = donor_and_edit(sharing, model)
     lookup = await look_up(sharing, wanted)
     sharing.tier.drop(sharing.tree.evict(donor.node_id).freed_segments)
     assert store(sharing, model, wanted.token_ids, plan=lookup.plan) is None
