@@ -39,7 +39,7 @@ ifeq ($(shell uname -s),Linux)
 	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
 	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
-	status=0; $(BIN)/python -m pytest --durations=10 tests --ignore=tests/kvshare/cli --ignore=$(COMPILED_TESTS) || status=$$?; \
+	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) --ignore=$(COMPILED_TESTS) || status=$$?; \
 	wait $$commands || status=$$?; wait $$vllm || status=$$?; cat $(COMMANDS_LOG) $(VLLM_LOG); exit $$status
 else
 	$(BIN)/python -m pytest

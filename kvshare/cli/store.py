@@ -29,7 +29,7 @@ from kvshare.cli.source import Api, Document, Source, TreeOrder
 from kvshare.errors import StoreError
 
 
-def with_source(command: Callable[..., Document | tuple[Document, str | None]]) -> Callable[..., None]:
+def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Callable[..., None]:
     """
     A command that chooses a `Source` by its options, hands it to `command`, and shows the document.
 
@@ -102,7 +102,7 @@ def evict(
     everything: Annotated[bool, option("evict", "--all")] = False,
     yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
     dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
-) -> tuple[Document, str | None]:
+) -> Document | tuple[Document, str]:
     """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
     if (node_id is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
@@ -111,7 +111,7 @@ def evict(
     only_show = dry_run or (node_id is None and not yes)
     document = origin.evict(node=node_id, namespace=namespace, everything=everything, dry_run=only_show)
     if not only_show:
-        return document, None
+        return document
     return document, "dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it")
 
 
