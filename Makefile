@@ -36,7 +36,7 @@ COMMAND_TESTS := lab/tests tests/kvshare/cli
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
-	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
+	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector lab/tests/device && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
 	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
 	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) --ignore=$(COMPILED_TESTS) || status=$$?; \
@@ -51,7 +51,7 @@ COVERAGE := $(BIN)/python -m coverage
 
 coverage: $(VLLM_STAMP)
 	$(COVERAGE) erase
-	$(COVERAGE) run -m pytest -q -m vllm tests/kvshare/vllm_connector
+	$(COVERAGE) run -m pytest -q -m vllm tests/kvshare/vllm_connector lab/tests/device
 	$(COVERAGE) run -m pytest -q --ignore=$(COMPILED_TESTS)
 	$(COVERAGE) combine --quiet
 	$(BIN)/python scripts/coverage_floors.py

@@ -1,0 +1,113 @@
+"""What a device costs: the constants of a profile, each with the measurement that it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from kvshare.errors import ConfigError
+
+_FOLDER = resources.files(__package__) / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, and how vLLM was started with it."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    kv_bytes: int
+    cache_tokens: int
+    step_tokens: int
+    block_size: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of KV in bfloat16."""
+        return self.num_layers * 2 * self.num_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Rates and fixed costs. Units: seconds, bytes and tokens."""
+
+    front_s: float
+    prefill_tokens_per_s: float
+    prefill_s_per_token2: float
+    decode_s: float
+    pass_s: float
+    pass_tokens_per_s: float
+    plan_s: float
+    plan_s_per_token: float
+    pcie_bytes_per_s: float
+    pageable_bytes_per_s: float
+    memory_bytes_per_s: float
+    check_bytes_per_s: float
+    launch_s: float
+    call_s: float
+    behind_s: float
+
+    def step_s(self, parts: Iterable[tuple[int, int]], *, bytes_per_token: int) -> float:
+        """
+        A forward pass of vLLM. Each part: a request's tokens computed before it, and after it.
+
+        The weights are read once, however few the tokens. Attention costs operations where many tokens of a
+        prompt are computed, and the bytes of the context where few are.
+        """
+        parts = list(parts)
+        num_tokens = sum(after - before for before, after in parts)
+        attending = (
+            max(
+                (after * after - before * before) * self.prefill_s_per_token2,
+                after * bytes_per_token / self.memory_bytes_per_s,
+            )
+            for before, after in parts
+        )
+        return max(self.decode_s, num_tokens / self.prefill_tokens_per_s) + sum(attending)
+
+    def placeholders_s(self, num_tokens: int) -> float:
+        """A pass over so many placeholders."""
+        return self.pass_s + num_tokens / self.pass_tokens_per_s
+
+    def planning_s(self, num_tokens: int) -> float:
+        """What the proxy adds to a prompt of so many tokens."""
+        return self.plan_s + num_tokens * self.plan_s_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`sources`: where each constant comes from."""
+
+    name: str
+    device: str
+    model: Model
+    costs: Costs
+    sources: dict[str, str]
+
+
+def names() -> list[str]:
+    """Of the profiles that there are."""
+    files = (entry.name.removesuffix(".yaml") for entry in _FOLDER.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(name for name in files if not name.endswith("-measured"))
+
+
+def read_profile(name: str) -> Profile:
+    """Raises ConfigError for a name that is none of `names`."""
+    if name not in names():
+        raise ConfigError("--profile", f"expected one of {', '.join(names())}, got {name!r}")
+    document: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    model, costs = document["model"], document["costs"]
+    return Profile(
+        document["name"],
+        document["device"],
+        Model(**{field.name: model[field.name]["value"] for field in fields(Model)}),
+        Costs(**{field.name: costs[field.name]["value"] for field in fields(Costs)}),
+        {constant: row["from"] for constant, row in {**model, **costs}.items()},
+    )

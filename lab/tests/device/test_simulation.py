@@ -1,0 +1,75 @@
+"""The benchmark: vLLM's scheduler and the connector on the simulated GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvshare.errors import ConfigError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # vLLM's own
+
+ARMS = ("full", "prefix", "changed_10", "changed_1")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    from kvshare_lab.device.simulation import run
+
+    return run(tokens="512,2048", near="0.5", requests=8, rounds=1)
+
+
+def test_sharing_moves_the_bytes_of_what_is_reused(found: dict[str, Any]) -> None:
+    """Up no more than the donor has, and down what was computed."""
+    from kvshare_lab.device.profile import read_profile
+
+    size = read_profile("h100").model.bytes_per_token
+    for row in found["first_token"]:
+        near, tokens = row["changed_10"], row["tokens"]
+        assert near["decision"] == "approx"
+        assert 0.1 * tokens <= near["computed"] < tokens
+        assert 0.7 * tokens * size < near["work"]["bytes_up"] <= 1.01 * tokens * size
+        assert near["work"]["bytes_down"] >= near["computed"] * size
+
+
+def test_the_same_seed_gives_the_same_times(found: dict[str, Any]) -> None:
+    """Virtual time has no noise."""
+    from kvshare_lab.device.simulation import run
+
+    again = run(parts="first_token", tokens="512,2048")
+    times = [
+        [row[arm]["ttft_s"] for row in each["first_token"]]
+        for each in (found, again)
+        for arm in ("full", "changed_1")
+    ]
+    assert times[:2] == times[2:]
+
+
+def test_every_request_of_a_load_is_answered(found: dict[str, Any]) -> None:
+    """By both arms, half of them with a donor, which only the proxy can use."""
+    for row in found["load"]:
+        assert len(row["requests"]) == 8
+        assert sum(each["is_near"] for each in row["requests"]) == 4
+        assert all(len(each["gaps_s"]) == 31 for each in row["requests"])
+        shares = {each.get("decision") == "approx" for each in row["requests"] if each["is_near"]}
+        assert shares == {row["arm"] == "shared"}
+
+
+def test_streams_wait_longest_for_full_prefills(found: dict[str, Any]) -> None:
+    """And not at all while nothing arrives."""
+    arms = {row["arm"]: row for row in found["between_tokens"]}
+    worst = {name: max(row["gaps_s"]) for name, row in arms.items()}
+    assert worst["quiet"] < worst["loads"] < worst["full"]
+    assert (arms["quiet"]["arrivals"], arms["loads"]["arrivals"] > 0) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"parts": "everything"}, {"tokens": "0"}, {"tokens": "many"}, {"near": "2"}]
+)
+def test_what_cannot_be_simulated_is_refused(options: dict[str, Any]) -> None:
+    """With the option's name and what it takes."""
+    from kvshare_lab.device.simulation import run
+
+    with pytest.raises(ConfigError, match=f"--{next(iter(options))}.*expected"):
+        run(**options)
