@@ -28,7 +28,7 @@ class StandstillError(KVShareError):
 
 @dataclass(eq=False)
 class _Actor:
-    """`until`: when it goes on although nobody woke it; None while it does not wait."""
+    """`until`: when it goes on although it was not woken; None while it does not wait."""
 
     name: str
     now: float

@@ -119,7 +119,7 @@ class Engine:
             worker.advance(metadata)
             worker.save(metadata)
             output.kv_connector_output = _reported(worker)
-        # Without a forward pass nothing is sampled, and nobody waits for the device.
+        # Without a forward pass nothing is sampled, so the step does not wait for the device.
         done_at = self.gpu.reached_at() if sampled else self._clock.now()
         return _Step(scheduled, output, done_at)
 

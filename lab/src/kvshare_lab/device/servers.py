@@ -2,7 +2,7 @@
 The two servers of a simulated benchmark: stock vLLM, and vLLM with the connector behind the proxy. Both have
 vLLM's own scheduler; the connector's two sides, the plans and the tickets are the product's.
 
-Not here: HTTP, tokenizing and the index, whose time is a constant of the profile. The proxy is told which
+Not here: HTTP, tokenizing and the index, whose time is a constant of the profile. The proxy is given which
 prompt is the donor; what similar prompts an index would find is not simulated.
 """
 
