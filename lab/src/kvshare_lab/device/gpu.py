@@ -4,8 +4,8 @@ A GPU of which only sizes and durations exist: tensors on it are torch's "meta" 
 What torch is asked to do on them costs a launch on the host and the bytes that it reads and writes on a
 stream; copies from and to the host cost their bytes on one of two engines, one each way. Nothing is computed.
 
-Streams wait for each other where the connector asks for it. Beside a forward pass of vLLM, which fills the device, a
-kernel of another stream also waits until some of that pass's blocks have ended.
+Streams wait for each other where the connector asks for it. Beside a forward pass of vLLM, which fills the
+device, a kernel of another stream also waits until some of that pass's blocks have ended.
 """
 
 from __future__ import annotations
