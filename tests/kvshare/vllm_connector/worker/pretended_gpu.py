@@ -6,12 +6,15 @@ between it and the host is counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.kvshare.vllm_connector.worker.closed_memory import ClosedMemory
 
 CUDA = torch.device("cuda:0")
 # What waits for a GPU because the host must know a value.
@@ -60,6 +63,7 @@ class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen = Crossings()
+        self.arenas: list[ClosedMemory] = []  # opened for copies to and from the GPU
         self._pinned: list[torch.Tensor] = []
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -80,7 +84,12 @@ class Gpu(TorchDispatchMode):
         if wrapped and name in _WAITING:
             self.seen.waits.append(name)
         args, kwargs = tree_map(_here, (args, kwargs))
-        result = func(*args, **kwargs)
+        with ExitStack() as opened:
+            if name == "copy_" and wrapped:
+                for arena in self.arenas:
+                    if any(each in arena for each in given if not isinstance(each, There)):
+                        opened.enter_context(arena.opened())
+            result = func(*args, **kwargs)
         if pins:
             self._pinned.append(result)
         if name in ("empty", "zeros") and is_there:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from delta_tree import SegmentId, Span
+from tests.kvshare.vllm_connector.worker.closed_memory import TOUCHED, ClosedMemory, exit_code_of
 from tests.kvshare.vllm_connector.worker.pretended_gpu import CUDA, Crossings, Gpu
 from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCKS,
@@ -63,6 +64,7 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     from kvshare.kv.movement import STAYS, Movement
     from kvshare.vllm_connector.worker import device
     from kvshare.vllm_connector.worker.partial_forward import PartialForward
+    from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
     from kvshare.vllm_connector.worker.start import Attached
 
     class OneStream(device.CudaDevice):
@@ -88,7 +90,9 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     segment = -(-NUM_TOKENS * BYTES_PER_TOKEN * num_layers // LAYERS // 512) * 512
     monkeypatch.setattr(device, "STAGING_BYTES", 2 * segment)
     worker = new_worker(24, num_layers=num_layers, device="cuda:0")
-    cache, store = worker.attached.cache, worker.attached.store
+    cache, arena = worker.attached.cache, ClosedMemory(arena_bytes(6 * segment))
+    store = SegmentStore(arena.buffer, cache.kv_layout, num_heads=HEADS)
+    gpu.arenas.append(arena)
     for layer in cache.layers.values():
         layer.impl = Kernels(layer.impl.do_kv_cache_update)
     turns = Movement((1.0, 0.1))
@@ -147,6 +151,38 @@ def load(num_runs: int, *, chooses: bool = False) -> LoadRequest:
     order = RepairOrder(pieces, tuple(piece.start for piece in pieces), 2) if chooses else None
     tokens = tuple(range(NUM_TOKENS))
     return LoadRequest("l", tuple(range(1, BLOCKS)), 0, NUM_TOKENS, tokens, copies, order)
+
+
+@pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
+def test_the_host_touches_no_byte_of_the_arena(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
+) -> None:
+    """All that saves and loads do with KV bytes is done by the device: the pages are closed to the host."""
+    worker = worker_on(gpu, monkeypatch, num_layers)
+    (arena,) = gpu.arenas
+
+    def save_and_load() -> None:
+        with arena.closed():
+            save(worker, 3)
+            step(worker, loads=(load(num_runs),))
+            copy(worker)
+            step(worker)
+            result = loaded(worker)
+        assert (result.failed, result.unreadable) == (False, frozenset())
+
+    assert exit_code_of(save_and_load) == 0
+
+
+def test_a_touch_of_the_arena_is_noticed() -> None:
+    """Reading one byte suffices."""
+    arena = ClosedMemory(8)
+
+    def touch() -> None:
+        with arena.closed():
+            arena.buffer[3].item()
+
+    assert exit_code_of(touch) == TOUCHED
+    assert exit_code_of(lambda: None) == 0
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 5])
