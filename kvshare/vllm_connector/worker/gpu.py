@@ -5,8 +5,9 @@ What loads and saves ask of a GPU: every call of torch.cuda, Triton and the driv
     save    vLLM's caches --gather--> staging, sums --down--> host memory
 
 Each arrow is a stream of its own. A call returns at once: it asks for work, which the GPU does after all that
-the same stream was asked for before. What is done is known by events. `cuda.py` is a real GPU; a simulated one
-has the same calls and no bytes, so nothing but these calls may look at a value in its memory or in the arena.
+the same stream was asked for before. What is done is known by events. `cuda.py` is a real GPU; a simulated
+one has the same calls and no bytes. So nothing but these calls may look at a value in its memory or in the
+arena.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from delta_tree import Span
 
 if TYPE_CHECKING:
-    from kvshare.vllm_connector.worker.kernel_tables import StagedCopy, StagedPart
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.staged_layers import StagedLayers
 
 Event = Any  # a point in the order of a stream's work
 
@@ -29,7 +31,7 @@ Event = Any  # a point in the order of a stream's work
 class Stream(Enum):
     """Orders of work. What is in different ones may be done at the same time."""
 
-    VLLM = "vllm"  # vLLM's own steps, and passes over placeholders
+    VLLM = "vllm"  # the current stream of vLLM's thread: its steps, and passes over placeholders
     UP = "up"
     WRITE = "write"
     GATHER = "gather"
@@ -38,10 +40,9 @@ class Stream(Enum):
 
 class Gpu(Protocol):
     """
-    Events may be recorded and read by any thread. All else is called by the thread that copies.
+    Events are recorded and read by any thread. Work is asked for by the thread that copies.
 
-    `rows` are contiguous parts of the arena; `parts` say which pieces they are and where they lie in a staging
-    buffer, one after the other in the same order.
+    A batch is layers of segments that lie in a staging buffer together.
     """
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -63,39 +64,43 @@ class Gpu(Protocol):
         """The host waits until the GPU is past the event. Other threads of Python may run meanwhile."""
 
     def seconds(self, begin: Event, end: Event) -> float | None:
-        """Between two events of a stream; None while the GPU is not past the second one."""
+        """Between two events; None while the GPU is not past the second one."""
 
-    def up(self, rows: Sequence[torch.Tensor], staging: torch.Tensor, parts: Sequence[StagedPart]) -> None:
-        """In stream UP: copy rows into staging, with one call for all."""
+    def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
+        """In stream UP: copy the batch into staging, in one call."""
 
-    def check(
+    def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        """
+        In stream WRITE: compare the sums of all pieces in staging with the stored ones.
+
+        Shapes:  -> (P,) bool in host memory, True where they differ, by the order of `StagedLayers.sums`. It
+                 may be read when an event that was recorded in the stream after this call is past
+        """
+
+    def scatter(
+        self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
+    ) -> None:
+        """
+        In stream WRITE: write rows into the caches of their layers, rotated to their new positions.
+
+        Raises ValueError if a copy moves and the movement of a layer is not known.
+        """
+
+    def gather(
         self,
+        cache: PagedCache,
         staging: torch.Tensor,
-        parts: Sequence[StagedPart],
-        expected: NDArray[np.int64],
-        *,
-        row_bytes: int,
-    ) -> torch.Tensor:
+        block_ids: Sequence[int],
+        batch: Sequence[tuple[StagedLayers, Span]],
+    ) -> None:
+        """In stream GATHER: copy the rows of spans into staging, in the order of extents."""
+
+    def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """
-        In stream WRITE: compare the sum of each piece with the one that is expected, see `kv/sums.py`.
+        In stream GATHER: the sums of all pieces in staging, see `kv/sums.py`.
 
-        Shapes:  expected (P,) by part and piece -> (P,) bool in host memory: True where they differ. It may be
-                 read when an event that was recorded in the stream after this call is past
-        """
-
-    def scatter(self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[StagedCopy]) -> None:
-        """In stream WRITE: write rows into all layers' caches, rotated to their new positions."""
-
-    def gather(self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[StagedCopy]) -> None:
-        """In stream GATHER: copy rows of all layers into staging, in the order of extents."""
-
-    def sums(self, staging: torch.Tensor, parts: Sequence[StagedPart], *, row_bytes: int) -> torch.Tensor:
-        """
-        In stream GATHER: the sum of each piece, see `kv/sums.py`.
-
-        Shapes:  -> (P,) int64 in host memory, to be read as that of `check`
-        Units:   row_bytes of a token's K in one piece
+        Shapes:  -> (P,) int64 in host memory, in the order and to be read as that of `check`
         """
 
-    def down(self, staging: torch.Tensor, parts: Sequence[StagedPart], rows: Sequence[torch.Tensor]) -> None:
-        """In stream DOWN: copy staging into rows, with one call for all."""
+    def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
+        """In stream DOWN: copy the batch from staging to where it is stored, in one call."""

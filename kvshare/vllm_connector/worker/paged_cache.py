@@ -126,12 +126,37 @@ class PagedCache:
         k, v = (rows[:, :, plane].permute(1, 2, 0, 3).cpu() for plane in range(2))
         return SegmentKV((k, v))
 
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """Of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
+        return [layer.kv_cache for layer in self._in_order]
+
     def gather(self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]) -> None:
         """
         Copy the KV of spans, with one gather per layer for all of them.
 
         Shapes:  into (H, L, 2, len(span), D) each, on the device
         """
+        for _ in self.gather_by_layer(block_ids, spans, into):
+            pass
+
+    def gather_by_layer(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]
+    ) -> Iterator[int]:
+        """The same; yields the number of each layer when its KV is copied."""
+        everything = range(len(self._in_order))
+        return self._gather(block_ids, spans, [(everything, rows) for rows in into])
+
+    def gather_layers(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[tuple[range, torch.Tensor]]
+    ) -> None:
+        """The same with only some layers of each span. Shapes:  into (H, len(layers), 2, len(span), D)"""
+        for _ in self._gather(block_ids, spans, into):
+            pass
+
+    def _gather(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[tuple[range, torch.Tensor]]
+    ) -> Iterator[int]:
         assert self._layout is not None
         size = self.kernel_block_size
         tables = [self.kernel_blocks(block_ids, span) for span in spans]
@@ -143,16 +168,24 @@ class PagedCache:
             places.append(list(_by_block(Span(ahead, ahead + len(span)), size)))
             num_before += len(table) * size
         for index, layer in enumerate(self._in_order):
+            own = [
+                (rows[:, index - layers.start], at)
+                for (layers, rows), at in zip(into, places, strict=True)
+                if index in layers
+            ]
+            if not own:
+                continue
             copied = layer.kv_cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
                 rows = read(copied)
-                for target, pieces in zip(into, places, strict=True):
+                for target, pieces in own:
                     start = 0
                     for blocks_there, inside in pieces:
                         piece = rows[blocks_there, inside].permute(2, 0, 1, 3)
                         end = start + piece.shape[1] * piece.shape[2]
-                        target[:, index, plane, start:end].view(piece.shape)[:] = piece
+                        target[:, plane, start:end].view(piece.shape)[:] = piece
                         start = end
+            yield index
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel blocks of positions [0, num_tokens), on the device."""

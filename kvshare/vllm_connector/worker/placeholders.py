@@ -19,9 +19,10 @@ from kvshare.vllm_connector.worker.choosing import Choosing
 from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.partial_forward import Run, split
 from kvshare.vllm_connector.worker.ranks import as_one, on_all_ranks
-from kvshare.vllm_connector.worker.reports import PASS, Reports
+from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.step_budget import num_admitted
+from kvshare.vllm_connector.worker.times import PASS
 from kvshare.vllm_connector.worker.transfers import PendingLoad
 
 log = logging.getLogger("vllm.kvshare")

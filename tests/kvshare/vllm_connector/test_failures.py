@@ -27,7 +27,7 @@ def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
 def test_a_load_that_breaks_off_with_a_step_in_flight(
     start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     vllm.check_idle()
 
 
-@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int

@@ -1,8 +1,8 @@
 """
 Memory that the host may not touch: reading or writing a byte of it ends the process that does.
 
-A device's copies open it for themselves. So that a touch is a result and not the end of all tests, work next to
-closed memory is done in a child process.
+A device's copies open it for themselves. So that a touch is a result and not the end of all tests, work next
+to closed memory is done in a child process.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     HEADS,
     LAYERS,
     NUM_TOKENS,
+    is_whole,
     late_copies,
     new_worker,
     one_rank,
@@ -245,7 +246,7 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def every_segment_is_what_was_saved(self) -> None:
         for segment_id, stored in self.worker.attached.store.find(self.segments).items():
-            assert stored.is_whole
+            assert is_whole(stored)
             assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
 
 

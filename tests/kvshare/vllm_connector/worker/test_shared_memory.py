@@ -17,6 +17,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     HEADS,
     LAYERS,
     NUM_TOKENS,
+    is_whole,
     late_copies,
     new_worker,
     one_rank,
@@ -77,7 +78,7 @@ def worker_of_rank(number: int, buffer: torch.Tensor) -> ConnectorWorker:
     worker = new_worker(1)
     cache, forward = worker.attached.cache, worker.attached.forward
     store = SegmentStore(buffer, cache.kv_layout, num_heads=2 * HEADS, first_head=number * HEADS)
-    use(worker, Attached(cache, forward, store, shares_memory=True))
+    use(worker, Attached(cache, forward, store))
     for blocks, value in (((1, 2, 3), 1.0), ((7, 8, 9), 2.0)):
         rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value + 0.1 * number)
         cache.write(rows, -rows, cache.slots(blocks, Span(0, NUM_TOKENS)))
@@ -131,7 +132,7 @@ def check_loaded_and_saved(worker: ConnectorWorker, loaded: float) -> None:
     assert not report.unreadable
     rows = worker.attached.cache.read((4, 5, 6), Span(0, NUM_TOKENS))
     assert (rows.k == torch.tensor(loaded)).all()
-    assert worker.attached.store.find([SECOND])[SECOND].is_whole
+    assert is_whole(worker.attached.store.find([SECOND])[SECOND])
 
 
 def check_freed(ranks: TwoRanks) -> None:
