@@ -130,7 +130,8 @@ class CudaGpu:
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        return found.copy_(numbers, non_blocking=True)
+        found.copy_(numbers, non_blocking=True)
+        return found
 
     def _movements_of(self, layout: KVLayout) -> MovementTable:
         """On the device, copied there once."""

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
 from kvshare.vllm_connector.worker.copying import Work
+from kvshare.vllm_connector.worker.cuda import CudaGpu
 from kvshare.vllm_connector.worker.gpu import Gpu, Stream
 from kvshare.vllm_connector.worker.gpu_copies import GpuLoad, GpuSave, Lane
 from kvshare.vllm_connector.worker.host_copies import HostLoad, HostSave
@@ -101,7 +102,5 @@ class GpuDevice(Device):
 def device_of_this_worker() -> Device:
     if current_platform.device_type != "cuda":
         return Device()
-    from kvshare.vllm_connector.worker.cuda import CudaGpu
-
     # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
     return GpuDevice(CudaGpu(torch.device("cuda", torch.cuda.current_device())))

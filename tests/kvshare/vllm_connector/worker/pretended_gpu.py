@@ -5,16 +5,20 @@ between it and the host is counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.kvshare.vllm_connector.worker.closed_memory import ClosedMemory
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.cuda import CudaGpu
 
 CUDA = torch.device("cuda:0")
 # What waits for a GPU because the host must know a value.
@@ -57,6 +61,7 @@ class Crossings:
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # of what loads and saves may ask of a GPU
 
 
 class Gpu(TorchDispatchMode):
@@ -124,3 +129,35 @@ def _here(each: Any) -> Any:
 
 def _is_inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
+
+
+def one_stream(gpu: Gpu) -> CudaGpu:
+    """What loads and saves ask of the pretended GPU: it does everything at once, without Triton."""
+    from kvshare.vllm_connector.worker.cuda import CudaGpu
+
+    class OneStream(CudaGpu):
+        def __init__(self) -> None:
+            self._device, self._kernels, self._movements = CUDA, None, None
+
+        def record(self, _: object) -> float:
+            return time.perf_counter()
+
+        def wait(self, *_: object) -> None:
+            """All is done already."""
+
+        def is_past(self, _: object) -> bool:
+            return True
+
+        def seconds(self, begin: float, end: float) -> float:
+            return end - begin
+
+        @contextmanager
+        def _in(self, _: object) -> Iterator[None]:
+            yield
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("record", "wait", "up", "check", "scatter", "gather", "sums", "down"):
+                gpu.seen.calls.append(name)
+            return super().__getattribute__(name)
+
+    return OneStream()

@@ -97,7 +97,8 @@ def test_copies_are_made_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(device, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(device, "CudaDevice", lambda own: own)
+    monkeypatch.setattr(device, "CudaGpu", lambda own: own)
+    monkeypatch.setattr(device, "GpuDevice", lambda gpu: gpu)
     assert str(device.device_of_this_worker()) == "cuda:3"
 
 

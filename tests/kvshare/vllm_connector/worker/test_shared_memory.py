@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +32,37 @@ if TYPE_CHECKING:
 FIRST, SECOND = SegmentId(1), SegmentId(2)
 
 
+class LateAgreement:
+    """As that of processes: what both say in a step is known in the next one."""
+
+    def __init__(self, ranks: TwoRanks) -> None:
+        self._ranks = ranks
+        self._known: list[Hashable] = []
+
+    def update(self, values: Mapping[Hashable, bool]) -> list[Hashable]:
+        known, self._known = self._known, self._ranks.both(values)
+        return known
+
+
 class TwoRanks:
     """Both run each step at the same time; they agree as ranks of tensor parallelism do."""
 
     def __init__(self, workers: Sequence[ConnectorWorker]) -> None:
         self.workers = workers
         self._barrier = threading.Barrier(len(workers), timeout=10)
-        self._given: dict[int, list[bool]] = {}
+        self._given: dict[int, Mapping[Hashable, bool]] = {}
+        for worker in workers:
+            worker.parts.transfers._agreement = LateAgreement(self)  # type: ignore[assignment]  # of threads
 
-    def agreed(self, mine: Sequence[bool]) -> list[bool]:
-        self._given[threading.get_ident()] = list(mine)
+    def both(self, mine: Mapping[Hashable, bool]) -> list[Hashable]:
+        """What is true on both."""
+        self._given[threading.get_ident()] = mine
         self._barrier.wait()
-        both = [all(each) for each in zip(*self._given.values(), strict=True)]
+        one, other = self._given.values()
+        assert list(one) == list(other)
+        found = [key for key, value in one.items() if value and other[key]]
         self._barrier.wait()
-        return both
+        return found
 
     def step(self, **requested: Any) -> None:
         from kvshare.vllm_connector.metadata import StepMetadata
@@ -86,17 +103,14 @@ def worker_of_rank(number: int, buffer: torch.Tensor) -> ConnectorWorker:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRanks]:
+def ranks() -> Iterator[TwoRanks]:
     import torch
 
-    from kvshare.vllm_connector.worker import transfers
     from kvshare.vllm_connector.worker.segment_store import arena_bytes
 
     buffer = torch.empty(arena_bytes(2 * 2 * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
-    both = TwoRanks([worker_of_rank(number, buffer) for number in range(2)])
-    monkeypatch.setattr(transfers, "agreed", both.agreed)
     with one_rank():
-        yield both
+        yield TwoRanks([worker_of_rank(number, buffer) for number in range(2)])
 
 
 def test_memory_that_ranks_share_is_free_when_both_have_copied(ranks: TwoRanks) -> None:
@@ -110,11 +124,13 @@ def test_memory_that_ranks_share_is_free_when_both_have_copied(ranks: TwoRanks) 
     for worker in ranks.workers:
         copy(worker)
     ranks.step()
+    ranks.step()
     tokens, copies = tuple(range(NUM_TOKENS)), (WireCopy(FIRST, 0, NUM_TOKENS, 0, 0),)
     ranks.step(loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tokens, copies),))
     ranks.step(drops=(FIRST,), saves=(SaveRequest("t", (7, 8, 9), ((SECOND, Span(0, 12)),), True),))
     for worker in reversed(ranks.workers):
         copy(worker)
+    ranks.step()
     ranks.step()
     for number, worker in enumerate(ranks.workers):
         check_loaded_and_saved(worker, 1 + 0.1 * number)
