@@ -179,8 +179,10 @@ class GpuSave:
             staging = self._lane.take(Stream.GATHER)
             try:
                 self._launch(batch, staging)
-            finally:
+            except Exception:  # what was begun ends before the buffer is empty
                 self._gpu.wait(Stream.DOWN, self._gpu.record(Stream.GATHER))
+                raise
+            finally:
                 self._end = self._gpu.record(Stream.DOWN)
                 self._lane.give_back(self._end)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from delta_tree import SegmentId
     from kvshare.vllm_connector.worker.copy_writer import RowCopy
     from kvshare.vllm_connector.worker.transfers import PendingLoad
     from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm

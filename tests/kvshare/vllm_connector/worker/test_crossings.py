@@ -189,7 +189,7 @@ def test_a_touch_of_the_arena_is_noticed() -> None:
 
 
 # Of a batch: marks, and work that is one launch each, or one call of the driver.
-SAVE_CALLS = {"record": 5, "wait": 2, "gather": 1, "sums": 1, "down": 1}
+SAVE_CALLS = {"record": 5, "wait": 1, "gather": 1, "sums": 1, "down": 1}
 LOAD_CALLS = {"record": 5, "wait": 1, "up": 1, "check": 1, "scatter": 1}
 
 
