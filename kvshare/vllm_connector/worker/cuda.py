@@ -37,7 +37,7 @@ class CudaGpu:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        own = [stream for stream in Stream if stream is not Stream.VLLM]
+        own = set(Stream) - {Stream.VLLM}
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
         self._kernels = _kernels()
         self._movements: tuple[KVLayout, MovementTable] | None = None  # of the layout that was last used
@@ -122,7 +122,10 @@ class CudaGpu:
         """(P,) on the device, of all pieces in the order of parts."""
         if self._kernels is not None:
             rows, parts = batch[0].stored.rows, [each for part in batch for each in part.parts]
-            return self._kernels.sums(staging, parts, dim=rows.shape[-1], itemsize=rows.itemsize)
+            found: torch.Tensor = self._kernels.sums(
+                staging, parts, dim=rows.shape[-1], itemsize=rows.itemsize
+            )
+            return found
         of_parts = [
             sums(part.view(staging).flatten(2), row_bytes=part.stored.row_bytes).flatten() for part in batch
         ]

@@ -60,9 +60,6 @@ class Gpu(Protocol):
     def is_past(self, event: Event) -> bool:
         """Whether the GPU has done all work before the event."""
 
-    def synchronize(self, event: Event) -> None:
-        """The host waits until the GPU is past the event. Other threads of Python may run meanwhile."""
-
     def seconds(self, begin: Event, end: Event) -> float | None:
         """Between two events; None while the GPU is not past the second one."""
 

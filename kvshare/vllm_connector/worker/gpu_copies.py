@@ -220,7 +220,7 @@ class GpuSave:
 def _of_parts(launched: Launched) -> Iterator[tuple[StagedLayers, torch.Tensor]]:
     """The numbers of each segment's pieces."""
     sizes = [part.stored.num_heads * len(part.layers) for part in launched.batch]
-    return zip(launched.batch, launched.numbers.split(sizes), strict=True)
+    return zip(launched.batch, torch.split(launched.numbers, sizes), strict=True)
 
 
 def _seconds(gpu: Gpu, pairs: Sequence[tuple[Event, Event]]) -> float:

@@ -92,7 +92,7 @@ class StagedLayers:
         rows = self.stored.rows
         there = staging[self.offset : self.offset + self.num_bytes].view(rows.shape[0], self.head_bytes)
         own = there[:, : len(self.layers) * self.stored.piece_bytes]
-        return own.view(rows.dtype).unflatten(1, (len(self.layers), *rows.shape[2:]))
+        return own.view(rows.dtype).view(rows.shape[0], len(self.layers), *rows.shape[2:])
 
 
 def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedLayers]]:

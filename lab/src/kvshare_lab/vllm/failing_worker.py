@@ -37,5 +37,5 @@ def _failing(finish: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return finish_or_fail
 
 
-HostLoad.finish = _failing(HostLoad.finish)  # type: ignore[method-assign]  # on purpose
-GpuLoad.finish = _failing(GpuLoad.finish)  # type: ignore[method-assign]  # on purpose
+HostLoad.finish = _failing(HostLoad.finish)  # type: ignore[assignment, method-assign]  # on purpose
+GpuLoad.finish = _failing(GpuLoad.finish)  # type: ignore[assignment, method-assign]  # on purpose

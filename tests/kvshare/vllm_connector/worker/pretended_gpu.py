@@ -131,13 +131,17 @@ def _is_inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
 
 
-def one_stream(gpu: Gpu) -> CudaGpu:
-    """What loads and saves ask of the pretended GPU: it does everything at once, without Triton."""
+def one_stream(gpu: Gpu, device: torch.device = CUDA) -> CudaGpu:
+    """
+    What loads and saves ask of the pretended GPU: it does everything at once, without Triton.
+
+    With the CPU as its device, tensors need not be pretended.
+    """
     from kvshare.vllm_connector.worker.cuda import CudaGpu
 
     class OneStream(CudaGpu):
         def __init__(self) -> None:
-            self._device, self._kernels, self._movements = CUDA, None, None
+            self._device, self._kernels, self._movements = device, None, None
 
         def record(self, _: object) -> float:
             return time.perf_counter()
@@ -150,6 +154,9 @@ def one_stream(gpu: Gpu) -> CudaGpu:
 
         def seconds(self, begin: float, end: float) -> float:
             return end - begin
+
+        def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
+            return numbers if device.type == "cpu" else super()._to_host(numbers)
 
         @contextmanager
         def _in(self, _: object) -> Iterator[None]:

@@ -81,13 +81,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, vllm_stream: FakeStream) -> CudaGpu:
     monkeypatch.setattr(cuda.CudaGpu, "_to_host", lambda _, numbers: numbers)  # pinned memory is CUDA's
     monkeypatch.setattr(FakeEvent, "now_ms", [0.0])
     made = cuda.CudaGpu(torch.device("cpu"))
-    for stream, own in made._streams.items():
-        own.name = stream.value
+    for name, own in streams(made).items():
+        own.name = name
     return made
 
 
 def streams(gpu: CudaGpu) -> dict[str, FakeStream]:
-    return {stream.name: stream for stream in gpu._streams.values()}
+    own: dict[Any, Any] = dict(gpu._streams)
+    return {stream.value: stood_in for stream, stood_in in own.items()}
 
 
 def timed(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
