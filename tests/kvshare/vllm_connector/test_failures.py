@@ -75,7 +75,7 @@ def test_a_save_that_breaks_off(vllm: Vllm, text: Texts, monkeypatch: pytest.Mon
     """The answer is out already; nothing is kept, nothing is left over."""
     tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
+        patch.setattr("kvshare.vllm_connector.worker.host_copies.HostSave._copy", fail)
         event = vllm.store(tokens)
     assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
     vllm.ask((text(50), None, None))  # the next step carries the drops
