@@ -102,7 +102,9 @@ class TokenTable:
     pieces: range  # that any part has
 
     @classmethod
-    def of(cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int) -> TokenTable:
+    def of(
+        cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int, num_pieces: int
+    ) -> TokenTable:
         """Raises ValueError for a copy that reaches past its segment, staging or the cache."""
         parts = [copy.part for copy in copies]
         numbers: dict[int, int] = {0: 0}
@@ -126,6 +128,8 @@ class TokenTable:
             )
         if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
             raise ValueError(f"slots {slots.min()} to {slots.max()} of a cache that has {num_slots}")
+        if (of_copies[2:4] < 0).any() or (of_copies[3] > num_pieces).any():
+            raise ValueError(f"pieces up to {of_copies[3].max()} of a cache that has {num_pieces}")
         of_copies[0] //= staging.itemsize * staging.unit
         columns = np.repeat(of_copies, lengths, axis=1)
         source = columns[4] + np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -170,11 +174,9 @@ class SumTable:
 
 
 def word_of(row_bytes: int) -> torch.dtype:
-    """The widest integer of which every piece has a whole number."""
-    for word in (torch.int64, torch.int32, torch.int16):
-        if 2 * row_bytes % word.itemsize == 0:
-            return word
-    return torch.int8
+    """The widest integer of which every piece, two rows for each token, has a whole number."""
+    whole = (word for word in (torch.int64, torch.int32) if 2 * row_bytes % word.itemsize == 0)
+    return next(whole, torch.int16)
 
 
 class MovementTable:

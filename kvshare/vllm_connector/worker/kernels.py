@@ -6,7 +6,7 @@ Imported only where there are Triton and a GPU. Work is launched in torch's curr
 stands in a table of `kernel_tables.py`, which each call copies to the device.
 
     staging    [k, v][token][dim] of each piece, one after the other
-    caches     (B, H, N, 2 D) of each layer, any strides but the last; K before V ("content", `block_layout.py`)
+    caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
     program    some tokens of one piece; or one chunk of a piece that is added up
 
 Elements are copied as integers of their size, so that rows that do not move keep every bit.
@@ -106,9 +106,9 @@ def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsi
 
 
 def _table(caches: Sequence[torch.Tensor], staging: torch.Tensor, copies: Sequence[StagedCopy]) -> TokenTable:
-    num_blocks, _, size, width = caches[0].shape
+    num_blocks, num_heads, size, width = caches[0].shape
     form = StagingForm(len(staging), width // 2, caches[0].itemsize)
-    return TokenTable.of(copies, form, num_slots=num_blocks * size)
+    return TokenTable.of(copies, form, num_slots=num_blocks * size, num_pieces=num_heads * len(caches))
 
 
 def _pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
