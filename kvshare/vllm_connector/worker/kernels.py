@@ -66,7 +66,7 @@ def scatter(
 ) -> None:
     """
     Write rows of staging into the caches of all layers, rotated to their new positions in float32. One
-    launch, and three for the angles if anything moves.
+    launch, and three for the angles if anything moves. No slot is written twice.
 
     Shapes:  as `gather`
     Raises:  ValueError as `gather`, and if rows are to move where that is not known or not possible
@@ -118,7 +118,10 @@ def _pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.int
             raise ValueError(f"layer {layer} has a cache of another form than layer 0")
     if first.stride(-1) != 1 or first.itemsize not in _INTEGERS:
         raise ValueError(f"a cache of {first.dtype} and strides {first.stride()} cannot be addressed")
-    return np.array([cache.data_ptr() for cache in caches], np.int64)
+    pointers = np.array([cache.data_ptr() for cache in caches], np.int64)
+    if (pointers % ALIGNMENT).any():
+        raise ValueError(f"a layer's cache does not begin at a multiple of {ALIGNMENT} bytes")
+    return pointers
 
 
 def _whole(staging: torch.Tensor) -> torch.Tensor:
