@@ -1,6 +1,6 @@
 """
-Our Triton kernels as they would be launched, compiled for GPUs that are not here. How fast they are, only a GPU
-can tell; registers spilled to memory, or elements loaded one by one, would make them slow.
+Our Triton kernels as they would be launched, compiled for GPUs that are not here. How fast they are, only a
+GPU can tell; registers spilled to memory, or elements loaded one by one, would make them slow.
 """
 
 from __future__ import annotations
