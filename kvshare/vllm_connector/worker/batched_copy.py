@@ -1,8 +1,8 @@
 """
-Many runs of bytes between two buffers, host and device, by one call: cuMemcpyBatchAsync of CUDA 12.8's driver.
+Many runs of bytes between two buffers, host and device, by one call: cuMemcpyBatchAsync of CUDA 12.8.
 
-Where the driver is older, or is ROCm's, torch copies each run. Runs that follow each other in both buffers are
-joined first. Nothing here waits for a copy.
+Where the driver is older, or is ROCm's, torch copies each run. Runs that follow each other in both buffers
+are joined first. Nothing here waits for a copy.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ def copy_runs(
 
 def _joined(runs: list[ByteRun]) -> NDArray[np.int64]:
     """(runs, 3): target, source, bytes; without empty ones, and one where the next begins at its end."""
-    each = np.array([(run.target, run.source, run.num_bytes) for run in runs], np.int64).reshape(-1, 3)
-    each = each[each[:, 2] != 0]
+    given = [(run.target, run.source, run.num_bytes) for run in runs if run.num_bytes]
+    each: NDArray[np.int64] = np.array(given, np.int64).reshape(-1, 3)
     if not len(each):
         return each
     ends = each[:-1, :2] + each[:-1, 2:]
     begins = np.flatnonzero(np.concatenate([[True], (each[1:, :2] != ends).any(axis=1)]))
-    return np.column_stack([each[begins, :2], np.add.reduceat(each[:, 2], begins)])
+    sizes: NDArray[np.int64] = np.add.reduceat(each[:, 2:], begins)
+    return np.concatenate([each[begins, :2], sizes], axis=1)
 
 
 def _check(target: torch.Tensor, source: torch.Tensor, runs: NDArray[np.int64]) -> None:

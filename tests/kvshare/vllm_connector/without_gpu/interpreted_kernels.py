@@ -143,7 +143,7 @@ FAULTS: dict[str, Fault] = {
     "a token earlier": _a_token_earlier,
     "a position further": lambda copy: replace(copy, shift=copy.shift + 1),
 }
-"""What the kernels are told wrongly."""
+"""What is wrong in what the kernels read."""
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ FAR = ctypes.c_size_t(-1).value
 
 @dataclass
 class CopyingDriver:
-    """Copies what it is told, and remembers it. `error`: what it answers instead, for the copy `failed`."""
+    """Copies what is asked for, and records it. `error`: its answer instead, for the copy `failed`."""
 
     error: int = 0
     failed: int = FAR
@@ -54,7 +53,7 @@ class CopyingDriver:
 
 
 @pytest.fixture
-def driver() -> Iterator[CopyingDriver]:
+def driver() -> CopyingDriver:
     return CopyingDriver()
 
 
