@@ -2,8 +2,8 @@
 Triton kernels: rows of many tokens between a staging buffer and vLLM's paged caches, in one launch for all
 layers, heads and copies; and the sums of pieces in staging.
 
-Imported only where there are Triton and a GPU. Work is launched in torch's current stream. What is to be done
-stands in a table of `kernel_tables.py`, which each call copies to the device.
+Imported only where there are Triton and a GPU. Work is launched on torch's current device, in its current
+stream. What is to be done stands in a table of `kernel_tables.py`, which each call copies to the device.
 
     staging    [k, v][token][dim] of each piece, one after the other
     caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
@@ -83,6 +83,7 @@ def scatter(
     scatter_rows[grid](
         _elements(staging, caches), pointers, tokens, cos, sin, movements.partners, movements.number_of,
         num_movements=len(movements.partners), MOVES_K=moves_k, MOVES_V=moves_v, FLOAT=number, **form,
+        enable_fp_fusion=False,  # rounded as by torch's operations
     )  # fmt: skip
 
 

@@ -86,6 +86,8 @@ class Batch:
         case = self.case
         shape = (case.num_heads, case.num_layers, 2, num_tokens, case.dim)
         rows = torch.from_numpy(self._random.standard_normal(shape)).to(case.torch_dtype)
+        if case.movement == "first dimensions":
+            rows[..., -1] = torch.inf  # stays what it is: it is not rotated by an angle of 0
         if of_bits:
             rows = self._bits(shape)
         part = StagedPart(self.num_bytes, num_tokens, pieces.start, len(pieces))

@@ -82,15 +82,20 @@ def launch_all(dim: int, layers: int, dtype: torch.dtype, order: tuple[int, ...]
     kernels.sums(staging, [part], dim=dim, itemsize=dtype.itemsize)
 
 
-def resources(binary: Any, folder: Path) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack and of spilled registers."""
+def report(binary: Any, folder: Path, question: str) -> str:
+    """Of CUDA's tool that comes with Triton."""
     import triton.backends.nvidia
 
     path = folder / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     (tool,) = (Path(at) / "bin" / "cuobjdump" for at in triton.backends.nvidia.__path__)
-    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return subprocess.run([tool, question, path], capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: Any, folder: Path) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of spilled registers."""
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", report(binary, folder, "-res-usage"))
+    return {name: int(count) for name, count in found}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -105,3 +110,12 @@ def test_kernels_compile_without_spilling(binaries: dict[str, Any], tmp_path: Pa
         if name != "add_words":
             wide = [re.findall(rf"{word}\.global\.v4", binary.asm["ptx"]) for word in ("ld", "st")]
             assert all(wide), name
+
+
+def test_rotations_are_rounded_as_by_torch(binaries: dict[str, Any], tmp_path: Path) -> None:
+    """Each product and each sum by itself: none is fused, so that both ways of writing give the same rows."""
+    launch_all(**FORMS["Llama 8B, NHD"])
+    instructions = report(binaries["scatter_rows"], tmp_path, "-sass")
+    assert "FMUL" in instructions
+    assert "FADD" in instructions
+    assert "FFMA" not in instructions
