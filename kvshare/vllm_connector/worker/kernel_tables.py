@@ -1,5 +1,5 @@
 """
-What the kernels of `kernels.py` are told: which pieces lie where in a staging buffer, and which slots their
+What the kernels of `kernels.py` read: which pieces lie where in a staging buffer, and which slots their
 tokens have. Arrays on the host, made without a loop over tokens; nothing here needs a GPU or Triton.
 
     segment    [head][layer][k, v][token][dim], T tokens
@@ -76,15 +76,24 @@ class StagingForm:
         """Elements of which all offsets are multiples."""
         return gcd(self.dim, ALIGNMENT // self.itemsize)
 
-    def check(self, parts: Sequence[StagedPart]) -> None:
-        """Raises ValueError if a part is not aligned, or not whole in staging."""
-        for part in parts:
-            end = part.offset + part.num_pieces * part.num_tokens * 2 * self.row_bytes
-            if part.offset % ALIGNMENT or part.offset < 0 or end > self.num_bytes:
-                raise ValueError(
-                    f"a part takes bytes {part.offset} to {end} of staging, which has {self.num_bytes}: "
-                    f"its begin must be a multiple of {ALIGNMENT}"
-                )
+    def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
+        """
+        (4, P): offset, tokens, first piece, number of pieces.
+
+        Raises:  ValueError if a part is not aligned, or not whole in staging
+        """
+        each = [(part.offset, part.num_tokens, part.first_piece, part.num_pieces) for part in parts]
+        table = np.array(each, np.int64).reshape(-1, 4).T
+        offset, num_tokens, _, num_pieces = table
+        ends = offset + num_pieces * num_tokens * 2 * self.row_bytes
+        wrong = (offset % ALIGNMENT != 0) | (table < 0).any(axis=0) | (ends > self.num_bytes)
+        if wrong.any():
+            number = int(wrong.argmax())
+            raise ValueError(
+                f"{parts[number]} ends at byte {ends[number]} of staging, which has {self.num_bytes}: "
+                f"its begin must be a multiple of {ALIGNMENT}"
+            )
+        return table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,36 +111,31 @@ class TokenTable:
     pieces: range  # that any part has
 
     @classmethod
-    def of(cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int) -> TokenTable:
+    def of(
+        cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int, num_pieces: int
+    ) -> TokenTable:
         """Raises ValueError for a copy that reaches past its segment, staging or the cache."""
-        parts = [copy.part for copy in copies]
         numbers: dict[int, int] = {0: 0}
-        of_copies = np.array(
-            [
-                [part.offset for part in parts],
-                [part.num_tokens for part in parts],
-                [part.first_piece for part in parts],
-                [part.first_piece + part.num_pieces for part in parts],
-                [copy.source.start for copy in copies],
-                [numbers.setdefault(copy.shift, len(numbers)) for copy in copies],
-            ],
-            np.int64,
-        )
-        lengths = np.array([len(copy.source) for copy in copies], np.int64)
+        shift = [numbers.setdefault(copy.shift, len(numbers)) for copy in copies]
+        source = np.array([(copy.source.start, copy.source.end) for copy in copies], np.int64).reshape(-1, 2)
+        start, lengths = source[:, 0], source[:, 1] - source[:, 0]
         slots = np.concatenate([np.zeros(0, np.int64), *(copy.slots for copy in copies)])
-        staging.check(parts)
-        if len(slots) != lengths.sum() or (of_copies[4] + lengths > of_copies[1]).any():
-            raise ValueError(
-                f"{len(slots)} slots for {lengths.sum()} tokens, or tokens after a segment's last"
-            )
+        offset, num_tokens, first, count = staging.table([copy.part for copy in copies])
+        end = first + count
+        if [len(copy.slots) for copy in copies] != lengths.tolist():
+            raise ValueError(f"{len(slots)} slots for {lengths.sum()} tokens: each copy must have as many")
+        if (start < 0).any() or (source[:, 1] > num_tokens).any():
+            raise ValueError("a copy has tokens that are not in its segment")
         if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
             raise ValueError(f"slots {slots.min()} to {slots.max()} of a cache that has {num_slots}")
-        of_copies[0] //= staging.itemsize * staging.unit
+        if (end > num_pieces).any():
+            raise ValueError(f"pieces up to {end.max()} of a cache that has {num_pieces}")
+        row = offset // (staging.itemsize * staging.unit) + start * (staging.dim // staging.unit)
+        of_copies = np.array([row, num_tokens, first, end, np.cumsum(lengths) - lengths, shift], np.int64)
         columns = np.repeat(of_copies, lengths, axis=1)
-        source = columns[4] + np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        columns[0] += source * (staging.dim // staging.unit)
+        columns[0] += (np.arange(len(slots)) - columns[4]) * (staging.dim // staging.unit)
         columns[4] = slots
-        pieces = range(int(of_copies[2].min(initial=1 << 30)), int(of_copies[3].max(initial=0)))
+        pieces = range(int(first.min(initial=1 << 30)), int(end.max(initial=0)))
         return cls(columns, np.array(list(numbers), np.float64), pieces)
 
 
@@ -152,10 +156,8 @@ class SumTable:
     @classmethod
     def of(cls, parts: Sequence[StagedPart], staging: StagingForm) -> SumTable:
         """Raises ValueError if a part reaches past staging."""
-        staging.check(parts)
         word = word_of(staging.row_bytes)
-        of_parts = np.array([(p.offset, p.num_tokens, p.num_pieces) for p in parts], np.int64).reshape(-1, 3)
-        offset, num_tokens, num_pieces = of_parts.T
+        offset, num_tokens, _, num_pieces = staging.table(parts)
         words = num_tokens * 2 * staging.row_bytes // word.itemsize
         programs = num_pieces * -(-words // CHUNK_WORDS)
         columns = np.array(
@@ -170,11 +172,9 @@ class SumTable:
 
 
 def word_of(row_bytes: int) -> torch.dtype:
-    """The widest integer of which every piece has a whole number."""
-    for word in (torch.int64, torch.int32, torch.int16):
-        if 2 * row_bytes % word.itemsize == 0:
-            return word
-    return torch.int8
+    """The widest integer of which every piece, two rows for each token, has a whole number."""
+    whole = (word for word in (torch.int64, torch.int32) if 2 * row_bytes % word.itemsize == 0)
+    return next(whole, torch.int16)
 
 
 class MovementTable:

@@ -2,11 +2,11 @@
 Triton kernels: rows of many tokens between a staging buffer and vLLM's paged caches, in one launch for all
 layers, heads and copies; and the sums of pieces in staging.
 
-Imported only where there are Triton and a GPU. Work is launched in torch's current stream. What is to be done
-stands in a table of `kernel_tables.py`, which each call copies to the device.
+Imported only where there are Triton and a GPU. Work is launched on torch's current device, in its current
+stream. What is to be done stands in a table of `kernel_tables.py`, which each call copies to the device.
 
     staging    [k, v][token][dim] of each piece, one after the other
-    caches     (B, H, N, 2 D) of each layer, any strides but the last; K before V ("content", `block_layout.py`)
+    caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
     program    some tokens of one piece; or one chunk of a piece that is added up
 
 Elements are copied as integers of their size, so that rows that do not move keep every bit.
@@ -66,7 +66,7 @@ def scatter(
 ) -> None:
     """
     Write rows of staging into the caches of all layers, rotated to their new positions in float32. One
-    launch, and three for the angles if anything moves.
+    launch, and three for the angles if anything moves. No slot is written twice.
 
     Shapes:  as `gather`
     Raises:  ValueError as `gather`, and if rows are to move where that is not known or not possible
@@ -83,6 +83,7 @@ def scatter(
     scatter_rows[grid](
         _elements(staging, caches), pointers, tokens, cos, sin, movements.partners, movements.number_of,
         num_movements=len(movements.partners), MOVES_K=moves_k, MOVES_V=moves_v, FLOAT=number, **form,
+        enable_fp_fusion=False,  # rounded as by torch's operations
     )  # fmt: skip
 
 
@@ -106,9 +107,9 @@ def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsi
 
 
 def _table(caches: Sequence[torch.Tensor], staging: torch.Tensor, copies: Sequence[StagedCopy]) -> TokenTable:
-    num_blocks, _, size, width = caches[0].shape
+    num_blocks, num_heads, size, width = caches[0].shape
     form = StagingForm(len(staging), width // 2, caches[0].itemsize)
-    return TokenTable.of(copies, form, num_slots=num_blocks * size)
+    return TokenTable.of(copies, form, num_slots=num_blocks * size, num_pieces=num_heads * len(caches))
 
 
 def _pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -118,7 +119,10 @@ def _pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.int
             raise ValueError(f"layer {layer} has a cache of another form than layer 0")
     if first.stride(-1) != 1 or first.itemsize not in _INTEGERS:
         raise ValueError(f"a cache of {first.dtype} and strides {first.stride()} cannot be addressed")
-    return np.array([cache.data_ptr() for cache in caches], np.int64)
+    pointers = np.array([cache.data_ptr() for cache in caches], np.int64)
+    if (pointers % ALIGNMENT).any():
+        raise ValueError(f"a layer's cache does not begin at a multiple of {ALIGNMENT} bytes")
+    return pointers
 
 
 def _whole(staging: torch.Tensor) -> torch.Tensor:
