@@ -4,9 +4,11 @@ What copies need of a device, for CUDA and for a CPU, and the times of its work.
     mark      a point in the order of work on vLLM's own stream. The host's clock would only time the launches
     run_after runs work after a mark, next to vLLM's stream, and times it without the wait for that mark
     staging   a buffer of fixed size on the device, between host memory and vLLM's cache
+    reading   results on their way from vLLM's own stream to the host, which asks whether they have arrived
 
     CUDA      a stream of its own, a staging buffer, registered host memory: copies are DMA. Marks are events
-    CPU       the thread that copies takes the place of the stream; rows are in host memory, nothing is staged
+    CPU       the thread that copies takes the place of the stream; rows are in host memory, nothing is
+              staged, and results are there at once
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.host_register import host_register
 
@@ -25,9 +28,47 @@ log = logging.getLogger("vllm.kvshare")
 
 STAGING_BYTES = 128 * 1024**2  # what a CUDA worker leaves free for it, see `workers.py`
 
+_POLL_S = 0.0002
+
+
+class Reading:
+    """
+    Copies of results in host memory, which are whole when they have arrived. Used by vLLM's thread only.
+
+    `has_arrived`: whether the device has made the copies; None if they were made before.
+    """
+
+    def __init__(self, copies: Sequence[torch.Tensor], has_arrived: Callable[[], bool] | None = None) -> None:
+        self._copies = copies
+        self._has_arrived = has_arrived
+
+    @property
+    def is_done(self) -> bool:
+        if self._has_arrived is not None and self._has_arrived():
+            self._has_arrived = None
+        return self._has_arrived is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether they have arrived by then."""
+        until = time.perf_counter() + timeout_s
+        while not self.is_done and time.perf_counter() < until:
+            time.sleep(_POLL_S)
+        return self.is_done
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The results, when they have arrived."""
+        assert self.is_done, "results are used when they have arrived"
+        return [copy.numpy() for copy in self._copies]
+
 
 class Device:
-    """The CPU: work is done when its call returns. Used by one thread at a time, except for marks."""
+    """
+    The CPU: work is done when its call returns. Used by one thread at a time, except for marks and readings.
+
+    `reads_at_once`: whether a reading has arrived when it begins, on every rank.
+    """
+
+    reads_at_once = True
 
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory for fast copies."""
@@ -39,6 +80,14 @@ class Device:
     def seconds(self, begin: Any, end: Any) -> float | None:
         """Between two marks; None while the device has not reached the second."""
         return float(end - begin)
+
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        return True
+
+    def read(self, *results: torch.Tensor) -> Reading:
+        """Copy results of work on vLLM's own stream to the host. They are not written any more."""
+        return Reading(results)
 
     def run_after(self, mark: Any, work: Callable[[], None]) -> float:
         """Do work that starts after the mark. Returns when it is done: the seconds from its start on."""
@@ -61,6 +110,8 @@ class Device:
 class CudaDevice(Device):
     """Not run on a GPU yet: its calls of CUDA are tested with a stand-in for torch.cuda."""
 
+    reads_at_once = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
@@ -81,7 +132,18 @@ class CudaDevice(Device):
         return event
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        return begin.elapsed_time(end) / 1000 if end.query() else None
+        return begin.elapsed_time(end) / 1000 if self.is_reached(end) else None
+
+    def is_reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def read(self, *results: torch.Tensor) -> Reading:
+        # Pinned, or the copies would wait. torch gives this memory to nobody else before they are made.
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in results]
+        for copy, result in zip(copies, results, strict=True):
+            copy.copy_(result, non_blocking=True)
+        mark = self.mark()
+        return Reading(copies, lambda: self.is_reached(mark))
 
     def run_after(self, mark: Any, work: Callable[[], None]) -> float:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 CUDA = torch.device("cuda:0")
 # What waits for a GPU because the host must know a value.
 _WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+_NO_LAUNCH = ("empty", "_unsafe_view")
 
 
 class There(torch.Tensor):
@@ -54,6 +55,7 @@ class Crossings:
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
+    launches: int = 0  # of kernels and copies
 
 
 class Gpu(TorchDispatchMode):
@@ -85,6 +87,7 @@ class Gpu(TorchDispatchMode):
             self._pinned.append(result)
         if name in ("empty", "zeros") and is_there:
             self.seen.allocated.append(result.nbytes)
+        self.seen.launches += is_there and not func.is_view and name not in _NO_LAUNCH
 
         def returned(each: Any) -> Any:
             if not isinstance(each, torch.Tensor) or not is_there:

@@ -66,13 +66,17 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     from kvshare.vllm_connector.worker.start import Attached
 
     class OneStream(device.CudaDevice):
-        """All in one order, as on the CPU."""
+        """All in one order, as on the CPU; what is read from it is late if the test says so."""
 
         mark, seconds = device.Device.mark, device.Device.seconds
         run_after = device.Device.run_after
+        is_late = False
 
         def __init__(self) -> None:
             self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
+
+        def is_reached(self, mark: object) -> bool:
+            return not self.is_late
 
     class Layers(PartialForward):
         def __init__(self) -> None:
@@ -184,20 +188,44 @@ def test_a_load_goes_up_once_a_segment_and_once_for_its_slots(
 
 
 @pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
-def test_a_choice_comes_down_twice_however_much_it_weighs(
+def test_a_choice_comes_down_once_for_each_result(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
 ) -> None:
-    """The host chooses: it waits for what the probes changed, and for what the tail attends to."""
+    """What the tail attends to and what the probes changed. No step waits for it, however late it is."""
     worker = worker_on(gpu, monkeypatch, num_layers)
+    device: Any = worker.parts.placeholders._device
     save(worker, 1)
     step(worker, loads=(load(num_runs, chooses=True),))
     copy(worker)
     with counted(gpu) as seen:
+        device.is_late = True
+        for _ in range(3):
+            step(worker)
+            assert not worker.take_transfers().finished_recving
+        device.is_late = False
         step(worker)
     assert loaded(worker).repaired
-    # Two passes; listeners, and their blocks; probed rows before and after, and their slots.
-    assert len(seen.up) == 7
-    assert len(seen.down) == len(seen.waits) == len(seen.pageable) == 2
+    assert len(seen.up) == 5  # two passes; listeners, and their blocks; slots of the probes
+    assert len(seen.down) == 2
+    assert (seen.waits, seen.pageable) == ([], [])
+
+
+def test_a_choice_is_so_many_launches_a_layer(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many heads, tokens and probes there are: a launch costs as much as many megabytes."""
+    launches = {}
+    for num_layers in (2, 6):
+        for chooses in (False, True):
+            worker = worker_on(gpu, monkeypatch, num_layers)
+            save(worker, 1)
+            step(worker, loads=(load(10, chooses=chooses),))
+            copy(worker)
+            with counted(gpu) as seen:
+                step(worker)
+            launches[num_layers, chooses] = seen.launches
+    of_layers = (launches[6, True] - launches[6, False]) - (launches[2, True] - launches[2, False])
+    # Keys, queries, scale, products, mask, weights, two sums; rows of the probes read, values read again, and
+    # written, which takes four here. Keys of 16 bits are three more, and a kernel writes with one.
+    assert of_layers / 4 == 14
 
 
 def loaded(worker: ConnectorWorker) -> Any:
