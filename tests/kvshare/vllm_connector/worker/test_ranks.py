@@ -113,8 +113,17 @@ SAID = [  # in each step: what each rank says, and what both know then
 ]
 
 
+def added(values: torch.Tensor) -> torch.Tensor:
+    """What a communicator makes of the ranks' values."""
+    import torch
+
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
 def on_two_ranks(
-    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor], torch.Tensor] = added
 ) -> list[Any]:
     """What `work` returns on each of two processes that are ranks of one group."""
     import torch
@@ -134,7 +143,10 @@ def on_two_ranks(
     for process in processes:
         process.start()
     try:
-        return [answer.get(timeout=60) for answer in answers]
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        return [answer.get(timeout=1) for answer in answers]
     finally:
         for process in processes:
             process.kill()
