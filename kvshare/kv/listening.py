@@ -161,7 +161,7 @@ def attention(
     factor = dim**-0.5 if scaling is None else scaling
     is_plain = form is PLAIN
     if is_plain and key.dtype != torch.float32:
-        key = key - key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)
+        key = key - _mean(key)
         query = (query * factor).to(key.dtype)
     else:
         query, key = query.float() * factor, key.float()
@@ -178,3 +178,10 @@ def attention(
     sinks = form.sinks[first_head : first_head + query.shape[:-2].numel()].float()
     sinks = sinks.view(*query.shape[:-2], 1, 1).expand(*query.shape[:-1], 1)
     return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _mean(key: torch.Tensor) -> torch.Tensor:
+    """The mean of all keys, (..., 1, D), added in float32. A GPU does so unasked; a CPU would add in 16 bits."""
+    if key.device.type != "cpu":
+        return key.mean(dim=-2, keepdim=True)
+    return key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)

@@ -41,12 +41,16 @@ class Stream:
 
 class Event:
     name = "a mark that was never set"
+    now_ms = 0.0  # how far the GPU is
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self, stream: Stream) -> None:
         self.name, self.at_ms = f"a mark of {stream.at_ms:.0f} ms", stream.at_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= self.now_ms
 
     def elapsed_time(self, end: Event) -> float:
         return end.at_ms - self.at_ms
@@ -91,6 +95,25 @@ def test_work_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) ->
         device.run_after(device.mark(), stop)
     assert isinstance(device._stream, Stream)
     assert device._stream.done == ["used", "after a mark of 70 ms", "synchronised"]
+
+
+def test_results_are_there_when_the_gpu_has_come_to_the_end_of_their_copies(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On vLLM's own stream, which is given its whole step in advance. Nobody uses them before."""
+    import torch
+
+    empty = torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda shape, *, dtype, pin_memory: empty(shape, dtype=dtype))
+        reading = device.read(torch.arange(3), torch.ones(2, 0))
+    assert not reading.is_done
+    assert reading.wait(0.001) is False
+    with pytest.raises(AssertionError, match="when they have arrived"):
+        reading.arrays()
+    monkeypatch.setattr(Event, "now_ms", 70.0)
+    assert reading.wait(60.0) is True
+    assert [array.tolist() for array in reading.arrays()] == [[0, 1, 2], [[], []]]
 
 
 def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> None:
