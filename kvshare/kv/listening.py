@@ -181,7 +181,7 @@ def attention(
 
 
 def _mean(key: torch.Tensor) -> torch.Tensor:
-    """The mean of all keys, (..., 1, D), added in float32. A GPU does so unasked; a CPU would add in 16 bits."""
+    """The mean of all keys, (..., 1, D), added in float32: a GPU does so unasked, a CPU would in 16 bits."""
     if key.device.type != "cpu":
         return key.mean(dim=-2, keepdim=True)
     return key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     LAYERS,
     NUM_TOKENS,
     late_copies,
+    late_device,
     new_worker,
     one_rank,
     use,
@@ -24,8 +25,6 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
 from tests.kvshare.vllm_connector.worker.test_ranks import on_two_ranks
 
 if TYPE_CHECKING:
-    import torch
-
     from kvshare.vllm_connector.metadata import LoadRequest, LoadResult
     from kvshare.vllm_connector.worker.device import Device
     from kvshare.vllm_connector.worker.partial_forward import Run
@@ -78,25 +77,6 @@ def test_fifty_planned_arrivals_are_computed_over_steps_in_their_order() -> None
             assert reported[-1], "each step computes something"
     assert [name for each in reported for name in each] == names
     assert computed == [10] * 25
-
-
-def late_device(*, arrives: Collection[int] = ()) -> Any:
-    """A device whose results are on the host when the test says, or from a number of questions on."""
-    from kvshare.vllm_connector.worker.device import Device, Reading
-
-    class LateDevice(Device):
-        reads_at_once = False
-        has_arrived = False
-        questions = 0
-
-        def read(self, *results: torch.Tensor) -> Reading:
-            return Reading(results, self._ask)
-
-        def _ask(self) -> bool:
-            self.questions += 1
-            return self.has_arrived or self.questions in arrives
-
-    return LateDevice()
 
 
 class Loads:
