@@ -21,6 +21,7 @@ from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.batched_copy import ByteRun, copy_runs, find_batch_function
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
@@ -40,9 +41,12 @@ class CudaGpu:
         own = set(Stream) - {Stream.VLLM}
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
         self._kernels = _kernels()
+        self._copy_batch = find_batch_function()
+        self._arena = torch.empty(0, dtype=torch.uint8)  # until one is registered
         self._movements: tuple[KVLayout, MovementTable] | None = None  # of the layout that was last used
 
     def register(self, buffer: torch.Tensor) -> None:
+        self._arena = buffer
         # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
         if not host_register(buffer.data_ptr(), buffer.nbytes):
             log.warning(
@@ -68,9 +72,13 @@ class CudaGpu:
     def seconds(self, begin: Event, end: Event) -> float | None:
         return begin.elapsed_time(end) / 1000 if end.query() else None
 
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        return self._to_host(result)
+
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
+        runs = [ByteRun(there, here, size) for here, there, size in self._runs(batch)]
         with self._in(Stream.UP):
-            self._copy(_staged_rows(batch, staging), [rows for part in batch for rows in part.rows])
+            self._copy(staging, self._arena, runs, is_stable=True)
 
     def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         with self._in(Stream.WRITE):
@@ -111,12 +119,22 @@ class CudaGpu:
             return self._to_host(self._sums(staging, batch))
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
+        runs = [ByteRun(here, there, size) for here, there, size in self._runs(batch)]
         with self._in(Stream.DOWN):
-            self._copy([rows for part in batch for rows in part.rows], _staged_rows(batch, staging))
+            self._copy(self._arena, staging, runs, is_stable=False)
 
-    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+    def _runs(self, batch: Sequence[StagedLayers]) -> Iterator[tuple[int, int, int]]:
+        """Where each contiguous part begins in the arena and in staging, and its bytes."""
+        arena = self._arena.data_ptr()
+        for layers in batch:
+            for rows, part in zip(layers.rows, layers.parts, strict=True):
+                yield rows.data_ptr() - arena, part.offset, rows.nbytes
+
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
+    ) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        copy_runs(self._copy_batch, target, source, runs, stream=stream, is_stable=is_stable)
 
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """(P,) on the device, of all pieces in the order of parts."""
@@ -132,6 +150,7 @@ class CudaGpu:
         return torch.cat(of_parts)
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
+        # Pinned, or the copy would wait. torch gives this memory to nobody else before it is made.
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         found.copy_(numbers, non_blocking=True)
         return found
@@ -160,12 +179,3 @@ def _kernels() -> Any:
     from kvshare.vllm_connector.worker import kernels
 
     return kernels
-
-
-def _staged_rows(batch: Sequence[StagedLayers], staging: torch.Tensor) -> list[torch.Tensor]:
-    """Where `StagedLayers.rows` lie in staging."""
-    return [
-        staging[start : start + rows.nbytes].view(rows.dtype).view(rows.shape)
-        for part in batch
-        for start, rows in zip((each.offset for each in part.parts), part.rows, strict=True)
-    ]

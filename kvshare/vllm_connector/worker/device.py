@@ -1,7 +1,8 @@
 """
 The device of this worker: how its work is timed, and how loads and saves are copied there.
 
-    mark    a point in the order of work on vLLM's own stream. The host's clock would only time the launches
+    mark     a point in the order of work on vLLM's own stream. The host's clock would only time the launches
+    reading  results on their way from vLLM's own stream to the host, which asks whether they have arrived
 
     CPU     the thread that copies does it itself       host_copies.py
     GPU     it asks the GPU to do it                    gpu_copies.py, by the calls of gpu.py
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from delta_tree import SegmentId, Span
@@ -36,8 +38,47 @@ class LoadWork(Work, Protocol):
     damaged: set[SegmentId]
 
 
+_POLL_S = 0.0002
+
+
+class Reading:
+    """
+    Copies of results in host memory, which are whole when they have arrived. Used by vLLM's thread only.
+
+    `has_arrived`: whether the device has made the copies; None if they were made before.
+    """
+
+    def __init__(self, copies: Sequence[torch.Tensor], has_arrived: Callable[[], bool] | None = None) -> None:
+        self._copies = copies
+        self._has_arrived = has_arrived
+
+    @property
+    def is_done(self) -> bool:
+        if self._has_arrived is not None and self._has_arrived():
+            self._has_arrived = None
+        return self._has_arrived is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether they have arrived by then."""
+        until = time.perf_counter() + timeout_s
+        while not self.is_done and time.perf_counter() < until:
+            time.sleep(_POLL_S)
+        return self.is_done
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The results, when they have arrived."""
+        assert self.is_done, "results are used when they have arrived"
+        return [copy.numpy() for copy in self._copies]
+
+
 class Device:
-    """The CPU: work is done when its call returns."""
+    """
+    The CPU: work is done when its call returns.
+
+    `reads_at_once`: whether a reading has arrived when it begins, on every rank.
+    """
+
+    reads_at_once = True
 
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory for fast copies."""
@@ -49,6 +90,10 @@ class Device:
     def seconds(self, begin: Any, end: Any) -> float | None:
         """Between two marks; None while the device has not reached the second."""
         return float(end - begin)
+
+    def read(self, *results: torch.Tensor) -> Reading:
+        """Copy results of work on vLLM's own stream to the host. They are not written any more."""
+        return Reading(results)
 
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
         """Copies from segments into blocks. Blocks are written after the mark."""
@@ -69,6 +114,8 @@ class Device:
 class GpuDevice(Device):
     """A GPU, real or not."""
 
+    reads_at_once = False
+
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._loads, self._saves = (
@@ -84,6 +131,11 @@ class GpuDevice(Device):
 
     def seconds(self, begin: Any, end: Any) -> float | None:
         return self._gpu.seconds(begin, end)
+
+    def read(self, *results: torch.Tensor) -> Reading:
+        copies = [self._gpu.read(result) for result in results]
+        mark = self.mark()
+        return Reading(copies, lambda: self._gpu.is_past(mark))
 
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
         return GpuLoad(self._loads, self._gpu, cache, find_copies, mark)

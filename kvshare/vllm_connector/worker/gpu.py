@@ -63,6 +63,13 @@ class Gpu(Protocol):
     def seconds(self, begin: Event, end: Event) -> float | None:
         """Between two events; None while the GPU is not past the second one."""
 
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        """
+        In stream VLLM: copy a result to host memory. By vLLM's thread.
+
+        It may be read when an event that was recorded in the stream after this call is past.
+        """
+
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
         """In stream UP: copy the batch into staging, in one call."""
 

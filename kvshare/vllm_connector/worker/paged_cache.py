@@ -46,7 +46,7 @@ class PagedCache:
             len(self.layers), num_heads, width // 2, dtype=first.dtype, device=first.device
         )
         self._layout: BlockLayout | None = None
-        self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
+        self._known_offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides
         self._form = self._current_form()
 
     @property
@@ -196,28 +196,49 @@ class PagedCache:
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
-        cache = self._in_order[layer].kv_cache
-        return self._layout.planes[0](cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
+        cache, read = self._in_order[layer].kv_cache, self._layout.planes[0]
+        if self._layout.reads_views:  # V would be copied with K, and K once more
+            return read(cache).index_select(0, table).flatten(0, 1)[:num_tokens]
+        return read(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
 
-    def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
-        assert self._layout is not None
-        size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
-        number, inside = np.divmod(np.array(positions, np.int64), size)
-        block_numbers = np.array(table, np.int64)[number, None, None]
-        blocks, inside_there = to_device(self.kv_layout.device, block_numbers, inside)
-        # Element by element: copying the whole blocks of a few rows would move megabytes.
-        k: list[torch.Tensor] = []
-        v: list[torch.Tensor] = []
-        for layer in self._in_order:
-            cache = layer.kv_cache
-            ahead = blocks * cache.stride(0)
-            for rows, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
-                rows.append(_elements(cache, ahead + offsets[inside_there]))
-        return torch.stack(k), torch.stack(v)
+    def slots_at(self, block_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Slots of single positions, (P,) int64 on the device."""
+        (slots,) = to_device(
+            self.kv_layout.device,
+            self.slot_numbers(block_ids, Span(0, max(positions) + 1))[np.array(positions, np.int64)],
+        )
+        return slots
 
-    def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offset in memory of each element of K and V from the first of its block, (N, H, D) each."""
+    def rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V in single slots, on the device, (L, P, H, D) each."""
+        k, v = self._rows(slots, slice(0, 2)).unbind(1)
+        return k, v
+
+    def values(self, slots: torch.Tensor) -> torch.Tensor:
+        """The same of V only."""
+        return self._rows(slots, slice(1, 2))[:, 0]
+
+    def _rows(self, slots: torch.Tensor, planes: slice) -> torch.Tensor:
+        """
+        (L, planes, P, H, D), by one gather per layer.
+
+        Element by element: copying the whole blocks of a few rows would move megabytes.
+        """
+        blocks, inside = slots // self.kernel_block_size, slots % self.kernel_block_size
+        (keys, _), num_layers = self.kv_layout.planes, len(self._in_order)
+        shape = (num_layers, planes.stop - planes.start, len(slots), keys.num_heads, keys.dim)
+        rows = torch.empty(shape, dtype=self.kv_layout.dtype, device=self.kv_layout.device)
+        offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
+        for index, layer in enumerate(self._in_order):
+            strides = layer.kv_cache.stride()
+            if strides not in offsets:
+                of_blocks = (blocks * strides[0])[:, None, None]
+                offsets[strides] = (of_blocks + self._offsets(strides[1:])[planes, inside]).flatten()
+            _take_elements(layer.kv_cache, offsets[strides], rows[index].view(-1))
+        return rows
+
+    def _offsets(self, strides: tuple[int, ...]) -> torch.Tensor:
+        """Offset in memory of each element of K and V from the first of its block, (2, N, H, D)."""
         if (offsets := self._known_offsets.get(strides)) is not None:
             return offsets
         assert self._layout is not None
@@ -225,9 +246,8 @@ class PagedCache:
         sizes = zip(cache.shape[1:], strides, strict=True)
         h, n, d = (torch.arange(size, device=cache.device) * step for size, step in sizes)
         places = (h[:, None, None] + n[:, None] + d).unsqueeze(0)
-        k, v = (read(places)[0] for read in self._layout.planes)
-        self._known_offsets[strides] = k, v
-        return k, v
+        self._known_offsets[strides] = torch.stack([read(places)[0] for read in self._layout.planes])
+        return self._known_offsets[strides]
 
 
 def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
@@ -246,7 +266,7 @@ def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
         start = end
 
 
-def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Elements by their offset in memory, for any strides of the cache."""
+def _take_elements(cache: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy elements by their offset in memory, for any strides of the cache. Shapes:  offsets, into (E,)"""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-    return cache.as_strided((last + 1,), (1,)).index_select(0, offsets.flatten()).view(offsets.shape)
+    torch.index_select(cache.as_strided((last + 1,), (1,)), 0, offsets, out=into)

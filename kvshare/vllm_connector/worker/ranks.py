@@ -6,8 +6,8 @@ A forward pass contains collectives: all ranks run it, or none.
     before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
     over steps      what has happened on all of them, without a wait inside a step: `Agreement`
     in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
-                    ends, and vLLM, which monitors it, ends the others (`as_one`). Sums are made on the device,
-                    in the order of its work: `summed`
+                    ends, and vLLM, which monitors it, ends the others (`as_one`). Sums are made in the order
+                    of work on the device: `summed`
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from kvshare.vllm_connector.worker.start import Attached
 
 log = logging.getLogger("vllm.kvshare")
 
-_MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
+MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
 
 
 @dataclass(eq=False)
@@ -137,8 +137,8 @@ class Transfers:
         """For a short time: in a step without a forward pass there is nothing else to do."""
         lap, waited = LapTimer(), 0.0
         for _, each in self._loads():
-            if waited < _MAX_WAIT_S:
-                self._copies.wait(each.job, _MAX_WAIT_S - waited)
+            if waited < MAX_WAIT_S:
+                self._copies.wait(each.job, MAX_WAIT_S - waited)
                 waited += lap()
 
     def take_arrived(self) -> list[PendingLoad]:

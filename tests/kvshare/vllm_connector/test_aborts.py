@@ -69,7 +69,7 @@ class TestAborts:
         planned: bool,
     ) -> None:
         # A busy machine copies for longer than a step waits; then the load is complete some steps later.
-        monkeypatch.setattr("kvshare.vllm_connector.worker.transfers._MAX_WAIT_S", 60.0)
+        monkeypatch.setattr("kvshare.vllm_connector.worker.transfers.MAX_WAIT_S", 60.0)
         tokens = text(600, 20)
         donor = vllm.store(tokens)
         ticket = vllm.ticket(tokens, copies(donor, *SCATTERED) if planned else ())

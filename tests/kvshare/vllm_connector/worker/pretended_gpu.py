@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tests.kvshare.vllm_connector.worker.closed_memory import ClosedMemory
 
 if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.batched_copy import ByteRun
     from kvshare.vllm_connector.worker.cuda import CudaGpu
 
 CUDA = torch.device("cuda:0")
 # What waits for a GPU because the host must know a value.
 _WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+_NO_LAUNCH = ("empty", "_unsafe_view")
 
 
 class There(torch.Tensor):
@@ -62,6 +64,7 @@ class Crossings:
     pageable: list[str] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)  # of what loads and saves may ask of a GPU
+    launches: int = 0  # of kernels and copies
 
 
 class Gpu(TorchDispatchMode):
@@ -99,6 +102,7 @@ class Gpu(TorchDispatchMode):
             self._pinned.append(result)
         if name in ("empty", "zeros") and is_there:
             self.seen.allocated.append(result.nbytes)
+        self.seen.launches += is_there and not func.is_view and name not in _NO_LAUNCH
 
         def returned(each: Any) -> Any:
             if not isinstance(each, torch.Tensor) or not is_there:
@@ -137,11 +141,24 @@ def one_stream(gpu: Gpu, device: torch.device = CUDA) -> CudaGpu:
 
     With the CPU as its device, tensors need not be pretended.
     """
+    from kvshare.vllm_connector.worker.batched_copy import copy_runs
     from kvshare.vllm_connector.worker.cuda import CudaGpu
 
     class OneStream(CudaGpu):
+        late_from = float("inf")  # what it is asked for from then on counts as not done
+
         def __init__(self) -> None:
             self._device, self._kernels, self._movements = device, None, None
+            self._arena = torch.empty(0, dtype=torch.uint8)
+
+        def register(self, buffer: torch.Tensor) -> None:
+            self._arena = buffer
+            gpu.register(buffer)
+
+        def _copy(
+            self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
+        ) -> None:
+            copy_runs(None, target, source, runs, stream=0, is_stable=is_stable)
 
         def record(self, _: object) -> float:
             return time.perf_counter()
@@ -149,8 +166,8 @@ def one_stream(gpu: Gpu, device: torch.device = CUDA) -> CudaGpu:
         def wait(self, *_: object) -> None:
             """All is done already."""
 
-        def is_past(self, _: object) -> bool:
-            return True
+        def is_past(self, event: float) -> bool:
+            return event < self.late_from
 
         def seconds(self, begin: float, end: float) -> float:
             return end - begin

@@ -5,10 +5,10 @@ that copies does so only when the test says; order is all that it promises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 if TYPE_CHECKING:
@@ -97,6 +97,25 @@ class FakeForward:
             rows = torch.arange(run.span.start, run.span.end).float() + 0.5
             rows = rows[None, :, None, None].expand(LAYERS, -1, HEADS, DIM)
             self.cache.write(rows, -rows, slots)
+
+
+def late_device(*, arrives: Collection[int] = ()) -> Any:
+    """A device whose results are on the host when the test says, or from a number of questions on."""
+    from kvshare.vllm_connector.worker.device import Device, Reading
+
+    class LateDevice(Device):
+        reads_at_once = False
+        has_arrived = False
+        questions = 0
+
+        def read(self, *results: torch.Tensor) -> Reading:
+            return Reading(results, self._ask)
+
+        def _ask(self) -> bool:
+            self.questions += 1
+            return self.has_arrived or self.questions in arrives
+
+    return LateDevice()
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def new_store(cache: PagedCache) -> SegmentStore:
     return SegmentStore(buffer, cache.kv_layout, num_heads=cache.kv_layout.planes[0].num_heads)
 
 
-def pretended(buffer_bytes: int) -> Device:
+def pretended(store: SegmentStore, buffer_bytes: int) -> Device:
     import torch
 
     from kvshare.vllm_connector.worker.device import GpuDevice
@@ -73,6 +73,7 @@ def pretended(buffer_bytes: int) -> Device:
 
     made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
     made._gpu = one_stream(Gpu(), torch.device("cpu"))
+    made._gpu.register(store.arena.buffer)
     made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
     return made
 
@@ -115,11 +116,12 @@ def test_a_gpu_does_what_a_cpu_does(dtype: str, heads: int, dim: int, num_fittin
 
     cache = new_cache(dtype, heads, dim)
     piece_bytes = 2 * 65 * dim * cache.kv_layout.dtype.itemsize
-    gpu = pretended((num_fitting * heads * (piece_bytes + 15)) or 1 << 20)
+    stores = [new_store(cache), new_store(cache)]
+    gpu = pretended(stores[1], (num_fitting * heads * (piece_bytes + 15)) or 1 << 20)
     generator = torch.Generator().manual_seed(0)
     for rows in cache.caches:
         rows[:] = (100 * torch.rand(rows.shape, generator=generator)).to(rows.dtype)
-    found = [save(device, cache, new_store(cache)) for device in (Device(), gpu)]
+    found = [save(device, cache, store) for device, store in zip((Device(), gpu), stores, strict=True)]
     for own, other in zip(*found, strict=True):
         assert torch.equal(own.rows, other.rows)
         assert own.sums is not None
@@ -137,16 +139,17 @@ def test_a_gpu_does_what_a_cpu_does(dtype: str, heads: int, dim: int, num_fittin
 
 @pytest.mark.parametrize("of_gpu", [False, True])
 def test_a_flipped_bit_anywhere_is_found_before_the_load_counts(of_gpu: bool) -> None:
-    """In each byte of a segment another bit, also in rows that are not copied; the other segments are whole."""
+    """In each byte of a segment another bit, also in rows that are not copied; the others are whole."""
     import torch
 
     from kvshare.vllm_connector.worker.device import Device
 
     cache = new_cache("bfloat16", 2, 4)
-    device = pretended(2500) if of_gpu else Device()
+    store = new_store(cache)
+    device = pretended(store, 2500) if of_gpu else Device()
     for number, rows in enumerate(cache.caches):
         rows[:] = torch.arange(rows.numel()).view(rows.shape) % 251 + number
-    segments = save(device, cache, new_store(cache))
+    segments = save(device, cache, store)
     raw = segments[1].rows.flatten().view(torch.uint8)
     assert len(raw) == 2 * LAYERS * 2 * 3 * 4 * 2
     for place in range(len(raw)):

@@ -5,6 +5,7 @@ many runs and layers there are, from and to memory that CUDA knows, and without 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,9 +94,10 @@ def worker_on(
     turns = Movement((1.0, 0.1))
     cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * num_layers)
     use(worker, Attached(cache, Layers(), store), can_listen=True)
-    worker.parts.transfers._device = worker.parts.placeholders._device = GpuDevice(one_stream(gpu))
+    there = GpuDevice(one_stream(gpu))
+    there.register(store.arena.buffer)
+    worker.parts.transfers._device = worker.parts.placeholders._device = there
     worker.parts.placeholders._step_tokens = 10**6  # all in one step
-    gpu.register(store.arena.buffer)
     return worker
 
 
@@ -247,20 +249,44 @@ def check_calls(seen: Crossings, of_batch: Mapping[str, int], num_batches: int) 
 
 
 @pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
-def test_a_choice_comes_down_twice_however_much_it_weighs(
+def test_a_choice_comes_down_once_for_each_result(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
 ) -> None:
-    """The host chooses: it waits for what the probes changed, and for what the tail attends to."""
+    """What the tail attends to and what the probes changed. No step waits for it, however late it is."""
     worker = worker_on(gpu, monkeypatch, num_layers)
+    there: Any = worker.parts.placeholders._device._gpu  # type: ignore[attr-defined]  # a GPU's
     save(worker, 1)
     step(worker, loads=(load(num_runs, chooses=True),))
     copy(worker)
     with counted(gpu) as seen:
+        there.late_from = time.perf_counter()
+        for _ in range(3):
+            step(worker)
+            assert not worker.take_transfers().finished_recving
+        there.late_from = float("inf")
         step(worker)
     assert loaded(worker).repaired
-    # Two passes; listeners, and their blocks; probed rows before and after, and their slots.
-    assert len(seen.up) == 7
-    assert len(seen.down) == len(seen.waits) == len(seen.pageable) == 2
+    assert len(seen.up) == 5  # two passes; listeners, and their blocks; slots of the probes
+    assert len(seen.down) == 2
+    assert (seen.waits, seen.pageable) == ([], [])
+
+
+def test_a_choice_is_so_many_launches_a_layer(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many heads, tokens and probes there are: a launch costs as much as many megabytes."""
+    launches = {}
+    for num_layers in (2, 6):
+        for chooses in (False, True):
+            worker = worker_on(gpu, monkeypatch, num_layers)
+            save(worker, 1)
+            step(worker, loads=(load(10, chooses=chooses),))
+            copy(worker)
+            with counted(gpu) as seen:
+                step(worker)
+            launches[num_layers, chooses] = seen.launches
+    of_layers = (launches[6, True] - launches[6, False]) - (launches[2, True] - launches[2, False])
+    # Keys, queries, scale, products, mask, weights, two sums; rows of the probes read, values read again, and
+    # written, which takes four here. Keys of 16 bits are three more, and a kernel writes with one.
+    assert of_layers / 4 == 14
 
 
 def loaded(worker: ConnectorWorker) -> Any:

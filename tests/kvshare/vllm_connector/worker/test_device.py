@@ -26,7 +26,7 @@ class FakeStream:
     """`done`: what it was asked for, in order. `at_ms`: when it will be past all of it."""
 
     def __init__(self, _: object = None) -> None:
-        self.name = "vllm"
+        self.name, self.cuda_stream = "vllm", 1
         self.done: list[str] = []
         self.at_ms = 0.0
 
@@ -120,6 +120,7 @@ def worker(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorW
     with one_rank():
         made = new_worker(8)
         made.parts.transfers._device = device.GpuDevice(gpu)
+        gpu._arena = made.attached.store.arena.buffer
         yield made
 
 
@@ -176,6 +177,22 @@ def test_a_load_goes_up_next_to_vllms_step_and_is_written_after_it(
     assert write == ["after up 1", "check", "after vllm 0", "scatter", "after up 2", "check", "scatter"]
     load(worker, 2)
     assert up[2:] == ["after write 4", "up", "after write 7", "up"]
+
+
+def test_results_are_there_when_the_gpu_has_come_to_the_end_of_their_copies(
+    worker: ConnectorWorker,
+) -> None:
+    """On vLLM's own stream, which is given its whole step in advance. Nobody uses them before."""
+    import torch
+
+    reading = worker.parts.transfers._device.read(torch.arange(3), torch.ones(2, 0))
+    assert not reading.is_done
+    assert reading.wait(0.001) is False
+    with pytest.raises(AssertionError, match="when they have arrived"):
+        reading.arrays()
+    FakeEvent.now_ms[0] = 70.0
+    assert reading.wait(60.0) is True
+    assert [array.tolist() for array in reading.arrays()] == [[0, 1, 2], [[], []]]
 
 
 def test_nothing_counts_before_the_gpu_is_past_it(worker: ConnectorWorker) -> None:

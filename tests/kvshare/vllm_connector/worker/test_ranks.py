@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
@@ -113,33 +114,40 @@ SAID = [  # in each step: what each rank says, and what both know then
 ]
 
 
-def on_two_ranks(folder: Path, work: Callable[[int], Any]) -> list[Any]:
+def added(values: torch.Tensor) -> torch.Tensor:
+    """What a communicator makes of the ranks' values."""
+    import torch
+
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def on_two_ranks(
+    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor], torch.Tensor] = added
+) -> list[Any]:
     """What `work` returns on each of two processes that are ranks of one group."""
     import torch
 
-    from kvshare.vllm_connector.worker import ranks
-
     context = multiprocessing.get_context("fork")  # a new one would import vLLM for seconds
     answers = [context.Queue(), context.Queue()]
-
-    def all_reduce(values: torch.Tensor) -> torch.Tensor:
-        total = values.clone()
-        torch.distributed.all_reduce(total)
-        return total
 
     def run(rank: int) -> None:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
         )
         group = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=None, all_reduce=all_reduce)
-        ranks.get_tp_group = lambda: group  # type: ignore[assignment]  # this process ends with the test
-        answers[rank].put(work(rank))
+        with patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group):
+            answers[rank].put(work(rank))
 
     processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     try:
-        return [answer.get(timeout=60) for answer in answers]
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        return [answer.get(timeout=1) for answer in answers]
     finally:
         for process in processes:
             process.kill()
@@ -184,19 +192,17 @@ def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
     """Also of a communicator that rounds otherwise on each rank, as adding zero never rounds."""
     import torch
 
-    from kvshare.vllm_connector.worker import ranks
+    from kvshare.vllm_connector.worker.ranks import rank, summed
+
+    def all_reduce(values: torch.Tensor) -> torch.Tensor:
+        both = [torch.empty_like(values), torch.empty_like(values)]
+        torch.distributed.all_gather(both, values)
+        total = both[0] + both[1]
+        rounds_up = (both[0] != 0) & (both[1] != 0) & (rank() == 1)
+        return torch.where(rounds_up, torch.nextafter(total, torch.ones_like(total)), total)
 
     def work(rank: int) -> list[float]:
-        def all_reduce(values: torch.Tensor) -> torch.Tensor:
-            both = [torch.empty_like(values), torch.empty_like(values)]
-            torch.distributed.all_gather(both, values)
-            total = sum(both, torch.zeros_like(values))
-            rounds = (both[0] != 0) & (both[1] != 0) & (rank == 1)
-            return torch.where(rounds, torch.nextafter(total, torch.ones_like(total)), total)
+        return list(summed(torch.tensor([0.1, 0.3 * rank])).tolist())
 
-        group = ranks.get_tp_group()
-        group.all_reduce = all_reduce  # type: ignore[method-assign]
-        return ranks.summed(torch.tensor([0.1, 0.3 * rank])).tolist()
-
-    first, second = on_two_ranks(tmp_path, work)
-    assert first == second == pytest.approx([0.2, 0.3])
+    first, second = on_two_ranks(tmp_path, work, all_reduce)
+    assert first == second == pytest.approx([0.1 * 2, 0.3])
