@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -11,8 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.kv.layout import PLAIN, AttentionForm
+from kvshare.kv.layout import PLAIN, AttentionForm, Reach
 from kvshare.kv.to_device import to_device
+
+# Of products and weights at once on a GPU, where each head of its own would be a dozen launches. On a CPU one
+# head's fit its caches.
+_MAX_BYTES = 128 * 1024**2
+_BYTES = 6  # of a product in 16 bits, and of its weight
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -70,6 +75,7 @@ class ListeningRows:
     first: int  # lowest position
     end: int  # end of the slots that any of them sees
     _total: torch.Tensor  # (L, S), of the listener
+    _hidden: dict[Reach, torch.Tensor] = field(default_factory=dict)  # see `hidden`: one for all alike layers
 
     def observe(
         self,
@@ -85,18 +91,47 @@ class ListeningRows:
 
         Shapes:  query (H_q, M, D) of all rows of the pass; key (H, S, D), slots [0, S), at least `end`
         """
-        groups = query[:, self.indices].chunk(len(key))  # the query heads that share a key head
-        for number, keys in enumerate(key[:, : self.end]):  # one at a time, for memory
+        own = query.index_select(1, self.indices)
+        queries = own.view(len(key), -1, *own.shape[1:])  # (H, G, N, D)
+        key = key[:, : self.end]
+        for heads, first_head in self._heads_at_once(queries):
             weights = attention(
                 self.positions,
-                groups[number],
-                keys,
+                queries[heads],
+                key[heads],
                 scaling=scaling,
                 first=self.first,
                 form=form,
-                group=number,
+                group=first_head,
+                hidden_slots=self._hidden_slots(form),
             )
-            self._total[layer, : self.end] += weights.sum(dim=(0, 1)) / len(query)
+            summed = weights.flatten(end_dim=-2).sum(dim=0)
+            self._total[layer, : self.end].add_(summed, alpha=1 / len(query))
+
+    def _heads_at_once(self, queries: torch.Tensor) -> Iterable[tuple[int | slice, int]]:
+        """The key heads to compute together, and the first of them."""
+        num_heads, *rest = queries.shape[:3]
+        if queries.device.type == "cpu":
+            return ((head, head) for head in range(num_heads))
+        count = max(1, _MAX_BYTES // (_BYTES * self.end * rest[0] * rest[1]))
+        return ((slice(head, head + count), head) for head in range(0, num_heads, count))
+
+    def _hidden_slots(self, form: AttentionForm) -> torch.Tensor:
+        if form.reach not in self._hidden:
+            seen = hidden(self.positions, Span(0, self.end), form.reach, first=self.first)
+            self._hidden[form.reach] = seen
+        return self._hidden[form.reach]
+
+
+def hidden(positions: torch.Tensor, slots: Span, reach: Reach, *, first: int = 0) -> torch.Tensor:
+    """
+    Which of the last slots of a span rows at these positions do not see, (N, up to len(slots)).
+
+    Of rows that see all earlier slots, the first `first` slots are left out: all see them.
+    """
+    start = slots.start + (first if reach.size is None else 0)
+    at, own = torch.arange(start, slots.end, device=positions.device), positions[:, None]
+    return at > own if reach.size is None else (at > own) | (at < reach.firsts(own))
 
 
 def attention(
@@ -109,35 +144,44 @@ def attention(
     form: AttentionForm = PLAIN,
     group: int = 0,
     first_slot: int = 0,
+    hidden_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Causal attention weights in float32; rows sum to 1, and to less with sinks.
 
     With 16-bit keys and a plain form the products have 16 bits, too. The mean of all keys is subtracted
     first: it changes no weight, but it would be rounded with each product. `first`: the lowest position;
-    `group`: the number of this group of query heads; `first_slot`: the slot of the first key.
-    Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), slots from
-             `first_slot` on, of which hidden ones may be NaN in other forms than the plain one
-             -> (G, N, S)
+    `group`: the number of this group of query heads, or of the first of several; `first_slot`: the slot of
+    the first key; `hidden_slots`: see `hidden`, where the caller has them.
+    Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), or (H, G, N, D)
+             and (H, S, D); slots from `first_slot` on, of which hidden ones may be NaN in other forms than
+             the plain one -> (G, N, S) or (H, G, N, S)
     """
-    num_slots, dim = key.shape
+    num_slots, dim = key.shape[-2:]
     factor = dim**-0.5 if scaling is None else scaling
     is_plain = form is PLAIN
     if is_plain and key.dtype != torch.float32:
-        key = key - key.mean(dim=0, dtype=torch.float32).to(key.dtype)
+        key = key - _mean(key)
         query = (query * factor).to(key.dtype)
     else:
         query, key = query.float() * factor, key.float()
-    scores = (query.flatten(0, 1) @ key.T).view(*query.shape[:2], num_slots)
-    at, own = torch.arange(first_slot, first_slot + num_slots, device=key.device), positions[:, None]
-    if is_plain:
-        scores[..., first:].masked_fill_(at[first:] > own, float("-inf"))
-        return scores.softmax(dim=-1, dtype=torch.float32)
+    scores = (query.flatten(-3, -2) @ key.mT).view(*query.shape[:-1], num_slots)
     if form.softcap is not None:
         scores = form.softcap * torch.tanh(scores / form.softcap)
-    scores = scores.masked_fill((at > own) | (at < form.reach.firsts(own)), float("-inf"))
+    if hidden_slots is None:
+        slots = Span(first_slot, first_slot + num_slots)
+        hidden_slots = hidden(positions, slots, form.reach, first=first)
+    scores[..., num_slots - hidden_slots.shape[1] :].masked_fill_(hidden_slots, float("-inf"))
     if form.sinks is None:
-        return scores.softmax(dim=-1)
-    heads = slice(group * len(query), (group + 1) * len(query))
-    sinks = form.sinks[heads].float()[:, None, None].expand(-1, len(positions), 1)
+        return scores.softmax(dim=-1, dtype=torch.float32)
+    first_head = group * query.shape[-3]
+    sinks = form.sinks[first_head : first_head + query.shape[:-2].numel()].float()
+    sinks = sinks.view(*query.shape[:-2], 1, 1).expand(*query.shape[:-1], 1)
     return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _mean(key: torch.Tensor) -> torch.Tensor:
+    """The mean of all keys, (..., 1, D), added in float32: a GPU does so unasked, a CPU would in 16 bits."""
+    if key.device.type != "cpu":
+        return key.mean(dim=-2, keepdim=True)
+    return key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)

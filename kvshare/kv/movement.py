@@ -96,7 +96,7 @@ class Movement:
         Shapes:  rows (..., D); cos, sin (..., F), broadcast -> new memory like rows
         """
         moved = torch.empty_like(rows) if rows.shape[-1] == 2 * len(self.frequencies) else rows.clone()
-        one, other = self._pairs
+        one, other = self.pairs
         everywhere = (table.expand(*rows.shape[:-1], -1) for table in (cos, sin))
         for part, turned, c, s in _parts(rows, moved, *everywhere):
             x, y = part[..., one].float(), part[..., other].float()
@@ -105,7 +105,7 @@ class Movement:
         return moved
 
     @property
-    def _pairs(self) -> tuple[slice, slice]:
+    def pairs(self) -> tuple[slice, slice]:
         """The rotated dimensions: the first and the second ones of all pairs."""
         if self.pairing == "interleaved":
             return slice(self.first, self.end, 2), slice(self.first + 1, self.end, 2)

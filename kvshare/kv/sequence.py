@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.layout import KVLayout
+from kvshare.kv.sums import combined, copy_and_sum, sums
 
 
 class KeysAndValues:
@@ -44,6 +44,7 @@ class SegmentKV(KeysAndValues):
     """
 
     planes: tuple[torch.Tensor, ...]
+    copied_checksum: int | None = None  # was made when the rows were copied here
 
     @property
     def num_tokens(self) -> int:
@@ -54,11 +55,17 @@ class SegmentKV(KeysAndValues):
         return sum(plane.nbytes for plane in self.planes)
 
     def checksum(self) -> int:
-        """xxh3 of all bytes, 63 bits. It detects accidental corruption, not forgery."""
-        digest = xxhash.xxh3_64()
-        for tensor in self.planes:
-            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().data)
-        return digest.intdigest() >> 1
+        """Of the bytes as they were copied. It detects accidental corruption, not forgery."""
+        return self.computed_checksum() if self.copied_checksum is None else self.copied_checksum
+
+    def computed_checksum(self) -> int:
+        """Of the bytes as they are now: of the sums of all layers, see `sums.py`."""
+        of_planes = []
+        for plane in self.planes:
+            _, _, num_heads, dim = plane.shape
+            row_bytes = num_heads * dim * plane.itemsize
+            of_planes.append(sums(plane.contiguous().flatten(1), row_bytes=row_bytes).cpu())
+        return combined(torch.cat(of_planes))
 
 
 class SequenceKV(KeysAndValues):
@@ -140,9 +147,15 @@ class SequenceKV(KeysAndValues):
         return num_bytes
 
     def cut(self, span: Span) -> SegmentKV:
-        """A copy of the KV of one span, in host memory of its own."""
-        tokens = slice(span.start, span.end)
-        return SegmentKV(tuple(rows[:, tokens].to("cpu", copy=True).contiguous() for rows in self.planes))
+        """A copy of the KV of one span, in host memory of its own, added up in the same pass."""
+        planes = tuple(
+            torch.empty((len(rows), len(span), *rows.shape[2:]), dtype=rows.dtype) for rows in self.planes
+        )
+        of_planes = [
+            copy_and_sum(copied, rows[:, span.start : span.end])
+            for copied, rows in zip(planes, self.planes, strict=True)
+        ]
+        return SegmentKV(planes, combined(torch.cat(of_planes)))
 
     def fork(self, num_tokens: int) -> SequenceKV:
         """A new sequence that begins with the first `num_tokens` of this one."""

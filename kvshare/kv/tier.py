@@ -101,13 +101,13 @@ class MemoryTier(SegmentTable[_Stored]):
         self.add(segment_id, _Stored(segment, checksum))
 
     def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        """The segments whose bytes match their checksums; the others are missing."""
+        """The segments whose bytes still have their checksums; the others are missing."""
         wanted = frozenset(segment_ids)
         found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
         segments = {
             segment_id: entry.segment
             for segment_id, entry in found
-            if entry is not None and entry.segment.checksum() == entry.checksum
+            if entry is not None and entry.segment.computed_checksum() == entry.checksum
         }
         return Fetched(segments, wanted - segments.keys())
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,10 +151,26 @@ def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
 
 def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
     """(T,) `count` allowed positions in the blocks with the highest means; the last block may be cut."""
-    edges = np.arange(0, len(scores), size)
-    sums = np.add.reduceat(np.where(allowed, scores, 0.0), edges)
-    means = sums / np.maximum(1, np.add.reduceat(allowed.astype(float), edges))
-    return highest(np.repeat(means, size)[: len(scores)], allowed, count)
+    sums, sizes = (_of_blocks(values, size) for values in (np.where(allowed, scores, 0.0), allowed))
+    means = sums / np.maximum(1, sizes)
+    in_turn = np.argsort(-means, kind="stable")
+    in_turn = in_turn[sizes[in_turn] > 0]
+    num_before = np.cumsum(sizes[in_turn]) - sizes[in_turn]
+    taken = np.zeros(len(means), np.bool_)
+    taken[in_turn[num_before < count]] = True
+    rows = allowed & np.repeat(taken, size)[: len(scores)]
+    if (num_over := int(rows.sum()) - count) > 0:  # of the last one in turn
+        last = int(in_turn[num_before < count][-1]) * size
+        rows[last + np.flatnonzero(rows[last : last + size])[-num_over:]] = False
+    return rows
+
+
+def _of_blocks(values: NDArray[Any], size: int) -> NDArray[Any]:
+    """The sum of each block, of which the last may be cut."""
+    whole = np.zeros((-(-len(values) // size), size), values.dtype)
+    whole.reshape(-1)[: len(values)] = values
+    found: NDArray[Any] = whole.sum(axis=1)
+    return found
 
 
 def spans_where(mask: Mask) -> list[Span]:
@@ -178,9 +195,14 @@ def num_runs(rows: Mask) -> int:
 def _between(
     stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all."""
+    """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all, (L, 1)."""
     own = (places >= stretch.start) & (places < stretch.end)
     if not own.any():
-        return np.repeat(np.exp(everywhere)[:, None], len(stretch), axis=1)
-    inside, logarithms = np.arange(stretch.start, stretch.end), np.log(changed[:, own] + _LEAST)
-    return np.exp([np.interp(inside, places[own], row) for row in logarithms])
+        return np.exp(everywhere)[:, None]
+    known, inside = places[own], np.arange(stretch.start, stretch.end)
+    values = np.log(changed[:, own] + _LEAST).astype(np.float64)
+    slopes = np.diff(values) / np.diff(known)
+    slopes = np.concatenate([slopes, np.zeros((len(values), 1))], axis=1)  # behind the last one
+    before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
+    ahead = np.maximum(0, inside - known[before])  # 0 where the first place is not reached
+    return np.exp(slopes.take(before, axis=1) * ahead + values.take(before, axis=1))

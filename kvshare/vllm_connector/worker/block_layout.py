@@ -25,13 +25,15 @@ ReadRows = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """
-    Reads contiguous copies of blocks: K and V, by one function each.
+    Reads contiguous copies of blocks: K and V, by one function each. `reads_views`: blocks in any memory, as
+    views of it.
 
     Shapes:  blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
     """
 
     name: str
     planes: tuple[ReadRows, ReadRows]
+    reads_views: bool = False
 
 
 def _content(blocks: torch.Tensor, plane: int) -> torch.Tensor:
@@ -47,7 +49,7 @@ def _transposed(blocks: torch.Tensor, plane: int) -> torch.Tensor:
 
 
 _KNOWN = tuple(
-    BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)))
+    BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)), reads_views=read is _content)
     for name, read in (("content", _content), ("transposed", _transposed))
 )
 

@@ -1,14 +1,16 @@
 """
-Writes stored rows into the paged cache: in batches to the device, there rotated and written layer by layer.
+Writes stored rows into the paged cache with torch and vLLM's own kernels, layer by layer: on a CPU, and on a
+GPU for blocks that our kernels cannot address.
 
-Temporary memory is one batch of segments and one layer of rows, never all layers of a prompt.
+Temporary memory is one layer of rows of a batch, never all layers of a prompt.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +20,8 @@ from delta_tree import Span
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import Movement
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.worker.device import Device, batches
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.segment_store import Stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,51 +29,73 @@ class RowCopy:
     """
     Tokens of a segment, their target slots, and by how many positions they move.
 
-    Shapes:  rows (H, L, 2, T, D) on the host; slots (len(source),)
+    Shapes:  slots (len(source),)
     Units:   shift in tokens, may be negative
     """
 
-    rows: torch.Tensor
+    stored: Stored
     source: Span
     shift: int
     slots: NDArray[np.int64]
 
 
-def write_copies(cache: PagedCache, device: Device, copies: Iterable[RowCopy]) -> None:
-    """Raises ValueError if a copy moves and the layout has no movement for a layer."""
-    by_segment: defaultdict[int, list[RowCopy]] = defaultdict(list)
-    for copy in copies:
-        by_segment[copy.rows.data_ptr()].append(copy)
-    groups = list(by_segment.values())
-    segments = [group[0].rows for group in groups]  # each is copied to the device once
-    for batch in batches(segments):
-        staged = zip(device.to_device(segments[batch]), groups[batch], strict=True)
-        _write(cache, [(rows, copy) for rows, group in staged for copy in group])
+class LayerRows(NamedTuple):
+    """
+    Some layers of the segment of a copy, on the cache's device.
+
+    Shapes:  rows (H, len(layers), 2, T, D)
+    """
+
+    rows: torch.Tensor
+    layers: range
+    copy: RowCopy
 
 
-def _write(cache: PagedCache, copies: Sequence[tuple[torch.Tensor, RowCopy]]) -> None:
-    """Write one batch: copies of segments whose rows are on the device."""
-    shifts = np.array([copy.shift for _, copy in copies], np.int64)
+def write_layers(
+    cache: PagedCache,
+    copies: Sequence[LayerRows],
+    *,
+    before_layer: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a batch. Raises ValueError if a copy moves and the layout has no movement for a layer."""
+    ends = sorted({end for copy in copies for end in (copy.layers.start, copy.layers.stop)})
+    for start, stop in pairwise(ends):  # the same copies for all layers between two ends
+        own = [copy for copy in copies if start in copy.layers]
+        if own:
+            _write(cache, own, range(start, stop), before_layer)
+
+
+def _write(
+    cache: PagedCache, copies: Sequence[LayerRows], layers: range, before_layer: Callable[[int], None]
+) -> None:
+    shifts = np.array([copy.shift for _, _, copy in copies], np.int64)
     slots, token_shifts = to_device(
         cache.kv_layout.device,
-        np.concatenate([copy.slots for _, copy in copies]),
-        np.repeat(shifts, [len(copy.source) for _, copy in copies]),
+        np.concatenate([copy.slots for _, _, copy in copies]),
+        np.repeat(shifts, [len(copy.source) for _, _, copy in copies]),
     )
-    moved = (
-        _moved(plane, number, copies, token_shifts if shifts.any() else None)
+    shifts_there = token_shifts if shifts.any() else None
+    moved = [
+        _moved(plane, number, copies, layers, shifts_there)
         for number, plane in enumerate(cache.kv_layout.planes)
-    )
-    for layer, (k, v) in enumerate(zip(*moved, strict=True)):
+    ]
+    for layer in layers:
+        before_layer(layer)
+        k, v = (next(rows) for rows in moved)
         cache.write_layer(layer, k, v, slots)
 
 
 def _moved(
-    plane: Plane, number: int, copies: Sequence[tuple[torch.Tensor, RowCopy]], shifts: torch.Tensor | None
+    plane: Plane, number: int, copies: Sequence[LayerRows], layers: range, shifts: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """Rows (T, H, D) of each layer of a plane, rotated to their new positions."""
     turns: dict[Movement, tuple[torch.Tensor, torch.Tensor]] = {}
-    for layer, movement in enumerate(plane.movements):
-        parts = [rows[:, layer, number, copy.source.start : copy.source.end] for rows, copy in copies]
+    for layer in layers:
+        movement = plane.movements[layer]
+        parts = [
+            rows[:, layer - own.start, number, copy.source.start : copy.source.end]
+            for rows, own, copy in copies
+        ]
         together = torch.cat([part.transpose(0, 1) for part in parts])
         if shifts is not None and movement is None:
             raise ValueError(f"how {plane.name} of layer {layer} moves is not known")

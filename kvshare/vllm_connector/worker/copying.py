@@ -1,8 +1,13 @@
 """
-A second thread, which copies for the worker: one job after the other, in the order of submission.
+A second thread, which copies for the worker: batch by batch, the most urgent job first.
 
-The order protects bytes: a segment's memory is read for a load before the next segment is written there.
-Ranks that share memory have a thread each: there it is freed when all of them have come that far.
+    due    a job is due so many seconds after it was submitted as its bytes take, a save some time later. The
+           job that is due first has the next batch: short loads overtake long ones, loads overtake saves, and
+           as nobody's time moves, none waits for ever. What vLLM's thread waits for is due at once
+    room   a GPU is given some batches ahead and no more: what comes next is not decided long before
+
+On a GPU a batch is launched, on a CPU the thread copies itself. The order does not protect bytes: see
+`segment_store.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +17,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -23,6 +28,30 @@ from kvshare.safe_logging import classes_and_places
 log = logging.getLogger("vllm.kvshare")
 
 _CLOSE_S = 10.0
+_POLL_S = 0.0005  # between two looks at a GPU that has no room for another batch, or is awaited
+_BYTES_PER_S = 10e9  # decides how long a load is overtaken by shorter ones
+_SAVE_LATER_S = 1.0
+
+
+class Work(Protocol):
+    """What a job does. Everything is called by the thread that copies unless it says "on vLLM's thread"."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another batch can be made or launched now."""
+
+    def batches(self) -> Iterator[None]:
+        """Makes or launches batches; yields between two of them."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has made everything that was launched. On vLLM's thread."""
+
+    def wait_until_read(self) -> None:
+        """What vLLM writes from now on is not read any more. On vLLM's thread, after the last batch."""
+
+    def finish(self) -> Mapping[str, float]:
+        """Take over what the device has found: seconds by stage. On vLLM's thread, once, at the end."""
 
 
 @dataclass(eq=False)
@@ -30,54 +59,142 @@ class Job:
     """Something to copy. `failed`: it raised an error, which is logged."""
 
     what: str  # for the log
-    work: Callable[[], Mapping[str, float]]  # returns seconds by stage
+    work: Work
+    due_s: float
     failed: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-    _done: threading.Event = field(default_factory=threading.Event)
+    _batches: Iterator[None] | None = None
+    _launched: threading.Event = field(default_factory=threading.Event)
+    _is_finished: bool = False
+
+    @property
+    def is_launched(self) -> bool:
+        """Its last batch is made, or given to the GPU."""
+        return self._launched.is_set()
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set()
+        """On vLLM's thread."""
+        if not self._is_finished and self.is_launched:
+            self._finish()
+        return self._is_finished
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it is done by then."""
-        return self._done.wait(timeout_s)
+    def wait_until_launched(self, timeout_s: float | None = None) -> None:
+        self._launched.wait(timeout_s)
 
-    def run(self) -> None:
+    def advance(self) -> None:
+        """Its next batch. On the thread that copies."""
         try:
             with torch.inference_mode():
-                self.seconds = self.work()
+                if self._batches is None:
+                    self._batches = self.work.batches()
+                next(self._batches)
+                return
+        except StopIteration:
+            pass
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            self.failed = True
-            log.error("kvshare: %s failed: %s", self.what, classes_and_places(exc))
-        self._done.set()
+            self._fail(exc)
+        self._batches = None
+        self._launched.set()
+
+    def _finish(self) -> None:
+        try:
+            if not self.work.is_past:
+                return
+            if not self.failed:
+                self.seconds = self.work.finish()
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            self._fail(exc)
+        self._is_finished = True
+
+    def _fail(self, exc: Exception) -> None:
+        self.failed = True
+        log.error("kvshare: %s failed: %s", self.what, classes_and_places(exc))
 
 
-class CopyThread:
+class CopyQueue:
+    """Jobs that have batches left. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._jobs: list[Job] = []  # in the order of submission
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, what: str, work: Work, *, num_bytes: int, is_save: bool = False) -> Job:
+        later_s = _SAVE_LATER_S if is_save else 0.0
+        job = Job(what, work, time.monotonic() + num_bytes / _BYTES_PER_S + later_s)
+        with self.changed:
+            self._jobs.append(job)
+            self.changed.notify()
+        return job
+
+    def hurry(self, job: Job) -> None:
+        """Somebody waits for it."""
+        with self.changed:
+            job.due_s = float("-inf")
+            self.changed.notify()
+
+    def advance(self) -> Job | None:
+        """The next batch of the job that is due first, of those that have room. Returns the job."""
+        with self.changed:
+            ready = [job for job in self._jobs if job.work.has_room]
+            job = min(ready, key=lambda job: job.due_s, default=None)
+        if job is not None:
+            job.advance()
+            if job.is_launched:
+                with self.changed:
+                    self._jobs.remove(job)
+        return job
+
+
+class CopyThread(CopyQueue):
     """Starts with its first job; a daemon thread."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: no more will come
+        super().__init__()
         self._thread: threading.Thread | None = None
+        self._is_closing = False
 
-    def submit(self, job: Job) -> Job:
+    def submit(self, what: str, work: Work, *, num_bytes: int, is_save: bool = False) -> Job:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvshare-copies", daemon=True)
             self._thread.start()
-        self._jobs.put(job)
-        return job
+        return super().submit(what, work, num_bytes=num_bytes, is_save=is_save)
 
     def close(self) -> None:
         """End the thread when its jobs are done."""
+        with self.changed:
+            self._is_closing = True
+            self.changed.notify()
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join(_CLOSE_S)
+
+    def wait(self, job: Job, timeout_s: float | None = None) -> None:
+        """Until it is done, or for some time. On vLLM's thread."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        job.wait_until_launched(timeout_s)
+        while not job.is_done and (end_s is None or time.monotonic() < end_s):
+            time.sleep(_POLL_S)
+
+    def wait_until_read(self, job: Job) -> None:
+        """Until what it copies may be overwritten by vLLM. On vLLM's thread."""
+        self.hurry(job)
+        job.wait_until_launched()
+        if not job.is_done:
+            job.work.wait_until_read()
 
     def _run(self) -> None:
         _unpin_from_vllm_cpus()
-        while (job := self._jobs.get()) is not None:
-            job.run()
-            del job  # it refers to large buffers
+        while True:
+            with self.changed:
+                while not self._jobs:
+                    if self._is_closing:
+                        return
+                    self.changed.wait()
+            if self.advance() is None:
+                time.sleep(_POLL_S)
 
 
 def _unpin_from_vllm_cpus() -> None:

@@ -46,7 +46,7 @@ class PagedCache:
             len(self.layers), num_heads, width // 2, dtype=first.dtype, device=first.device
         )
         self._layout: BlockLayout | None = None
-        self._known_offsets: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by strides
+        self._known_offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides
         self._form = self._current_form()
 
     @property
@@ -126,12 +126,37 @@ class PagedCache:
         k, v = (rows[:, :, plane].permute(1, 2, 0, 3).cpu() for plane in range(2))
         return SegmentKV((k, v))
 
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """Of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
+        return [layer.kv_cache for layer in self._in_order]
+
     def gather(self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]) -> None:
         """
         Copy the KV of spans, with one gather per layer for all of them.
 
         Shapes:  into (H, L, 2, len(span), D) each, on the device
         """
+        for _ in self.gather_by_layer(block_ids, spans, into):
+            pass
+
+    def gather_by_layer(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]
+    ) -> Iterator[int]:
+        """The same; yields the number of each layer when its KV is copied."""
+        everything = range(len(self._in_order))
+        return self._gather(block_ids, spans, [(everything, rows) for rows in into])
+
+    def gather_layers(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[tuple[range, torch.Tensor]]
+    ) -> None:
+        """The same with only some layers of each span. Shapes:  into (H, len(layers), 2, len(span), D)"""
+        for _ in self._gather(block_ids, spans, into):
+            pass
+
+    def _gather(
+        self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[tuple[range, torch.Tensor]]
+    ) -> Iterator[int]:
         assert self._layout is not None
         size = self.kernel_block_size
         tables = [self.kernel_blocks(block_ids, span) for span in spans]
@@ -143,16 +168,24 @@ class PagedCache:
             places.append(list(_by_block(Span(ahead, ahead + len(span)), size)))
             num_before += len(table) * size
         for index, layer in enumerate(self._in_order):
+            own = [
+                (rows[:, index - layers.start], at)
+                for (layers, rows), at in zip(into, places, strict=True)
+                if index in layers
+            ]
+            if not own:
+                continue
             copied = layer.kv_cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
                 rows = read(copied)
-                for target, pieces in zip(into, places, strict=True):
+                for target, pieces in own:
                     start = 0
                     for blocks_there, inside in pieces:
                         piece = rows[blocks_there, inside].permute(2, 0, 1, 3)
                         end = start + piece.shape[1] * piece.shape[2]
-                        target[:, index, plane, start:end].view(piece.shape)[:] = piece
+                        target[:, plane, start:end].view(piece.shape)[:] = piece
                         start = end
+            yield index
 
     def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
         """The kernel blocks of positions [0, num_tokens), on the device."""
@@ -163,28 +196,49 @@ class PagedCache:
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
         assert self._layout is not None
-        cache = self._in_order[layer].kv_cache
-        return self._layout.planes[0](cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
+        cache, read = self._in_order[layer].kv_cache, self._layout.planes[0]
+        if self._layout.reads_views:  # V would be copied with K, and K once more
+            return read(cache).index_select(0, table).flatten(0, 1)[:num_tokens]
+        return read(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
 
-    def rows(self, block_ids: Sequence[int], positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V at single positions, on the device, (L, P, H, D) each."""
-        assert self._layout is not None
-        size, table = self.kernel_block_size, self.kernel_blocks(block_ids, Span(0, max(positions) + 1))
-        number, inside = np.divmod(np.array(positions, np.int64), size)
-        block_numbers = np.array(table, np.int64)[number, None, None]
-        blocks, inside_there = to_device(self.kv_layout.device, block_numbers, inside)
-        # Element by element: copying the whole blocks of a few rows would move megabytes.
-        k: list[torch.Tensor] = []
-        v: list[torch.Tensor] = []
-        for layer in self._in_order:
-            cache = layer.kv_cache
-            ahead = blocks * cache.stride(0)
-            for rows, offsets in zip((k, v), self._offsets(cache.stride()[1:]), strict=True):
-                rows.append(_elements(cache, ahead + offsets[inside_there]))
-        return torch.stack(k), torch.stack(v)
+    def slots_at(self, block_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Slots of single positions, (P,) int64 on the device."""
+        (slots,) = to_device(
+            self.kv_layout.device,
+            self.slot_numbers(block_ids, Span(0, max(positions) + 1))[np.array(positions, np.int64)],
+        )
+        return slots
 
-    def _offsets(self, strides: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offset in memory of each element of K and V from the first of its block, (N, H, D) each."""
+    def rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V in single slots, on the device, (L, P, H, D) each."""
+        k, v = self._rows(slots, slice(0, 2)).unbind(1)
+        return k, v
+
+    def values(self, slots: torch.Tensor) -> torch.Tensor:
+        """The same of V only."""
+        return self._rows(slots, slice(1, 2))[:, 0]
+
+    def _rows(self, slots: torch.Tensor, planes: slice) -> torch.Tensor:
+        """
+        (L, planes, P, H, D), by one gather per layer.
+
+        Element by element: copying the whole blocks of a few rows would move megabytes.
+        """
+        blocks, inside = slots // self.kernel_block_size, slots % self.kernel_block_size
+        (keys, _), num_layers = self.kv_layout.planes, len(self._in_order)
+        shape = (num_layers, planes.stop - planes.start, len(slots), keys.num_heads, keys.dim)
+        rows = torch.empty(shape, dtype=self.kv_layout.dtype, device=self.kv_layout.device)
+        offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
+        for index, layer in enumerate(self._in_order):
+            strides = layer.kv_cache.stride()
+            if strides not in offsets:
+                of_blocks = (blocks * strides[0])[:, None, None]
+                offsets[strides] = (of_blocks + self._offsets(strides[1:])[planes, inside]).flatten()
+            _take_elements(layer.kv_cache, offsets[strides], rows[index].view(-1))
+        return rows
+
+    def _offsets(self, strides: tuple[int, ...]) -> torch.Tensor:
+        """Offset in memory of each element of K and V from the first of its block, (2, N, H, D)."""
         if (offsets := self._known_offsets.get(strides)) is not None:
             return offsets
         assert self._layout is not None
@@ -192,9 +246,8 @@ class PagedCache:
         sizes = zip(cache.shape[1:], strides, strict=True)
         h, n, d = (torch.arange(size, device=cache.device) * step for size, step in sizes)
         places = (h[:, None, None] + n[:, None] + d).unsqueeze(0)
-        k, v = (read(places)[0] for read in self._layout.planes)
-        self._known_offsets[strides] = k, v
-        return k, v
+        self._known_offsets[strides] = torch.stack([read(places)[0] for read in self._layout.planes])
+        return self._known_offsets[strides]
 
 
 def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
@@ -213,7 +266,7 @@ def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
         start = end
 
 
-def _elements(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Elements by their offset in memory, for any strides of the cache."""
+def _take_elements(cache: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy elements by their offset in memory, for any strides of the cache. Shapes:  offsets, into (E,)"""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-    return cache.as_strided((last + 1,), (1,)).index_select(0, offsets.flatten()).view(offsets.shape)
+    torch.index_select(cache.as_strided((last + 1,), (1,)), 0, offsets, out=into)

@@ -2,7 +2,14 @@
 Computes what no copy covers: the placeholders of loads whose copies are written, within the step's budget.
 
 vLLM's own token budget does not count this, so a step takes only as many loads as fit; the others wait, in
-the order of their arrival. Where a load has a repair order, repairs are chosen and computed, too.
+the order of their arrival. Where a load has a repair order, repairs are chosen and computed, too:
+
+    arrived --> first pass --> its results are read --> second pass --> reported
+                         '---- nothing to choose (any more) ---------------^
+
+All passes of a step are one. While results are on their way from a GPU, other loads have their turn, and the
+second pass has its turn first when they have arrived on every rank. On a CPU they are there at once: both
+passes are in the same step.
 """
 
 from __future__ import annotations
@@ -12,16 +19,18 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from delta_tree import Span
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.selection import RepairChoice
 from kvshare.vllm_connector.metadata import LoadResult
 from kvshare.vllm_connector.worker.choosing import Choosing
-from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.device import Device, Reading
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run, split
-from kvshare.vllm_connector.worker.ranks import as_one, on_all_ranks
-from kvshare.vllm_connector.worker.reports import PASS, Reports
+from kvshare.vllm_connector.worker.ranks import Agreement, as_one
+from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.step_budget import num_admitted
+from kvshare.vllm_connector.worker.times import PASS
 from kvshare.vllm_connector.worker.transfers import PendingLoad
 
 log = logging.getLogger("vllm.kvshare")
@@ -30,8 +39,8 @@ log = logging.getLogger("vllm.kvshare")
 @dataclass(eq=False)
 class ArrivedLoad:
     """
-    A load whose copies are written. Its first pass may take several steps: `left` is what is not computed
-    yet, None before the first one.
+    A load whose copies are written. Its passes may take several steps: `left` is what is not computed yet of
+    the one under way, None before the first one.
     """
 
     load: PendingLoad
@@ -43,22 +52,44 @@ class ArrivedLoad:
         return self.load.request.request_id
 
     @property
-    def num_to_compute(self) -> int:
-        """At most, with repairs that are not chosen yet."""
+    def due_choosing(self) -> Choosing | None:
+        """If its first pass is complete, and a choice follows."""
+        is_due = self.choosing is not None and self.choosing.choice is None and self.left == []
+        return self.choosing if is_due else None
+
+    @property
+    def _first_spans(self) -> Sequence[Span]:
+        if self.choosing is not None:
+            return self.choosing.first_spans
+        return self.load.request.runs(self.load.unreadable)
+
+    def num_to_compute(self, *, reads_at_once: bool) -> int:
+        """In a step, at most: with the repairs, if its results are read in the same one."""
         if self.load.is_cancelled:
             return 0
-        order = self.load.request.order
-        num_ordered = 0 if order is None else order.num_tokens
-        if self.left is not None:
-            return num_ordered + sum(len(run.span) for run in self.left)
-        num_probes = 0 if order is None else len(order.probes)
-        return num_ordered + num_probes + sum(map(len, self.load.request.runs(self.load.unreadable)))
+        left = self._first_spans if self.left is None else [run.span for run in self.left]
+        num_second = self.choosing.max_second if self.choosing is not None and reads_at_once else 0
+        return sum(map(len, left)) + num_second
+
+    def begin(self, cache: PagedCache) -> None:
+        request = self.load.request
+        if self.choosing is not None:
+            self.left = self.choosing.first_pass(cache)
+        else:
+            self.left = [Run(request.block_ids, span, request.token_ids) for span in self._first_spans]
 
     def take_runs(self, max_tokens: int) -> list[Run]:
-        """The next runs of its first pass."""
-        parts = list(split(self.left or (), max_tokens))
-        self.left = [run for part in parts[1:] for run in part]
-        return parts[0] if parts else []
+        """The next runs of its pass."""
+        if not self.left or max_tokens <= 0:
+            return []
+        first, *others = split(self.left, max_tokens)
+        self.left = [run for part in others for run in part]
+        return first
+
+    def result(self) -> LoadResult:
+        choice = self.choosing.choice if self.choosing is not None else None
+        repaired = () if choice is None or self.load.is_cancelled else choice.repairs
+        return LoadResult(False, self.load.unreadable, repaired)
 
 
 class Placeholders:
@@ -73,34 +104,78 @@ class Placeholders:
         self._step_tokens = step_tokens
         self._can_listen = can_listen
         self._arrived: deque[ArrivedLoad] = deque()
+        self._reading: dict[ArrivedLoad, Reading] = {}  # between their passes; the same loads on every rank
+        self._have_read = Agreement[ArrivedLoad]()
 
     def add(self, loads: Iterable[PendingLoad]) -> None:
         """Their copies are written; they are computed in this step or a later one."""
-        self._arrived.extend(map(ArrivedLoad, loads))
+        for load in loads:
+            arrived, order = ArrivedLoad(load), load.request.order
+            try:
+                if order is not None:
+                    arrived.choosing = Choosing(
+                        load.request, order, load.unreadable, can_listen=self._can_listen
+                    )
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                log.error("kvshare: preparing a choice failed: %s", classes_and_places(exc))
+                self._fail(arrived)
+                continue
+            self._arrived.append(arrived)
 
     def cancel(self, request_ids: Collection[str]) -> None:
-        for arrived in self._arrived:
+        for arrived in (*self._arrived, *self._reading):
             arrived.load.cancel_if_in(request_ids)
 
     def fail_all(self) -> None:
         """What was written for them is lost."""
-        for arrived in self._arrived:
+        for arrived in (*self._arrived, *self._reading):
             self._fail(arrived)
         self._arrived.clear()
+        self._reading.clear()
+
+    def wait_for_results(self, timeout_s: float) -> bool:
+        """For the results of a first pass, if any are being read. Returns whether some are."""
+        if not self._reading:
+            return False
+        if not any(arrived.load.is_cancelled for arrived in self._reading):
+            next(iter(self._reading.values())).wait(timeout_s)
+        return True
 
     def compute_due(self) -> None:
         """Compute what fits this step, and report the loads that are complete."""
+        self._choose_read()
         if due := self._due():
             self._compute_and_report(due)
 
+    def _choose_read(self) -> None:
+        """Make the choices whose results have arrived on every rank. Their second passes come first."""
+        if not self._reading:
+            return
+        have_read = self._have_read.update(
+            {arrived: reading.is_done for arrived, reading in self._reading.items()}
+        )
+        ready = [arrived for arrived in self._reading if arrived in have_read or arrived.load.is_cancelled]
+        for arrived in reversed(ready):
+            reading, choosing = self._reading.pop(arrived), arrived.choosing
+            try:
+                if choosing is not None and not arrived.load.is_cancelled:
+                    with as_one("a choice of repairs"):
+                        arrived.left = choosing.second_pass(reading)
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                log.error("kvshare: choosing repairs failed: %s", classes_and_places(exc))
+                self._fail(arrived)
+                continue
+            self._arrived.appendleft(arrived)
+
     def _due(self) -> list[ArrivedLoad]:
         """The loads to compute in this step: in the order of arrival, within the budget."""
-        sizes = (arrived.num_to_compute for arrived in self._arrived)
+        at_once = self._device.reads_at_once
+        sizes = (arrived.num_to_compute(reads_at_once=at_once) for arrived in self._arrived)
         return [self._arrived.popleft() for _ in range(num_admitted(sizes, self._step_tokens))]
 
     def _compute_and_report(self, due: Sequence[ArrivedLoad]) -> None:
         """
-        Compute the placeholders of the loads, unless they were cancelled, and report them.
+        Compute the next pass of the loads, unless they were cancelled, and report those that are complete.
 
         Of a load that is larger than the budget, which is the only one to compute then, a part is computed
         and the rest in later steps.
@@ -108,74 +183,58 @@ class Placeholders:
         began = self._device.mark()
         awaited = [arrived for arrived in due if not arrived.load.is_cancelled]
         try:
-            self._prepare([arrived for arrived in awaited if arrived.left is None])
             with as_one("a pass over placeholders"):
-                choices, num_run = self._compute(awaited)
+                num_run = self._compute(awaited)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             log.error("kvshare: computing for %d requests failed: %s", len(awaited), classes_and_places(exc))
             for arrived in due:
+                self._reading.pop(arrived, None)
                 self._fail(arrived)
             return
         if num_run:
             self._reports.times.add(PASS, began, self._device.mark(), num_run)
-        for arrived in due:
+        for arrived in reversed(due):
             if arrived.left and not arrived.load.is_cancelled:
                 self._arrived.appendleft(arrived)
-                continue
-            choice = choices.get(arrived.request_id)
-            result = LoadResult(False, arrived.load.unreadable, choice.repairs if choice is not None else ())
-            self._reports.note_load(arrived.request_id, result)
+            elif arrived not in self._reading:
+                self._reports.note_load(arrived.request_id, arrived.result())
 
     def _fail(self, arrived: ArrivedLoad) -> None:
         self._reports.note_load(arrived.request_id, arrived.load.failure())
 
-    def _prepare(self, new: Sequence[ArrivedLoad]) -> None:
-        """Decide what the first pass of loads computes. Those with a repair order listen to it."""
-
-        def prepare() -> None:
-            for arrived in new:
-                load = arrived.load
-                if (order := load.request.order) is not None:
-                    arrived.choosing = Choosing(
-                        load.request, order, load.unreadable, self._cache, can_listen=self._can_listen
-                    )
-
-        if any(arrived.load.request.order is not None for arrived in new):
-            on_all_ranks(prepare, "another rank could not prepare a choice of repairs")
-        for arrived in new:
-            request, unreadable = arrived.load.request, arrived.load.unreadable
-            arrived.left = (
-                [Run(request.block_ids, span, request.token_ids) for span in request.runs(unreadable)]
-                if arrived.choosing is None
-                else arrived.choosing.first_pass
-            )
-
-    def _compute(self, awaited: Sequence[ArrivedLoad]) -> tuple[dict[str, RepairChoice], dict[str, int]]:
+    def _compute(self, awaited: Sequence[ArrivedLoad]) -> Counter[str]:
         """
-        Compute placeholders; where that is done, choose repairs and compute them.
+        Compute the next pass of each load. Where the first one is complete, read what it found; if that is
+        there at once, choose repairs and compute them, too.
 
-        Returns:  the choices by request, and how many tokens were computed of each request that has any
+        Returns:  how many tokens were computed of each request that has any
         """
-        first = {arrived.request_id: arrived.take_runs(self._step_tokens) for arrived in awaited}
-        self._run(first.values(), listens=any(a.choosing and a.choosing.listens for a in awaited))
-        choosing = {
-            arrived.request_id: arrived.choosing
-            for arrived in awaited
-            if arrived.choosing and not arrived.left
-        }
-        choices = {request_id: chooser.choice() for request_id, chooser in choosing.items()}
-        second = {
-            request_id: chooser.second_pass(choices[request_id]) for request_id, chooser in choosing.items()
-        }
-        self._run(second.values())
-        num_run = Counter[str]()
-        for request_id, runs in (*first.items(), *second.items()):
-            num_run[request_id] += sum(len(run.span) for run in runs)
-        return choices, +num_run  # without requests of which nothing was computed
+        for arrived in awaited:
+            if arrived.left is None:
+                arrived.begin(self._cache)
+        num_run = self._pass(awaited, self._step_tokens)
+        to_choose = {arrived: arrived.due_choosing for arrived in awaited}
+        chosen = []
+        for arrived, choosing in to_choose.items():
+            if choosing is None:
+                continue
+            reading = choosing.read(self._cache, self._device)
+            if self._device.reads_at_once:
+                arrived.left = choosing.second_pass(reading)
+                chosen.append(arrived)
+            else:
+                self._reading[arrived] = reading
+        return num_run + self._pass(chosen, self._step_tokens - num_run.total())
 
-    def _run(self, runs_by_request: Iterable[Sequence[Run]], *, listens: bool = False) -> None:
-        together = [run for runs in runs_by_request for run in runs]
-        if together and listens:
+    def _pass(self, loads: Iterable[ArrivedLoad], max_tokens: int) -> Counter[str]:
+        """One pass over the next runs of these loads. Returns how many tokens were computed of each."""
+        num_run, together = Counter[str](), list[Run]()
+        for arrived in loads:
+            runs = arrived.take_runs(max_tokens - num_run.total())
+            num_run[arrived.request_id] = sum(len(run.span) for run in runs)
+            together += runs
+        if any(run.listener is not None for run in together):
             self._forward.compute(together, watching=self._forward.listening)
         elif together:
             self._forward.compute(together)
+        return +num_run  # without requests of which nothing was computed

@@ -4,8 +4,10 @@ Agreement between the ranks of tensor parallelism, and the host memory that they
 A forward pass contains collectives: all ranks run it, or none.
 
     before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
+    over steps      what has happened on all of them, without a wait inside a step: `Agreement`
     in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
-                    ends, and vLLM, which monitors it, ends the others (`as_one`)
+                    ends, and vLLM, which monitors it, ends the others (`as_one`). Sums are made in the order
+                    of work on the device: `summed`
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import mmap
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 import torch
@@ -30,6 +32,7 @@ log = logging.getLogger("vllm.kvshare")
 
 _FOLDER = Path("/dev/shm")
 _T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 
 class RankFailed(SystemExit):
@@ -54,14 +57,58 @@ def agreed(values: Sequence[bool]) -> list[bool]:
     return [bool(value) for value in tensor.tolist()]
 
 
+class Agreement(Generic[_K]):
+    """
+    What is true on all ranks. No step waits for it: what the ranks say in one step, they know in the next.
+
+        step k        rank 0  update({a: True, b: True})     rank 1  update({a: True, b: False})
+        step k + 1            update({...}) -> [a]                   update({...}) -> [a]
+
+    A single rank knows it in the same step. On several, all call `update` in the same steps, with the same
+    keys in the same order; keys do not leave the rank.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[_K] = []
+        self._values = torch.zeros(0, dtype=torch.int32)
+        self._under_way: Any = None  # torch's handle of the all-reduce
+
+    def update(self, values: Mapping[_K, bool]) -> list[_K]:
+        """Say what is true here now. Returns what was true on all ranks in the last step that said so."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return [key for key, value in values.items() if value]
+        known = self._known()
+        if values:
+            self._keys = list(values)
+            self._values = torch.tensor(list(values.values()), dtype=torch.int32)
+            self._under_way = torch.distributed.all_reduce(
+                self._values, torch.distributed.ReduceOp.MIN, group=group.cpu_group, async_op=True
+            )
+        return known
+
+    def _known(self) -> list[_K]:
+        """The result of the last call. It has arrived but for a rank that is more than a step late."""
+        if self._under_way is None:
+            return []
+        self._under_way.wait()
+        self._under_way = None
+        return [key for key, value in zip(self._keys, self._values.tolist(), strict=True) if value]
+
+
 def summed(values: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks."""
+    """
+    The sum over all ranks, the same bits on each of them, in the order of work on the device.
+
+    Ranks that chose from sums of other rounding would compute other tokens. So the first one's sum counts,
+    whatever algorithm the communicator has: a second all-reduce adds zeros to it.
+    """
     group = get_tp_group()
     if group.world_size == 1:
         return values
-    total = values.cpu()
-    torch.distributed.all_reduce(total, group=group.cpu_group)
-    return total
+    total: torch.Tensor = group.all_reduce(values)
+    first: torch.Tensor = group.all_reduce(total if rank() == 0 else torch.zeros_like(total))
+    return first
 
 
 def on_all_ranks(work: Callable[[], _T], problem: str) -> _T:

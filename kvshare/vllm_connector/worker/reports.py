@@ -5,10 +5,8 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvshare.vllm_connector.metadata import LoadResult, SaveRequest, WorkerReport
-from kvshare.vllm_connector.worker.device import Device, Times
-
-# Stages, as `FinishedReport` names them: segments verified, copies written, placeholders computed, KV saved.
-VERIFY, WRITE, PASS, SAVE = "verify", "write", "pass", "save"
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.times import Times
 
 
 class Reports:

@@ -44,7 +44,6 @@ class Attached:
     cache: PagedCache
     forward: PartialForward
     store: SegmentStore
-    shares_memory: bool = False  # with other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ class WorkerStart:
     def attach(self, model: torch.nn.Module) -> Attached:
         """Raises MemoryError, and whatever a model causes that is made otherwise than expected."""
         cache, forward = on_all_ranks(partial(self._read_model, model), "another rank could not be prepared")
-        store, shares_memory = self._allocate(cache.kv_layout)
-        return Attached(cache, forward, store, shares_memory)
+        return Attached(cache, forward, self._allocate(cache.kv_layout))
 
     def verify(self, model: torch.nn.Module, attached: Attached) -> WorkerHandshake:
         """Run the self-test, which overwrites blocks."""
@@ -107,15 +105,14 @@ class WorkerStart:
         cache = PagedCache({name: layers[name] for name in self.layer_names}, block_size=self.spec.block_size)
         return cache, PartialForward(model, cache, self.config, self.spec)
 
-    def _allocate(self, layout: KVLayout) -> tuple[SegmentStore, bool]:
-        """The arena, and whether ranks share it. All ranks call it together."""
+    def _allocate(self, layout: KVLayout) -> SegmentStore:
+        """With an arena that ranks share, if they can. All ranks call it together."""
         keys, _ = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"
         num_heads, first_head = keys.num_heads, 0
         check_host_memory(arena_bytes(max_bytes))
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
-        shares_memory = buffer is not None
         if buffer is None:  # memory for this rank's heads only
             num_bytes = arena_bytes(max_bytes // num_ranks())
             # Pages are allocated now. At a save they would cost more than its copies, and running out of
@@ -127,7 +124,7 @@ class WorkerStart:
             first_head = rank() // copies * keys.num_heads
         store = SegmentStore(buffer, layout, num_heads=num_heads, first_head=first_head)
         self.device.register(buffer)
-        return store, shares_memory
+        return store
 
     def _run_self_test(self, model: torch.nn.Module, attached: Attached) -> Findings:
         cache, model_config = attached.cache, self.config.model_config

@@ -1,9 +1,9 @@
 """
 Copies next to vLLM's steps: segments into the blocks of loads, prompts out of blocks, and segments dropped.
 
-Each is a job of the thread that copies, which runs them in order. A transfer counts as finished when its job
-is done on every rank, so that all ranks report the same in the same step. What is computed for a load
-afterwards is not known here.
+Each load and each save is a job of the thread that copies, which makes them in an order of its own. One
+counts as finished when its job is done on every rank, so that all ranks report the same in the same step;
+several ranks know it a step later. What is computed for a load afterwards is not known here.
 
 While vLLM sleeps, its KV cache has no memory: what is begun meanwhile fails, so that vLLM computes it.
 """
@@ -11,59 +11,79 @@ While vLLM sleeps, its KV cache has no memory: what is begun meanwhile fails, so
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from itertools import count
+from typing import Any
 
 from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest
-from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
+from kvshare.vllm_connector.worker.copy_writer import RowCopy
 from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
-from kvshare.vllm_connector.worker.device import Device, batches
-from kvshare.vllm_connector.worker.ranks import agreed
-from kvshare.vllm_connector.worker.reports import SAVE, VERIFY, WRITE, Reports
+from kvshare.vllm_connector.worker.device import Device, LoadWork
+from kvshare.vllm_connector.worker.ranks import Agreement
+from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import Stored
 from kvshare.vllm_connector.worker.start import Attached
 
 log = logging.getLogger("vllm.kvshare")
 
-_MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
+MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
 
 
 @dataclass(eq=False)
 class PendingLoad:
-    """A load under way. `readable`: the wanted segments whose checksums are right, on this rank."""
+    """A load under way. `unreadable`: wanted segments that some rank cannot read, known when it arrives."""
 
     request: LoadRequest
-    wanted: frozenset[SegmentId]
-    readable: set[SegmentId] = field(default_factory=set)
-    unreadable: frozenset[SegmentId] = frozenset()  # on any rank; known when all copies have arrived
+    held: Mapping[SegmentId, Stored]  # of the wanted segments
+    work: LoadWork | None = None
+    unreadable: frozenset[SegmentId] = frozenset()
     is_cancelled: bool = False
+
+    @property
+    def wanted(self) -> frozenset[SegmentId]:
+        return frozenset(copy.segment_id for copy in self.request.copies)
+
+    @property
+    def segments(self) -> Collection[Stored]:
+        """That its job reads."""
+        return self.held.values()
 
     def cancel_if_in(self, request_ids: Collection[str]) -> None:
         self.is_cancelled = self.is_cancelled or self.request.request_id in request_ids
+
+    def is_readable(self, segment_id: SegmentId) -> bool:
+        """Whether this rank has written the right bytes. Known when its job is done."""
+        assert self.work is not None
+        return segment_id in self.held and segment_id not in self.work.damaged
 
     def failure(self) -> LoadResult:
         """vLLM must compute the request's prompt."""
         return LoadResult(True, self.unreadable)
 
 
-class _Drop(NamedTuple):
-    """Segments that no load finds any more. Their memory is free when all ranks have made earlier copies."""
-
-    segments: Sequence[Stored]
-
-
 @dataclass(eq=False)
 class _Save:
     request: SaveRequest
-    targets: Mapping[SegmentId, Stored]
+    mark: Any
+    targets: Mapping[SegmentId, Stored] = field(default_factory=dict)
+    has_room: bool = True
 
     @property
-    def has_room(self) -> bool:
-        return len(self.targets) == len(self.request.spans)
+    def segments(self) -> Collection[Stored]:
+        """That its job writes."""
+        return self.targets.values()
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """`is_lost`: whatever was copied, it counts as failed. It is set on all ranks between the same steps."""
+
+    transfer: PendingLoad | _Save
+    job: Job
+    is_lost: bool = False
 
 
 class Transfers:
@@ -71,105 +91,94 @@ class Transfers:
 
     def __init__(self, attached: Attached, device: Device, reports: Reports) -> None:
         self._cache, self._store = attached.cache, attached.store
-        self._shares_memory = attached.shares_memory
         self._device = device
         self._reports = reports
         self._copies = CopyThread()
-        self._copying: deque[tuple[PendingLoad | _Save | _Drop, Job]] = deque()  # in the order of the jobs
+        self._numbers = count()  # of transfers: the same on all ranks
+        self._under_way: dict[int, _UnderWay] = {}
+        self._agreement = Agreement[Hashable]()
+        self._without_room: list[_Save] = []  # until the memory of dropped segments is free
         self._is_asleep = False  # vLLM's KV cache must not be touched
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Their loads go on, as their blocks stay; what they have loaded is not computed further."""
-        for transfer, _ in self._copying:
-            if isinstance(transfer, PendingLoad):
-                transfer.cancel_if_in(request_ids)
+        for load, _ in self._loads():
+            load.cancel_if_in(request_ids)
 
     def begin_load(self, request: LoadRequest) -> None:
-        wanted = frozenset(copy.segment_id for copy in request.copies)
-        load = PendingLoad(request, wanted)
+        found = self._store.find(copy.segment_id for copy in request.copies)
+        load = PendingLoad(request, {key: stored for key, stored in found.items() if stored.sums is not None})
         if self._is_asleep:
             self._reports.note_load(request.request_id, load.failure())
             return
-        work = partial(self._write_copies, load, self._store.find(wanted), self._device.mark())
-        self._copying.append((load, self._copies.submit(Job("loading a request's KV", work))))
+        load.work = self._device.load(self._cache, partial(self._row_copies, load), mark=self._device.mark())
+        num_bytes = sum(stored.rows.nbytes for stored in load.segments)
+        self._begin(load, self._copies.submit("loading a request's KV", load.work, num_bytes=num_bytes))
 
     def begin_save(self, request: SaveRequest) -> None:
-        targets: dict[SegmentId, Stored] = {}
+        save = _Save(request, self._device.mark())
         if self._is_asleep:
-            self._end_save(_Save(request, targets), is_whole=False)
-            return
-        try:
-            for segment_id, span in request.spans:
-                targets[segment_id] = self._store.add(segment_id, len(span))
-        except MemoryError as exc:
-            log.warning("kvshare: a prompt is not stored: %s. Raise --kv-bytes for more room", exc)
-            self.drop(targets)
-            targets = {}
-        save = _Save(request, targets)
-        work = partial(self._copy_out, save, self._device.mark())
-        self._copying.append((save, self._copies.submit(Job("saving a prompt's KV", work))))
+            self._end_save(save, is_whole=False)
+        else:
+            self._find_room(save)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Free them: at once, as copies run in order; if ranks share memory, when all have copied so far."""
-        if not (segments := self._store.take(segment_ids)):
-            return
-        if self._shares_memory and self._copying:
-            self._copying.append((_Drop(segments), self._copies.submit(Job("dropping", dict))))
-        else:
-            self._store.free(segments)
+        """No load finds them any more. Copies under way, on any rank, still have their bytes."""
+        self._store.drop(segment_ids)
 
     def wait_for_saves(self, request_ids: Collection[str]) -> None:
         """Other requests write their blocks in this step."""
-        for transfer, job in self._copying:
-            if isinstance(transfer, _Save) and transfer.request.request_id in request_ids:
-                job.wait()
+        for each in self._under_way.values():
+            if isinstance(each.transfer, _Save) and each.transfer.request.request_id in request_ids:
+                self._copies.wait_until_read(each.job)
+        self._give_up([save for save in self._without_room if save.request.request_id in request_ids])
 
     def wait_for_loads(self) -> None:
         """For a short time: in a step without a forward pass there is nothing else to do."""
         lap, waited = LapTimer(), 0.0
-        for transfer, job in self._copying:
-            if isinstance(transfer, PendingLoad) and waited < _MAX_WAIT_S:
-                job.wait(_MAX_WAIT_S - waited)
+        for _, each in self._loads():
+            if waited < MAX_WAIT_S:
+                self._copies.wait(each.job, MAX_WAIT_S - waited)
                 waited += lap()
 
     def take_arrived(self) -> list[PendingLoad]:
         """
-        Take the transfers that are finished on every rank, in order, so that all ranks take the same.
+        Take the transfers that are finished on every rank, in the order in which they were begun.
 
         Returns:  the loads whose copies are written. All others are reported
         """
-        done = agreed([job.is_done for _, job in self._copying])
-        count = done.index(False) if False in done else len(done)
-        finished = [self._copying.popleft() for _ in range(count)]
-        are_whole = agreed([not job.failed for _, job in finished])
-        unreadable = _unreadable([transfer for transfer, _ in finished if isinstance(transfer, PendingLoad)])
+        known = set(self._agreement.update(dict(self._said())))
         arrived = []
-        for (transfer, job), is_whole in zip(finished, are_whole, strict=True):
-            if isinstance(transfer, _Drop):
-                self._store.free(transfer.segments)
-                continue
-            self._reports.times.note(transfer.request.request_id, job.seconds)
+        for number in [number for number in self._under_way if (number, "done") in known]:
+            each = self._under_way.pop(number)
+            transfer, is_whole = each.transfer, (number, "whole") in known and not each.is_lost
+            self._store.release(transfer.segments)
+            self._reports.times.note(transfer.request.request_id, each.job.seconds)
             if isinstance(transfer, _Save):
                 self._end_save(transfer, is_whole=is_whole)
             elif is_whole:
-                transfer.unreadable = unreadable[transfer]
+                transfer.unreadable = frozenset(s for s in transfer.wanted if (number, s) not in known)
                 arrived.append(transfer)
             else:  # its slots may hold anything
                 self._reports.note_load(transfer.request.request_id, transfer.failure())
+        waiting, self._without_room = self._without_room, []
+        for save in waiting:
+            self._find_room(save)
         return arrived
 
     def forget_segments(self) -> None:
         """Fail what is under way, and drop all segments."""
-        self._end()
-        for _, job in self._copying:
-            job.failed = True
-        self._copying = deque(entry for entry in self._copying if not isinstance(entry[0], _Drop))
+        for each in self._ended():
+            each.is_lost = True
+        self._give_up(self._without_room)
         self._store.clear()
 
     def fall_asleep(self) -> None:
         """What is being saved is whole when this returns. What was loaded is lost with the cache."""
         self._is_asleep = True
-        self._end()
+        for each in self._ended():
+            each.is_lost = each.is_lost or isinstance(each.transfer, PendingLoad)
+        self._give_up(self._without_room)
 
     def wake_up(self) -> None:
         """The KV cache has memory again, perhaps other tensors."""
@@ -185,11 +194,59 @@ class Transfers:
         """Waits for copies under way, whose memory is about to be freed."""
         self._copies.close()
 
-    def _end(self) -> None:
-        """Wait for all copies, and fail the loads. Saves are complete then."""
-        for transfer, job in self._copying:
-            job.wait()
-            job.failed = job.failed or isinstance(transfer, PendingLoad)
+    def _begin(self, transfer: PendingLoad | _Save, job: Job) -> None:
+        self._store.hold(transfer.segments)
+        self._under_way[next(self._numbers)] = _UnderWay(transfer, job)
+
+    def _loads(self) -> Iterator[tuple[PendingLoad, _UnderWay]]:
+        for each in self._under_way.values():
+            if isinstance(each.transfer, PendingLoad):
+                yield each.transfer, each
+
+    def _said(self) -> Iterator[tuple[Hashable, bool]]:
+        """What this rank knows of the transfers under way, the same keys on all ranks."""
+        for number, each in self._under_way.items():
+            is_done = each.job.is_done
+            yield (number, "done"), is_done
+            yield (number, "whole"), is_done and not each.job.failed
+            if isinstance(load := each.transfer, PendingLoad):
+                for segment_id in sorted(load.wanted):
+                    yield (number, segment_id), is_done and load.is_readable(segment_id)
+
+    def _ended(self) -> Iterable[_UnderWay]:
+        """What is under way, when all copies of this rank have ended."""
+        for each in self._under_way.values():
+            self._copies.hurry(each.job)
+        for each in self._under_way.values():
+            self._copies.wait(each.job)
+        return self._under_way.values()
+
+    def _find_room(self, save: _Save) -> None:
+        """Begin a save if there is room, let it wait if there will be."""
+        targets: dict[SegmentId, Stored] = {}
+        try:
+            for segment_id, span in save.request.spans:
+                targets[segment_id] = self._store.add(segment_id, len(span))
+        except MemoryError as exc:
+            self.drop(targets)
+            if self._store.has_leaving:
+                self._without_room.append(save)
+                return
+            log.warning("kvshare: a prompt is not stored: %s. Raise --kv-bytes for more room", exc)
+            targets, save.has_room = {}, False
+        save.targets = targets
+        spans = [(targets[segment_id], span) for segment_id, span in save.request.spans if targets]
+        work = self._device.save(self._cache, save.request.block_ids, spans, mark=save.mark)
+        num_bytes = sum(stored.rows.nbytes for stored in targets.values())
+        self._begin(
+            save, self._copies.submit("saving a prompt's KV", work, num_bytes=num_bytes, is_save=True)
+        )
+
+    def _give_up(self, saves: Sequence[_Save]) -> None:
+        """Their blocks are lost before there was room."""
+        for save in list(saves):
+            self._without_room.remove(save)
+            self._end_save(save, is_whole=False)
 
     def _end_save(self, save: _Save, *, is_whole: bool) -> None:
         has_failed = not is_whole or not save.has_room
@@ -197,47 +254,12 @@ class Transfers:
             self.drop(save.targets)
         self._reports.note_save(save.request, has_failed=has_failed)
 
-    def _write_copies(
-        self, load: PendingLoad, held: Mapping[SegmentId, Stored], mark: object
-    ) -> Mapping[str, float]:
-        """Write all copies, keys rotated to their new positions. On the thread that copies."""
-        lap = LapTimer()
-        load.readable = self._readable(held)
-        verify_s = lap()
+    def _row_copies(self, load: PendingLoad) -> list[RowCopy]:
+        """What is to be copied, keys rotated to their new positions. On the thread that copies."""
         copies = []
         for copy, target in load.request.targets():
-            if copy.segment_id in load.readable:
+            if (stored := load.held.get(copy.segment_id)) is not None:
                 start = copy.offset + target.start - copy.target_start
                 slots = self._cache.slot_numbers(load.request.block_ids, target)
-                source, rows = Span(start, start + len(target)), held[copy.segment_id].rows
-                copies.append(RowCopy(rows, source, copy.shift, slots))
-        prepare_s = lap()
-        write_s = self._device.run_after(mark, lambda: write_copies(self._cache, self._device, copies))
-        return {VERIFY: verify_s, WRITE: prepare_s + write_s}
-
-    def _readable(self, held: Mapping[SegmentId, Stored]) -> set[SegmentId]:
-        return {segment_id for segment_id, stored in held.items() if stored.is_whole}
-
-    def _copy_out(self, save: _Save, mark: object) -> Mapping[str, float]:
-        """Copy rows from vLLM's blocks into extents. On the thread that copies."""
-        spans, rows = dict(save.request.spans), [stored.rows for stored in save.targets.values()]
-
-        def copy(batch: slice) -> None:
-            staged = self._device.room_for(rows[batch])
-            batch_spans = [spans[segment_id] for segment_id in list(save.targets)[batch]]
-            self._cache.gather(save.request.block_ids, batch_spans, staged)
-            self._device.to_host(staged, rows[batch])
-
-        copy_s = sum(self._device.run_after(mark, partial(copy, batch)) for batch in batches(rows))
-        lap = LapTimer()
-        for stored in save.targets.values():
-            stored.checksum = stored.computed_checksum()
-        return {SAVE: copy_s + lap()} if rows else {}
-
-
-def _unreadable(loads: Sequence[PendingLoad]) -> dict[PendingLoad, frozenset[SegmentId]]:
-    """The segments of each load that some rank cannot read."""
-    segments = [(load, segment_id) for load in loads for segment_id in sorted(load.wanted)]
-    readable = agreed([segment_id in load.readable for load, segment_id in segments])
-    gone = [entry for entry, is_readable in zip(segments, readable, strict=True) if not is_readable]
-    return {load: frozenset(segment_id for owner, segment_id in gone if owner is load) for load in loads}
+                copies.append(RowCopy(stored, Span(start, start + len(target)), copy.shift, slots))
+        return copies

@@ -12,7 +12,8 @@ The connector inside a worker, in the order in which vLLM calls it.
                     between steps: other weights; around a sleep of vLLM               transfers.py
 
 A step waits for no copy, except for the save of a request that it preempts, and for at most 5 ms if it has no
-forward pass. A request is scheduled when its load is reported; if the load fails, vLLM computes the prompt.
+forward pass: for results of a pass over placeholders, or else for loads. A request is scheduled when its load
+is reported; if the load fails, vLLM computes the prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvshare.vllm_connector.worker.device import device_of_this_worker
 from kvshare.vllm_connector.worker.placeholders import Placeholders
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
-from kvshare.vllm_connector.worker.transfers import Transfers
+from kvshare.vllm_connector.worker.transfers import MAX_WAIT_S, Transfers
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -110,7 +111,7 @@ class ConnectorWorker:
         if self._parts is None:
             return
         transfers, placeholders = self._parts
-        if not step.has_forward:
+        if not step.has_forward and not placeholders.wait_for_results(MAX_WAIT_S):
             transfers.wait_for_loads()
         placeholders.add(transfers.take_arrived())
         placeholders.compute_due()

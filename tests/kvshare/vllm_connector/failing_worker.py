@@ -12,21 +12,21 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from delta_tree import SegmentId
 from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.worker import transfers
+from kvshare.vllm_connector.worker import host_copies
+from kvshare.vllm_connector.worker.host_copies import HostLoad, HostSave
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.self_test import SelfTest
 from kvshare.vllm_connector.worker.start import WorkerStart
-from kvshare.vllm_connector.worker.transfers import Transfers
 from kvshare.vllm_connector.workers import KVShareWorker
 
 STAGES = {
     "prepare": (WorkerStart, "_read_model"),
     "self-test": (SelfTest, "check_listening"),
-    "verify": (Transfers, "_readable"),
-    "write": (transfers, "write_copies"),
+    "verify": (HostLoad, "_compare"),
+    "write": (host_copies, "write_layers"),
     "pass": (PartialForward, "_forward"),
-    "save": (Transfers, "_copy_out"),
+    "save": (HostSave, "_copy"),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from delta_tree import SegmentId
-    from kvshare.vllm_connector.worker.segment_store import Stored
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy
     from kvshare.vllm_connector.worker.transfers import PendingLoad
     from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
@@ -30,16 +28,16 @@ def test_one_that_is_aborted_while_it_is_loaded(
     tokens = text(600, 13)
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
-    may_copy, write_copies = threading.Event(), vllm.worker.parts.transfers._write_copies
+    may_copy, row_copies = threading.Event(), vllm.worker.parts.transfers._row_copies
 
-    def write_late(load: PendingLoad, found: Mapping[SegmentId, Stored], mark: object) -> Mapping[str, float]:
+    def copy_late(load: PendingLoad) -> list[RowCopy]:
         may_copy.wait()
         if fails:
             raise RuntimeError("out of memory, say")
-        return write_copies(load, found, mark)
+        return row_copies(load)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker.parts.transfers, "_write_copies", write_late)
+        patch.setattr(vllm.worker.parts.transfers, "_row_copies", copy_late)
         request_id = vllm.begin(tokens, ticket, salt="tenant")
         for _ in range(3):
             vllm.core.step_fn()
@@ -71,7 +69,7 @@ class TestAborts:
         planned: bool,
     ) -> None:
         # A busy machine copies for longer than a step waits; then the load is complete some steps later.
-        monkeypatch.setattr("kvshare.vllm_connector.worker.transfers._MAX_WAIT_S", 60.0)
+        monkeypatch.setattr("kvshare.vllm_connector.worker.transfers.MAX_WAIT_S", 60.0)
         tokens = text(600, 20)
         donor = vllm.store(tokens)
         ticket = vllm.ticket(tokens, copies(donor, *SCATTERED) if planned else ())

@@ -123,7 +123,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
         def fail(*_: object) -> None:
             raise RuntimeError("no memory")
 
-        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
+        patch.setattr("kvshare.vllm_connector.worker.host_copies.HostSave._copy", fail)
         for _ in range(4):
             vllm.llm.llm_engine.step()
     finish(vllm)

@@ -27,7 +27,7 @@ def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
 def test_a_load_that_breaks_off_with_a_step_in_flight(
     start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     vllm.check_idle()
 
 
-@pytest.mark.parametrize("stage", ["transfers._write_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int
@@ -75,7 +75,7 @@ def test_a_save_that_breaks_off(vllm: Vllm, text: Texts, monkeypatch: pytest.Mon
     """The answer is out already; nothing is kept, nothing is left over."""
     tokens, held = text(600, 7), len(vllm.side.segments)
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker.parts.transfers, "_copy_out", fail)
+        patch.setattr("kvshare.vllm_connector.worker.host_copies.HostSave._copy", fail)
         event = vllm.store(tokens)
     assert (event.reason, event.stored, event.used) == ("save_failed", (), ())
     vllm.ask((text(50), None, None))  # the next step carries the drops

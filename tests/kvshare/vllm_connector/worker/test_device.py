@@ -1,237 +1,282 @@
 """
-What copies ask of CUDA, with streams and events that stand in for a GPU's: after which mark, through how much
-staging, in how many copies, and that nobody goes on before they are made.
+What copies ask of CUDA, with streams and events that stand in for a GPU's: what waits for what, in which
+stream, and which times are theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from delta_tree import SegmentId, Span
+from tests.kvshare.vllm_connector.worker.small_worker import BYTES_PER_TOKEN, NUM_TOKENS
 
 if TYPE_CHECKING:
-    import torch
+    from kvshare.vllm_connector.worker.cuda import CudaGpu
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
-    from kvshare.vllm_connector.worker.device import CudaDevice
-    from kvshare.vllm_connector.worker.paged_cache import PagedCache
-
-HEADS, LAYERS, DIM = 2, 3, 4
-SEGMENT_BYTES = HEADS * LAYERS * 2 * 16 * DIM * 4  # of 16 tokens
+SEGMENT_BYTES = NUM_TOKENS * BYTES_PER_TOKEN
 
 
-class Stream:
-    """`done`: what happened in it, in order. `at_ms`: when it will be past all that it was given."""
+class FakeStream:
+    """`done`: what it was asked for, in order. `at_ms`: when it will be past all of it."""
 
     def __init__(self, _: object = None) -> None:
+        self.name, self.cuda_stream = "vllm", 1
         self.done: list[str] = []
         self.at_ms = 0.0
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: FakeEvent) -> None:
         self.done.append(f"after {event.name}")
         self.at_ms = max(self.at_ms, event.at_ms)
 
-    def synchronize(self) -> None:
-        self.done.append("synchronised")
 
-
-class Event:
+class FakeEvent:
     name = "a mark that was never set"
+    now_ms: ClassVar = [0.0]  # of the host: what the GPU has reached
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self, stream: Stream) -> None:
-        self.name, self.at_ms = f"a mark of {stream.at_ms:.0f} ms", stream.at_ms
+    def record(self, stream: FakeStream) -> None:
+        self.name, self.at_ms = f"{stream.name} {len(stream.done)}", stream.at_ms
 
-    def elapsed_time(self, end: Event) -> float:
+    def query(self) -> bool:
+        return self.at_ms <= self.now_ms[0]
+
+    def elapsed_time(self, end: FakeEvent) -> float:
         return end.at_ms - self.at_ms
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    """Its memory is the host's, and its staging holds two segments of 16 tokens and a bit."""
+def vllm_stream() -> FakeStream:
+    stream = FakeStream()
+    stream.at_ms = 70  # it is given its whole step in advance
+    return stream
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, vllm_stream: FakeStream) -> CudaGpu:
+    """Its memory is the host's."""
     import torch
 
-    from kvshare.vllm_connector.worker import device
+    from kvshare.vllm_connector.worker import cuda
 
-    vllm_stream = Stream()
-    vllm_stream.at_ms = 70  # it is given its whole step in advance
     in_use = [vllm_stream]
 
     @contextmanager
-    def using(stream: Stream) -> Iterator[None]:
-        stream.done.append("used")
+    def using(stream: FakeStream) -> Iterator[None]:
         in_use.append(stream)
         yield
         in_use.pop()
 
-    stood_in = {"Stream": Stream, "Event": Event, "stream": using, "device": lambda _: nullcontext()}
-    for name, value in {**stood_in, "current_stream": lambda _: in_use[-1]}.items():
+    stood_in: dict[str, Any] = {"Stream": FakeStream, "Event": FakeEvent, "stream": using}
+    stood_in |= {"device": lambda _: nullcontext(), "current_stream": lambda _: in_use[-1]}
+    for name, value in stood_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(device, "STAGING_BYTES", 2 * SEGMENT_BYTES + 100)
-    return device.CudaDevice(torch.device("cpu"))
+    monkeypatch.setattr(cuda.CudaGpu, "_to_host", lambda _, numbers: numbers)  # pinned memory is CUDA's
+    monkeypatch.setattr(FakeEvent, "now_ms", [0.0])
+    made = cuda.CudaGpu(torch.device("cpu"))
+    for name, own in streams(made).items():
+        own.name = name
+    return made
 
 
-def segments(count: int, num_tokens: int = 16) -> list[torch.Tensor]:
-    import torch
-
-    return [torch.randn(HEADS, LAYERS, 2, num_tokens, DIM) for _ in range(count)]
-
-
-def test_work_comes_after_its_mark_and_is_over_at_the_end(device: CudaDevice) -> None:
-    def stop() -> None:
-        raise ValueError("stop")
-
-    with pytest.raises(ValueError, match="stop"):
-        device.run_after(device.mark(), stop)
-    assert isinstance(device._stream, Stream)
-    assert device._stream.done == ["used", "after a mark of 70 ms", "synchronised"]
+def streams(gpu: CudaGpu) -> dict[str, FakeStream]:
+    own: dict[Any, Any] = dict(gpu._streams)
+    return {stream.value: stood_in for stream, stood_in in own.items()}
 
 
-def test_the_rest_of_vllms_step_is_no_time_of_the_copies(device: CudaDevice) -> None:
-    """They wait 70 ms for it. A bandwidth that is learned from that would be too low."""
-    stream: Any = device._stream
+def timed(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
+    """Work of these names is noted in its stream and takes so long there."""
+    for name, duration_ms in ms.items():
+        own = streams(gpu)[
+            {"up": "up", "check": "write", "scatter": "write", "down": "down"}.get(name, "gather")
+        ]
+        work: Callable[..., Any] = getattr(gpu, name)
 
-    def copy() -> None:
-        stream.at_ms += 4
+        def noted(
+            *given: Any, name: str = name, own: FakeStream = own, work: Any = work, took: float = duration_ms
+        ) -> Any:
+            own.done.append(name)
+            own.at_ms += took
+            return work(*given)
 
-    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
-    assert device.run_after(device.mark(), copy) == pytest.approx(0.004)
+        monkeypatch.setattr(gpu, name, noted)
 
 
-def test_loads_and_saves_report_the_time_of_their_copies_only(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the thread that copies waits for: its own clock stands still here."""
-    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
-    from kvshare.vllm_connector.worker import copying
-    from kvshare.vllm_protocol.messages import WireCopy
-    from tests.kvshare.vllm_connector.worker.small_worker import NUM_TOKENS, late_copies, new_worker, one_rank
+@pytest.fixture
+def worker(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorWorker]:
+    """With two staging buffers each way, for one segment each."""
+    from kvshare.vllm_connector.worker import device
+    from tests.kvshare.vllm_connector.worker.small_worker import new_worker, one_rank
 
-    monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    stream: Any = device._stream
-    copy_to_device, copy_to_host = device.to_device, device.to_host
-
-    def to_device(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        stream.at_ms += 3
-        return copy_to_device(rows)
-
-    def to_host(staged: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-        stream.at_ms += 5
-        copy_to_host(staged, rows)
-
-    monkeypatch.setattr(device, "to_device", to_device)
-    monkeypatch.setattr(device, "to_host", to_host)
-    worker, span = new_worker(2), Span(0, NUM_TOKENS)
-    worker.parts.transfers._device = device
+    timed(gpu, monkeypatch, up=3, check=1, scatter=1, gather=2, sums=1, down=5)
+    monkeypatch.setattr(device, "STAGING_BYTES", 4 * SEGMENT_BYTES)
     with one_rank():
-        worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), ((SegmentId(1), span),)),)))
-        late_copies(worker).run()
-        copies = (WireCopy(SegmentId(1), 0, NUM_TOKENS, 0, 0),)
-        worker.begin(
-            StepMetadata(
-                loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), copies),)
-            )
-        )
-        late_copies(worker).run()
-        worker.advance(StepMetadata())
-    report = worker.build_connector_worker_meta()
-    assert report is not None
-    assert report.stage_seconds["s"] == {"save": pytest.approx(0.005)}
-    assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(0.003)}
+        made = new_worker(8)
+        made.parts.transfers._device = device.GpuDevice(gpu)
+        gpu._arena = made.attached.store.arena.buffer
+        yield made
 
 
-@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [1]), (2, [2]), (5, [2, 2, 1])])
-def test_batches_fit_the_staging(device: CudaDevice, count: int, expected: list[int]) -> None:
-    from kvshare.vllm_connector.worker.device import batches
+def save(worker: ConnectorWorker, count: int, name: str = "s") -> None:
+    from kvshare.vllm_connector.metadata import SaveRequest, StepMetadata
+    from tests.kvshare.vllm_connector.worker.small_worker import late_copies
 
-    rows = segments(count)
-    found = [rows[batch] for batch in batches(rows)]
-    assert [len(batch) for batch in found] == expected
-    assert [id(each) for batch in found for each in batch] == [id(each) for each in rows]
-
-
-def test_a_segment_larger_than_the_staging_has_a_batch_and_memory_of_its_own(device: CudaDevice) -> None:
-    import torch
-
-    from kvshare.vllm_connector.worker.device import batches
-
-    small, large = segments(1)[0], segments(1, num_tokens=64)[0]
-    assert [batch.stop - batch.start for batch in batches([small, large, small])] == [1, 1, 1]
-    (staged,) = device.to_device([large])
-    assert torch.equal(staged, large)
-    assert staged.untyped_storage().data_ptr() != device._staging.untyped_storage().data_ptr()
+    spans = tuple((SegmentId(number), Span(0, NUM_TOKENS)) for number in range(1, count + 1))
+    worker.save(StepMetadata(saves=(SaveRequest(name, (1, 2, 3), spans),)))
+    late_copies(worker).run()
 
 
-def small_cache() -> PagedCache:
-    """Of nine blocks of 8 tokens."""
-    import torch
+def load(worker: ConnectorWorker, count: int) -> None:
+    from kvshare.vllm_connector.metadata import LoadRequest, StepMetadata
+    from kvshare.vllm_protocol.messages import WireCopy
+    from tests.kvshare.vllm_connector.worker.small_worker import late_copies
 
-    from kvshare.kv.movement import STAYS
-    from kvshare.vllm_connector.worker.paged_cache import PagedCache
-
-    def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        cache[slots // 8, :, slots % 8] = torch.cat([k, v], dim=-1)
-
-    impl = SimpleNamespace(do_kv_cache_update=update)
-    shape = (9, HEADS, 8, 2 * DIM)
-    layers = {str(n): SimpleNamespace(kv_cache=torch.zeros(shape), impl=impl) for n in range(LAYERS)}
-    cache = PagedCache(layers, block_size=8)
-    assert cache.find_layout(0) is None
-    cache.kv_layout = cache.kv_layout.moving([(STAYS, STAYS)] * LAYERS)
-    return cache
+    part = NUM_TOKENS // count
+    copies = tuple(WireCopy(SegmentId(n + 1), n * part, part, n * part, n * part) for n in range(count))
+    request = LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), copies)
+    worker.begin(StepMetadata(loads=(request,)))
+    late_copies(worker).run()
 
 
-@contextmanager
-def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each copy of a tensor did not block."""
-    import torch
+def finish(worker: ConnectorWorker) -> Any:
+    """The GPU is past everything."""
+    from kvshare.vllm_connector.metadata import StepMetadata
 
-    copied: list[bool] = []
-    copy = torch.Tensor.copy_
-
-    def counted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copied.append(non_blocking)
-        return copy(target, source, non_blocking)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", counted)
-        yield copied
+    FakeEvent.now_ms[0] = float("inf")
+    worker.advance(StepMetadata())
+    return worker.build_connector_worker_meta()
 
 
-def test_a_segment_is_copied_once_however_many_layers_and_pieces_it_has(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+def test_a_save_reads_blocks_after_vllms_step_and_buffers_rotate(
+    worker: ConnectorWorker, gpu: CudaGpu
 ) -> None:
-    """To the device and back. Many pieces of a segment are written next to each other in a batch."""
+    """Bytes go down after their sums are made; the third batch waits until the first has left its buffer."""
+    save(worker, 3)
+    gather, down = (streams(gpu)[name].done for name in ("gather", "down"))
+    assert gather[:3] == ["after vllm 0", "gather", "sums"]
+    assert gather[3:] == ["gather", "sums", "after down 2", "gather", "sums"]
+    assert down == ["after gather 3", "down", "after gather 5", "down", "after gather 8", "down"]
+
+
+def test_a_load_goes_up_next_to_vllms_step_and_is_written_after_it(
+    worker: ConnectorWorker, gpu: CudaGpu
+) -> None:
+    """Copies up wait for their buffers only. Sums are compared before rows are written."""
+    save(worker, 3)
+    finish(worker)
+    load(worker, 2)
+    up, write = (streams(gpu)[name].done for name in ("up", "write"))
+    assert up == ["up", "up"]
+    assert write == ["after up 1", "check", "after vllm 0", "scatter", "after up 2", "check", "scatter"]
+    load(worker, 2)
+    assert up[2:] == ["after write 4", "up", "after write 7", "up"]
+
+
+def test_results_are_there_when_the_gpu_has_come_to_the_end_of_their_copies(
+    worker: ConnectorWorker,
+) -> None:
+    """On vLLM's own stream, which is given its whole step in advance. Nobody uses them before."""
     import torch
 
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy, write_copies
-    from kvshare.vllm_connector.worker.device import batches
+    reading = worker.parts.transfers._device.read(torch.arange(3), torch.ones(2, 0))
+    assert not reading.is_done
+    assert reading.wait(0.001) is False
+    with pytest.raises(AssertionError, match="when they have arrived"):
+        reading.arrays()
+    FakeEvent.now_ms[0] = 70.0
+    assert reading.wait(60.0) is True
+    assert [array.tolist() for array in reading.arrays()] == [[0, 1, 2], [[], []]]
 
-    cache, stored, block_ids = small_cache(), segments(3), (5, 2, 7, 1, 8, 3)
-    pieces = []
-    for number, rows in enumerate(stored):
-        for start in range(0, 16, 4):  # four pieces
-            slots = cache.slot_numbers(block_ids, Span(16 * number + start, 16 * number + start + 4))
-            pieces.append(RowCopy(rows, Span(start, start + 4), 0, slots))
-    with counted_copies(monkeypatch) as copied:
-        write_copies(cache, device, pieces)
-    assert copied == [True] * 3
 
-    spans, back = [Span(16 * n, 16 * (n + 1)) for n in range(3)], [torch.empty_like(rows) for rows in stored]
-    with counted_copies(monkeypatch) as copied:
-        for batch in batches(back):
-            staged = device.room_for(back[batch])
-            assert sum(each.nbytes for each in staged) <= device._staging.nbytes
-            cache.gather(block_ids, spans[batch], staged)
-            device.to_host(staged, back[batch])
-    assert copied == [True] * 3
-    assert all(map(torch.equal, back, stored))
+def test_nothing_counts_before_the_gpu_is_past_it(worker: ConnectorWorker) -> None:
+    """All is launched, and no step waits."""
+    from kvshare.vllm_connector.metadata import StepMetadata
+
+    save(worker, 1)
+    worker.advance(StepMetadata())
+    assert worker.take_transfers().finished_sending == set()
+    report = finish(worker)
+    assert report is not None
+    assert worker.take_transfers().finished_sending == {"s"}
+    assert not report.failed_saves
+
+
+def test_a_gpu_is_given_few_batches_ahead(worker: ConnectorWorker, gpu: CudaGpu) -> None:
+    """What comes next is decided when there is room: meanwhile the thread has nothing to do."""
+    from kvshare.vllm_connector.metadata import SaveRequest, StepMetadata
+    from tests.kvshare.vllm_connector.worker import small_worker
+
+    spans = tuple((SegmentId(number), Span(0, 2)) for number in range(1, 30))
+    lane = worker.parts.transfers._device._saves  # type: ignore[attr-defined]  # a GPU's
+    lane.buffer_bytes = 2 * BYTES_PER_TOKEN
+    worker.save(StepMetadata(saves=(SaveRequest("s", (1, 2, 3), spans),)))
+    queue = small_worker.late_copies(worker)._queue
+    for _ in range(40):
+        queue.advance()
+    assert streams(gpu)["down"].done.count("down") == 8
+    FakeEvent.now_ms[0] = streams(gpu)["down"].at_ms
+    queue.advance()
+    assert streams(gpu)["down"].done.count("down") == 9
+
+
+def test_who_preempts_waits_until_blocks_are_read_on_the_gpu(
+    worker: ConnectorWorker, gpu: CudaGpu, vllm_stream: FakeStream
+) -> None:
+    """Not until the bytes have gone down, and vLLM's thread goes on at once."""
+    from kvshare.vllm_connector.worker.copying import CopyThread
+
+    save(worker, 2)
+    transfers = worker.parts.transfers
+    (under_way,) = transfers._under_way.values()
+    CopyThread().wait_until_read(under_way.job)
+    assert vllm_stream.done == ["after gather 4"]
+    assert not under_way.job.is_done
+
+
+def test_loads_and_saves_report_the_time_of_their_copies_only(worker: ConnectorWorker) -> None:
+    """Not that of vLLM's step, of 70 ms, for which they wait: a bandwidth from it would be too low."""
+    save(worker, 2)
+    report = finish(worker)
+    assert report is not None
+    assert report.stage_seconds["s"] == {"save": pytest.approx(0.002 + 2 * 0.005)}
+    load(worker, 2)
+    report = finish(worker)
+    assert report is not None
+    assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(2 * 0.003 + 0.001)}
+
+
+def test_a_batch_that_fails_leaves_its_buffer_to_others(
+    worker: ConnectorWorker, gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load fails, and no other; blocks are not given back before what it had begun is over."""
+    from kvshare.vllm_connector.metadata import StepMetadata
+
+    save(worker, 2)
+    finish(worker)
+    FakeEvent.now_ms[0] = 0.0
+    with monkeypatch.context() as patch:
+
+        def stop(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        patch.setattr(gpu, "scatter", stop)
+        load(worker, 2)
+    worker.advance(StepMetadata())
+    assert worker.take_transfers().finished_recving == set()
+    report = finish(worker)
+    assert report is not None
+    assert report.loads["l"].failed
+    load(worker, 2)
+    report = finish(worker)
+    assert report is not None
+    assert not report.loads["l"].failed
 
 
 def test_inputs_of_a_pass_are_one_copy() -> None:
@@ -250,7 +295,7 @@ def test_inputs_of_a_pass_are_one_copy() -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_memory_that_cuda_cannot_register_makes_copies_slow(
-    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     """They are made all the same, the operator reads what to do, and no later launch raises the error."""
     import torch
@@ -267,7 +312,7 @@ def test_memory_that_cuda_cannot_register_makes_copies_slow(
         host_register, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)
     )
     with caplog.at_level("WARNING", logger="vllm.kvshare"):
-        device.register(torch.empty(8))
+        gpu.register(torch.empty(8))
     assert ("cannot register 32 bytes" in caplog.text) is bool(code)
     assert ("ulimit -l" in caplog.text) is bool(code)
     assert errors[-1] == 0

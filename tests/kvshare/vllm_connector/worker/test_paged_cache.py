@@ -87,9 +87,10 @@ class TestRows:
         whole = paged.read(block_ids, Span(0, 3 * size))
         assert torch.equal(whole.k, k)
         assert torch.equal(whole.v, v)
-        row_k, row_v = paged.rows(block_ids, places)
+        row_k, row_v = paged.rows(paged.slots_at(block_ids, places))
         assert torch.equal(row_k, k[:, places])
         assert torch.equal(row_v, v[:, places])
+        assert torch.equal(paged.values(paged.slots_at(block_ids, places)), row_v)
         assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
         for span in (Span(1, 3), Span(2, 3 * size - 3), Span(size, 2 * size), Span(size - 1, size + 1)):
             part = paged.read(block_ids, span)

@@ -1,11 +1,20 @@
-"""What ranks do together before the first request: check the host's memory, and take the right GPU."""
+"""What ranks do together: check the host's memory, take the right GPU, and agree without waiting."""
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
+
+from tests.kvshare.vllm_connector.worker.small_worker import one_rank
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 
@@ -89,5 +98,111 @@ def test_copies_are_made_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(device, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(device, "CudaDevice", lambda own: own)
+    monkeypatch.setattr(device, "CudaGpu", lambda own: own)
+    monkeypatch.setattr(device, "GpuDevice", lambda gpu: gpu)
     assert str(device.device_of_this_worker()) == "cuda:3"
+
+
+SAID = [  # in each step: what each rank says, and what both know then
+    ({"a": True, "b": False}, {"a": False, "b": True}, []),
+    ({"a": True, "b": True}, {"a": True, "b": False}, []),
+    ({"b": True, "c": True}, {"b": True, "c": False}, ["a"]),
+    ({}, {}, ["b"]),
+    ({}, {}, []),
+    ({"c": True}, {"c": True}, []),
+    ({}, {}, ["c"]),
+]
+
+
+def added(values: torch.Tensor) -> torch.Tensor:
+    """What a communicator makes of the ranks' values."""
+    import torch
+
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def on_two_ranks(
+    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor], torch.Tensor] = added
+) -> list[Any]:
+    """What `work` returns on each of two processes that are ranks of one group."""
+    import torch
+
+    context = multiprocessing.get_context("fork")  # a new one would import vLLM for seconds
+    answers = [context.Queue(), context.Queue()]
+
+    def run(rank: int) -> None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
+        )
+        group = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=None, all_reduce=all_reduce)
+        with patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group):
+            answers[rank].put(work(rank))
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        return [answer.get(timeout=1) for answer in answers]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_what_all_ranks_say_is_known_a_step_later(tmp_path: Path) -> None:
+    """The same on both, whatever each says meanwhile."""
+    from kvshare.vllm_connector.worker.ranks import Agreement
+
+    def work(rank: int) -> list[list[str]]:
+        agreement = Agreement[str]()
+        return [agreement.update(step[rank]) for step in SAID]  # type: ignore[arg-type]
+
+    assert on_two_ranks(tmp_path, work) == [[known for _, _, known in SAID]] * 2
+
+
+def test_no_step_waits_for_another_rank_to_say_something(tmp_path: Path) -> None:
+    """The second rank begins its step when the first one's is over."""
+    from kvshare.vllm_connector.worker.ranks import Agreement
+
+    first_is_over = multiprocessing.get_context("fork").Event()
+
+    def work(rank: int) -> list[str]:
+        agreement = Agreement[str]()
+        if rank == 1:
+            assert first_is_over.wait(60)
+        agreement.update({"a": True})
+        first_is_over.set()
+        return agreement.update({})
+
+    assert on_two_ranks(tmp_path, work) == [["a"], ["a"]]
+
+
+def test_a_single_rank_knows_at_once() -> None:
+    from kvshare.vllm_connector.worker.ranks import Agreement
+
+    with one_rank():
+        assert Agreement[str]().update({"a": True, "b": False}) == ["a"]
+
+
+def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
+    """Also of a communicator that rounds otherwise on each rank, as adding zero never rounds."""
+    import torch
+
+    from kvshare.vllm_connector.worker.ranks import rank, summed
+
+    def all_reduce(values: torch.Tensor) -> torch.Tensor:
+        both = [torch.empty_like(values), torch.empty_like(values)]
+        torch.distributed.all_gather(both, values)
+        total = both[0] + both[1]
+        rounds_up = (both[0] != 0) & (both[1] != 0) & (rank() == 1)
+        return torch.where(rounds_up, torch.nextafter(total, torch.ones_like(total)), total)
+
+    def work(rank: int) -> list[float]:
+        return list(summed(torch.tensor([0.1, 0.3 * rank])).tolist())
+
+    first, second = on_two_ranks(tmp_path, work, all_reduce)
+    assert first == second == pytest.approx([0.1 * 2, 0.3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     HEADS,
     LAYERS,
     NUM_TOKENS,
+    is_whole,
     late_copies,
     new_worker,
     one_rank,
@@ -31,20 +32,37 @@ if TYPE_CHECKING:
 FIRST, SECOND = SegmentId(1), SegmentId(2)
 
 
+class LateAgreement:
+    """As that of processes: what both say in a step is known in the next one."""
+
+    def __init__(self, ranks: TwoRanks) -> None:
+        self._ranks = ranks
+        self._known: list[Hashable] = []
+
+    def update(self, values: Mapping[Hashable, bool]) -> list[Hashable]:
+        known, self._known = self._known, self._ranks.both(values)
+        return known
+
+
 class TwoRanks:
     """Both run each step at the same time; they agree as ranks of tensor parallelism do."""
 
     def __init__(self, workers: Sequence[ConnectorWorker]) -> None:
         self.workers = workers
         self._barrier = threading.Barrier(len(workers), timeout=10)
-        self._given: dict[int, list[bool]] = {}
+        self._given: dict[int, Mapping[Hashable, bool]] = {}
+        for worker in workers:
+            worker.parts.transfers._agreement = LateAgreement(self)  # type: ignore[assignment]  # of threads
 
-    def agreed(self, mine: Sequence[bool]) -> list[bool]:
-        self._given[threading.get_ident()] = list(mine)
+    def both(self, mine: Mapping[Hashable, bool]) -> list[Hashable]:
+        """What is true on both."""
+        self._given[threading.get_ident()] = mine
         self._barrier.wait()
-        both = [all(each) for each in zip(*self._given.values(), strict=True)]
+        one, other = self._given.values()
+        assert list(one) == list(other)
+        found = [key for key, value in one.items() if value and other[key]]
         self._barrier.wait()
-        return both
+        return found
 
     def step(self, **requested: Any) -> None:
         from kvshare.vllm_connector.metadata import StepMetadata
@@ -77,7 +95,7 @@ def worker_of_rank(number: int, buffer: torch.Tensor) -> ConnectorWorker:
     worker = new_worker(1)
     cache, forward = worker.attached.cache, worker.attached.forward
     store = SegmentStore(buffer, cache.kv_layout, num_heads=2 * HEADS, first_head=number * HEADS)
-    use(worker, Attached(cache, forward, store, shares_memory=True))
+    use(worker, Attached(cache, forward, store))
     for blocks, value in (((1, 2, 3), 1.0), ((7, 8, 9), 2.0)):
         rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value + 0.1 * number)
         cache.write(rows, -rows, cache.slots(blocks, Span(0, NUM_TOKENS)))
@@ -85,17 +103,14 @@ def worker_of_rank(number: int, buffer: torch.Tensor) -> ConnectorWorker:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRanks]:
+def ranks() -> Iterator[TwoRanks]:
     import torch
 
-    from kvshare.vllm_connector.worker import transfers
     from kvshare.vllm_connector.worker.segment_store import arena_bytes
 
     buffer = torch.empty(arena_bytes(2 * 2 * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
-    both = TwoRanks([worker_of_rank(number, buffer) for number in range(2)])
-    monkeypatch.setattr(transfers, "agreed", both.agreed)
     with one_rank():
-        yield both
+        yield TwoRanks([worker_of_rank(number, buffer) for number in range(2)])
 
 
 def test_memory_that_ranks_share_is_free_when_both_have_copied(ranks: TwoRanks) -> None:
@@ -109,11 +124,13 @@ def test_memory_that_ranks_share_is_free_when_both_have_copied(ranks: TwoRanks) 
     for worker in ranks.workers:
         copy(worker)
     ranks.step()
+    ranks.step()
     tokens, copies = tuple(range(NUM_TOKENS)), (WireCopy(FIRST, 0, NUM_TOKENS, 0, 0),)
     ranks.step(loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tokens, copies),))
     ranks.step(drops=(FIRST,), saves=(SaveRequest("t", (7, 8, 9), ((SECOND, Span(0, 12)),), True),))
     for worker in reversed(ranks.workers):
         copy(worker)
+    ranks.step()
     ranks.step()
     for number, worker in enumerate(ranks.workers):
         check_loaded_and_saved(worker, 1 + 0.1 * number)
@@ -131,7 +148,7 @@ def check_loaded_and_saved(worker: ConnectorWorker, loaded: float) -> None:
     assert not report.unreadable
     rows = worker.attached.cache.read((4, 5, 6), Span(0, NUM_TOKENS))
     assert (rows.k == torch.tensor(loaded)).all()
-    assert worker.attached.store.find([SECOND])[SECOND].is_whole
+    assert is_whole(worker.attached.store.find([SECOND])[SECOND])
 
 
 def check_freed(ranks: TwoRanks) -> None:

@@ -143,7 +143,7 @@ def test_a_load_that_a_sleep_interrupts_fails(
     report = worker.build_connector_worker_meta()
     assert report is not None
     assert all(result.failed for result in report.loads.values())
-    assert not worker.parts.transfers._copying
+    assert not worker.parts.transfers._under_way
 
 
 def test_what_begins_while_it_sleeps_fails_at_once(worker: ConnectorWorker) -> None:

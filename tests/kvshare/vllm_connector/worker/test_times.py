@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvshare.vllm_connector.worker.device import CudaDevice, Device, Times
+from kvshare.vllm_connector.worker.cuda import CudaGpu
+from kvshare.vllm_connector.worker.device import Device, GpuDevice
+from kvshare.vllm_connector.worker.times import Times
 
 
 class Event:
@@ -23,7 +25,9 @@ class Event:
 
 def test_what_the_device_has_not_done_is_not_known_yet() -> None:
     """How long it took to be given the work does not matter; the time comes a step later."""
-    times = Times(CudaDevice.__new__(CudaDevice))  # its stream and its staging buffer are not needed
+    device = GpuDevice.__new__(GpuDevice)  # its streams and its staging buffers are not needed
+    device._gpu = CudaGpu.__new__(CudaGpu)
+    times = Times(device)
     began, placed, computed = Event(0), Event(30), Event(50)
     times.add("write", began, placed, {"a": 30, "b": 10})
     times.add("pass", placed, computed, {"a": 0, "b": 5})

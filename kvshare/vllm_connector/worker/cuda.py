@@ -1,0 +1,181 @@
+"""
+A GPU of CUDA: streams and events of torch, our Triton kernels, one batched copy for many rows.
+
+Where vLLM's blocks have a layout that our kernels cannot address, torch and vLLM's own kernels do the same in
+some launches for each layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.kv_offload.cpu.host_register import host_register
+
+from delta_tree import Span
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.sums import sums
+from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.batched_copy import ByteRun, copy_runs, find_batch_function
+from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_layers
+from kvshare.vllm_connector.worker.gpu import Event, Stream
+from kvshare.vllm_connector.worker.kernel_tables import MovementTable
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+
+log = logging.getLogger("vllm.kvshare")
+
+_ADDRESSABLE = "content"  # the layout of blocks that our kernels read and write, with any strides
+
+
+class CudaGpu:
+    """See `Gpu`. Its calls of CUDA are tested with a stand-in for torch.cuda."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        own = set(Stream) - {Stream.VLLM}
+        self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
+        self._kernels = _kernels()
+        self._copy_batch = find_batch_function()
+        self._arena = torch.empty(0, dtype=torch.uint8)  # until one is registered
+        self._movements: tuple[KVLayout, MovementTable] | None = None  # of the layout that was last used
+
+    def register(self, buffer: torch.Tensor) -> None:
+        self._arena = buffer
+        # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
+        if not host_register(buffer.data_ptr(), buffer.nbytes):
+            log.warning(
+                "kvshare: CUDA cannot register %d bytes of host memory: copies will be several times slower. "
+                "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
+                buffer.nbytes,
+            )
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def is_past(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def seconds(self, begin: Event, end: Event) -> float | None:
+        return begin.elapsed_time(end) / 1000 if end.query() else None
+
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        return self._to_host(result)
+
+    def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
+        runs = [ByteRun(there, here, size) for here, there, size in self._runs(batch)]
+        with self._in(Stream.UP):
+            self._copy(staging, self._arena, runs, is_stable=True)
+
+    def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        with self._in(Stream.WRITE):
+            (expected,) = to_device(self._device, np.concatenate([part.sums() for part in batch]))
+            return self._to_host(self._sums(staging, batch) != expected)
+
+    def scatter(
+        self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
+    ) -> None:
+        with self._in(Stream.WRITE):
+            if self._kernels is None or cache.layout != _ADDRESSABLE:
+                write_layers(cache, [LayerRows(p.view(staging), p.layers, copy) for p, copy in copies])
+                return
+            staged = [each for p, c in copies for each in p.copies(c.source, c.slots, c.shift)]
+            self._kernels.scatter(cache.caches, staging, staged, self._movements_of(cache.kv_layout))
+
+    def gather(
+        self,
+        cache: PagedCache,
+        staging: torch.Tensor,
+        block_ids: Sequence[int],
+        batch: Sequence[tuple[StagedLayers, Span]],
+    ) -> None:
+        with self._in(Stream.GATHER):
+            if self._kernels is None or cache.layout != _ADDRESSABLE:
+                rows = [(part.layers, part.view(staging)) for part, _ in batch]
+                cache.gather_layers(block_ids, [span for _, span in batch], rows)
+                return
+            staged = [
+                each
+                for part, span in batch
+                for each in part.copies(Span(0, len(span)), cache.slot_numbers(block_ids, span))
+            ]
+            self._kernels.gather(cache.caches, staging, staged)
+
+    def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        with self._in(Stream.GATHER):
+            return self._to_host(self._sums(staging, batch))
+
+    def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
+        runs = [ByteRun(here, there, size) for here, there, size in self._runs(batch)]
+        with self._in(Stream.DOWN):
+            self._copy(self._arena, staging, runs, is_stable=False)
+
+    def _runs(self, batch: Sequence[StagedLayers]) -> Iterator[tuple[int, int, int]]:
+        """Where each contiguous part begins in the arena and in staging, and its bytes."""
+        arena = self._arena.data_ptr()
+        for layers in batch:
+            for rows, part in zip(layers.rows, layers.parts, strict=True):
+                yield rows.data_ptr() - arena, part.offset, rows.nbytes
+
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
+    ) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        copy_runs(self._copy_batch, target, source, runs, stream=stream, is_stable=is_stable)
+
+    def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        """(P,) on the device, of all pieces in the order of parts."""
+        if self._kernels is not None:
+            rows, parts = batch[0].stored.rows, [each for part in batch for each in part.parts]
+            found: torch.Tensor = self._kernels.sums(
+                staging, parts, dim=rows.shape[-1], itemsize=rows.itemsize
+            )
+            return found
+        of_parts = [
+            sums(part.view(staging).flatten(2), row_bytes=part.stored.row_bytes).flatten() for part in batch
+        ]
+        return torch.cat(of_parts)
+
+    def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
+        # Pinned, or the copy would wait. torch gives this memory to nobody else before it is made.
+        found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        found.copy_(numbers, non_blocking=True)
+        return found
+
+    def _movements_of(self, layout: KVLayout) -> MovementTable:
+        """On the device, copied there once."""
+        if self._movements is None or self._movements[0] is not layout:
+            self._movements = layout, MovementTable(layout.planes, self._device)
+        return self._movements[1]
+
+    def _stream(self, stream: Stream) -> Any:
+        if stream is Stream.VLLM:
+            return torch.cuda.current_stream(self._device)
+        return self._streams[stream]
+
+    @contextmanager
+    def _in(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[stream]):
+            yield
+
+
+def _kernels() -> Any:
+    """Their module; None without Triton, which it imports."""
+    if not HAS_TRITON:
+        return None
+    from kvshare.vllm_connector.worker import kernels
+
+    return kernels

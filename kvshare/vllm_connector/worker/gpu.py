@@ -1,0 +1,110 @@
+"""
+What loads and saves ask of a GPU: every call of torch.cuda, Triton and the driver that they need.
+
+    load    host memory --up--> staging --check, scatter--> vLLM's caches
+    save    vLLM's caches --gather--> staging, sums --down--> host memory
+
+Each arrow is a stream of its own. A call returns at once: it asks for work, which the GPU does after all that
+the same stream was asked for before. What is done is known by events. `cuda.py` is a real GPU; a simulated
+one has the same calls and no bytes. So nothing but these calls may look at a value in its memory or in the
+arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from delta_tree import Span
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+
+Event = Any  # a point in the order of a stream's work
+
+
+class Stream(Enum):
+    """Orders of work. What is in different ones may be done at the same time."""
+
+    VLLM = "vllm"  # the current stream of vLLM's thread: its steps, and passes over placeholders
+    UP = "up"
+    WRITE = "write"
+    GATHER = "gather"
+    DOWN = "down"
+
+
+class Gpu(Protocol):
+    """
+    Events are recorded and read by any thread. Work is asked for by the thread that copies.
+
+    A batch is layers of segments that lie in a staging buffer together.
+    """
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Prepare host memory, the arena, for copies that the host does not wait for."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """A staging buffer on the device, (bytes,) uint8. Called at the start only."""
+
+    def record(self, stream: Stream) -> Event:
+        """The current end of a stream's work."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What the stream is asked for from now on is done after the event. The host does not wait."""
+
+    def is_past(self, event: Event) -> bool:
+        """Whether the GPU has done all work before the event."""
+
+    def seconds(self, begin: Event, end: Event) -> float | None:
+        """Between two events; None while the GPU is not past the second one."""
+
+    def read(self, result: torch.Tensor) -> torch.Tensor:
+        """
+        In stream VLLM: copy a result to host memory. By vLLM's thread.
+
+        It may be read when an event that was recorded in the stream after this call is past.
+        """
+
+    def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
+        """In stream UP: copy the batch into staging, in one call."""
+
+    def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        """
+        In stream WRITE: compare the sums of all pieces in staging with the stored ones.
+
+        Shapes:  -> (P,) bool in host memory, True where they differ, by the order of `StagedLayers.sums`. It
+                 may be read when an event that was recorded in the stream after this call is past
+        """
+
+    def scatter(
+        self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
+    ) -> None:
+        """
+        In stream WRITE: write rows into the caches of their layers, rotated to their new positions.
+
+        Raises ValueError if a copy moves and the movement of a layer is not known.
+        """
+
+    def gather(
+        self,
+        cache: PagedCache,
+        staging: torch.Tensor,
+        block_ids: Sequence[int],
+        batch: Sequence[tuple[StagedLayers, Span]],
+    ) -> None:
+        """In stream GATHER: copy the rows of spans into staging, in the order of extents."""
+
+    def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+        """
+        In stream GATHER: the sums of all pieces in staging, see `kv/sums.py`.
+
+        Shapes:  -> (P,) int64 in host memory, in the order and to be read as that of `check`
+        """
+
+    def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
+        """In stream DOWN: copy the batch from staging to where it is stored, in one call."""

