@@ -40,7 +40,7 @@ def test_what_just_fits_is_taken() -> None:
     """The last byte, token, slot and piece."""
     table = token_table(COPY)
     assert table.columns.shape == (6, 7)
-    assert table.pieces == range(2, 14)
+    assert table.programs.tolist() == [[0] * 12, list(range(12))]
     assert table.shifts.tolist() == [0, 3]
 
 
