@@ -50,7 +50,7 @@ def gather(caches: Sequence[torch.Tensor], staging: torch.Tensor, copies: Sequen
     Raises:  ValueError for caches or parts that cannot be addressed
     """
     table = _table(caches, staging, copies)
-    if not table.columns.size:
+    if not table.programs.size:
         return
     pointers, tokens, programs = to_device(staging.device, _pointers(caches), table.columns, table.programs)
     gather_rows[(table.programs.shape[1],)](
@@ -73,7 +73,7 @@ def scatter(
     """
     table = _table(caches, staging, copies)
     movements.check(table.shifts, caches[0].dtype)
-    if not table.columns.size:
+    if not table.programs.size:
         return
     pointers, tokens, programs, shifts = to_device(
         staging.device, _pointers(caches), table.columns, table.programs, table.shifts

@@ -83,6 +83,11 @@ def test_sums_outside_of_staging_are_refused() -> None:
 def test_nothing_to_do_is_no_error() -> None:
     """Of neither kind."""
     assert token_table().columns.shape == (6, 0)
+    without_pieces, without_tokens = (
+        replace(PART, num_pieces=0),
+        replace(COPY, source=Span(3, 3), slots=COPY.slots[:0]),
+    )
+    assert token_table(replace(COPY, part=without_pieces), without_tokens).programs.size == 0
     assert SumTable.of([], FORM).num_programs == 0
 
 
