@@ -82,6 +82,15 @@ class Job:
     def wait_until_launched(self, timeout_s: float | None = None) -> None:
         self._launched.wait(timeout_s)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be advanced. Where the device cannot say, that shows when it is."""
+        try:
+            return self.work.has_room
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            self._fail(exc)
+            return True
+
     def advance(self) -> None:
         """Its next batch. On the thread that copies."""
         try:
@@ -139,7 +148,7 @@ class CopyQueue:
     def advance(self) -> Job | None:
         """The next batch of the job that is due first, of those that have room. Returns the job."""
         with self.changed:
-            ready = [job for job in self._jobs if job.work.has_room]
+            ready = [job for job in self._jobs if job.has_room]
             job = min(ready, key=lambda job: job.due_s, default=None)
         if job is not None:
             job.advance()

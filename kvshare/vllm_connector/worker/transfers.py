@@ -149,7 +149,7 @@ class Transfers:
         """
         known = set(self._agreement.update(dict(self._said())))
         arrived = []
-        for number in [number for number in self._under_way if (number, "done") in known]:
+        for number in self._finished(known):
             each = self._under_way.pop(number)
             transfer, is_whole = each.transfer, (number, "whole") in known and not each.is_lost
             self._store.release(transfer.segments)
@@ -213,6 +213,18 @@ class Transfers:
                 for segment_id in sorted(load.wanted):
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
+    def _finished(self, known: Collection[Hashable]) -> list[int]:
+        """Those that are done. A request's saves are finished in order: the last one ends the request."""
+        finished, unfinished = [], set[str]()
+        for number, each in self._under_way.items():
+            request_id = each.transfer.request.request_id
+            is_later_save = isinstance(each.transfer, _Save) and request_id in unfinished
+            if (number, "done") in known and not is_later_save:
+                finished.append(number)
+            elif isinstance(each.transfer, _Save):
+                unfinished.add(request_id)
+        return finished
+
     def _ended(self) -> Iterable[_UnderWay]:
         """What is under way, when all copies of this rank have ended."""
         for each in self._under_way.values():
@@ -223,6 +235,9 @@ class Transfers:
 
     def _find_room(self, save: _Save) -> None:
         """Begin a save if there is room, let it wait if there will be."""
+        if self._without_room:  # in order, see `_finished`
+            self._without_room.append(save)
+            return
         targets: dict[SegmentId, Stored] = {}
         try:
             for segment_id, span in save.request.spans:
