@@ -3,7 +3,7 @@ A second thread, which copies for the worker: batch by batch, the most urgent jo
 
     due    a job is due so many seconds after it was submitted as its bytes take, a save some time later. The
            job that is due first has the next batch: short loads overtake long ones, loads overtake saves, and
-           as nobody's time moves, none waits for ever. What vLLM's thread waits for is due at once
+           none waits for ever, as its time does not move. What vLLM's thread waits for is due at once
     room   a GPU is given some batches ahead and no more: what comes next is not decided long before
 
 On a GPU a batch is launched, on a CPU the thread copies itself. The order does not protect bytes: see
@@ -140,7 +140,7 @@ class CopyQueue:
         return job
 
     def hurry(self, job: Job) -> None:
-        """Somebody waits for it."""
+        """vLLM's thread waits for it."""
         with self.changed:
             job.due_s = float("-inf")
             self.changed.notify()

@@ -150,7 +150,7 @@ class CudaGpu:
         return torch.cat(of_parts)
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
-        # Pinned, or the copy would wait. torch gives this memory to nobody else before it is made.
+        # Pinned, or the copy would wait. torch does not reuse this memory before it is made.
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         found.copy_(numbers, non_blocking=True)
         return found

@@ -69,10 +69,11 @@ def pretended(store: SegmentStore, buffer_bytes: int) -> Device:
 
     from kvshare.vllm_connector.worker.device import GpuDevice
     from kvshare.vllm_connector.worker.gpu_copies import Lane
-    from tests.kvshare.vllm_connector.worker.pretended_gpu import Gpu, one_stream
+    from tests.kvshare.vllm_connector.worker.one_stream import OneStream
+    from tests.kvshare.vllm_connector.worker.pretended_gpu import Gpu
 
     made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
-    made._gpu = one_stream(Gpu(), torch.device("cpu"))
+    made._gpu = OneStream(Gpu(), torch.device("cpu"))
     made._gpu.register(store.arena.buffer)
     made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
     return made
