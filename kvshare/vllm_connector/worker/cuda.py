@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.kv_offload.cpu.host_register import host_register
 
 from delta_tree import Span
@@ -174,6 +173,8 @@ class CudaGpu:
 
 def _kernels() -> Any:
     """Their module; None without Triton, which it imports."""
+    from vllm.triton_utils import HAS_TRITON
+
     if not HAS_TRITON:
         return None
     from kvshare.vllm_connector.worker import kernels
