@@ -48,6 +48,7 @@ class CudaGpu:
         self._arena = buffer
         # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
         if not host_register(buffer.data_ptr(), buffer.nbytes):
+            self._copy_batch = None  # torch can copy any host memory
             log.warning(
                 "kvshare: CUDA cannot register %d bytes of host memory: copies will be several times slower. "
                 "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",

@@ -29,6 +29,7 @@ from kvshare.vllm_connector.worker.start import Attached
 
 log = logging.getLogger("vllm.kvshare")
 
+_CLOSE_S = 10.0
 MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
 
 
@@ -135,11 +136,7 @@ class Transfers:
 
     def wait_for_loads(self) -> None:
         """For a short time: in a step without a forward pass there is nothing else to do."""
-        lap, waited = LapTimer(), 0.0
-        for _, each in self._loads():
-            if waited < MAX_WAIT_S:
-                self._copies.wait(each.job, MAX_WAIT_S - waited)
-                waited += lap()
+        self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
 
     def take_arrived(self) -> list[PendingLoad]:
         """
@@ -192,7 +189,15 @@ class Transfers:
 
     def close(self) -> None:
         """Waits for copies under way, whose memory is about to be freed."""
+        self._wait([each.job for each in self._under_way.values()], _CLOSE_S)
         self._copies.close()
+
+    def _wait(self, jobs: Iterable[Job], max_wait_s: float) -> None:
+        lap, waited = LapTimer(), 0.0
+        for job in jobs:
+            if waited < max_wait_s:
+                self._copies.wait(job, max_wait_s - waited)
+                waited += lap()
 
     def _begin(self, transfer: PendingLoad | _Save, job: Job) -> None:
         self._store.hold(transfer.segments)

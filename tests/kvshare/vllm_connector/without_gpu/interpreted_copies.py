@@ -20,8 +20,9 @@ from tests.kvshare.vllm_connector.worker.copy_case import differences
 def main() -> None:
     for line in sys.stdin:
         try:
+            dtype, heads, dim, num_fitting = json.loads(line)["case"]
             with torch.inference_mode():
-                answer: object = differences(*json.loads(line)["case"], kernels=kernels)
+                answer: object = differences(dtype, heads, dim, num_fitting, kernels)
         except Exception:  # noqa: BLE001  the test shows it
             answer = {"error": traceback.format_exc()}
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -5,6 +5,7 @@ stream, and which times are theirs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -221,6 +222,20 @@ def test_loads_and_saves_report_the_time_of_their_copies_only(worker: ConnectorW
     report = finish(worker)
     assert report is not None
     assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(2 * 0.003 + 0.001)}
+
+
+def test_an_end_waits_for_copies_under_way(worker: ConnectorWorker) -> None:
+    """Their memory is freed after it; the thread has launched them long before."""
+    from kvshare.vllm_connector.worker.copying import CopyThread
+
+    save(worker, 2)
+    transfers = worker.parts.transfers
+    transfers._copies = CopyThread()
+    timer = threading.Timer(0.05, lambda: FakeEvent.now_ms.__setitem__(0, float("inf")))
+    timer.start()
+    worker.close()
+    assert FakeEvent.now_ms == [float("inf")]
+    timer.join()
 
 
 def test_a_batch_that_fails_leaves_its_buffer_to_others(
