@@ -1,15 +1,13 @@
 """
-Many runs of bytes between two buffers, host and device, by one call: cuMemcpyBatchAsync of CUDA 12.8.
+Many tensors copied between host and device by one call of the driver: cuMemcpyBatchAsync of CUDA 12.8.
 
-Where the driver is older, or is ROCm's, torch copies each run. Runs that follow each other in both buffers
-are joined first. Nothing here waits for a copy.
+Where the driver is older, or is ROCm's, torch copies each tensor. Nothing here waits for a copy.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,15 +51,6 @@ BATCH_FUNCTION = ctypes.CFUNCTYPE(  # it releases Python's lock
 BatchFunction = Callable[..., int]
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
-    """Bytes to copy, and where they begin in each buffer."""
-
-    target: int
-    source: int
-    num_bytes: int
-
-
 def find_batch_function(driver: Any = None) -> BatchFunction | None:
     """The driver's function, or None if it has none. `driver`: libcuda, loaded if it is not given."""
     try:
@@ -76,41 +65,38 @@ def find_batch_function(driver: Any = None) -> BatchFunction | None:
     return BATCH_FUNCTION(address.value) if error == 0 and address.value else None
 
 
-def copy_runs(
+def copy_all(
     function: BatchFunction | None,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    runs: list[ByteRun],
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
     *,
     stream: int,
     is_stable: bool,
 ) -> None:
     """
-    Copy runs from one buffer to the other, in a stream. Their order among each other is undefined.
+    Copy each source to its target, in a stream. Their order among each other is undefined.
 
     `stream`: the handle of torch's current stream, not the default one. `is_stable`: nothing launched before
-    still writes the source, as with host memory at rest, so that it may be read before its turn.
+    still writes the sources, as with host memory at rest, so that they may be read before their turn.
 
-    Shapes:  target, source (bytes,) uint8; host memory must be registered
-    Raises:  ValueError for a run outside of a buffer; RuntimeError if the driver refuses
+    Shapes:  targets and sources of the same sizes and dtype, contiguous; host memory must be registered
+    Raises:  ValueError for tensors of another form; RuntimeError if the driver refuses
     """
-    joined = _joined(runs)
-    _check(target, source, joined)
-    if not len(joined):
-        return
+    for target, source in zip(targets, sources, strict=True):
+        _check(target, source)
     if function is None:
-        for to, start, size in joined.tolist():
-            target[to : to + size].copy_(source[start : start + size], non_blocking=True)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
         return
     if not stream:
         raise ValueError("batched copies cannot run in CUDA's default stream")
-    targets, sources, sizes = np.ascontiguousarray(joined.T).astype(np.uint64)
-    targets += np.uint64(target.data_ptr())
-    sources += np.uint64(source.data_ptr())
+    to, start, sizes = _joined(targets, sources)
+    if not len(sizes):
+        return
     order = _AT_ANY_TIME if is_stable else _IN_STREAM_ORDER
     failed = ctypes.c_size_t(_NO_COPY)
     error = function(
-        targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
+        to.ctypes.data, start.ctypes.data, sizes.ctypes.data, len(sizes),
         ctypes.byref(_Attributes(source_access_order=order)), ctypes.byref(ctypes.c_size_t(0)), 1,
         ctypes.byref(failed), stream,
     )  # fmt: skip
@@ -119,22 +105,23 @@ def copy_runs(
         raise RuntimeError(f"cuMemcpyBatchAsync: CUDA error {error} for {len(sizes)} copies{which}")
 
 
-def _joined(runs: list[ByteRun]) -> NDArray[np.int64]:
-    """(runs, 3): target, source, bytes; without empty ones, and one where the next begins at its end."""
-    given = [(run.target, run.source, run.num_bytes) for run in runs if run.num_bytes]
-    each: NDArray[np.int64] = np.array(given, np.int64).reshape(-1, 3)
-    if not len(each):
-        return each
-    ends = each[:-1, :2] + each[:-1, 2:]
-    begins = np.flatnonzero(np.concatenate([[True], (each[1:, :2] != ends).any(axis=1)]))
-    sizes: NDArray[np.int64] = np.add.reduceat(each[:, 2:], begins)
-    return np.concatenate([each[begins, :2], sizes], axis=1)
+def _check(target: torch.Tensor, source: torch.Tensor) -> None:
+    if (target.shape, target.dtype) != (source.shape, source.dtype):
+        raise ValueError(
+            f"a copy of {source.dtype} {tuple(source.shape)} to {target.dtype} {tuple(target.shape)}"
+        )
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(f"a copy between strides {source.stride()} and {target.stride()}")
 
 
-def _check(target: torch.Tensor, source: torch.Tensor, runs: NDArray[np.int64]) -> None:
-    for name, buffer, begin in (("target", target, runs[:, 0]), ("source", source, runs[:, 1])):
-        ends = begin + runs[:, 2]
-        if (begin < 0).any() or (runs[:, 2] < 0).any() or (ends > buffer.nbytes).any():
-            raise ValueError(
-                f"copies of bytes {begin.min()} to {ends.max()} of the {name}, which has {buffer.nbytes}"
-            )
+def _joined(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+    """(3, copies): addresses of targets and of sources, bytes. Neighbours in both are joined."""
+    pairs = zip(targets, sources, strict=True)
+    places = [(t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in pairs if s.nbytes]
+    each = np.array(places, np.uint64).reshape(-1, 3)
+    if not places:
+        return each.T
+    follows = (each[1:, :2] == each[:-1, :2] + each[:-1, 2:]).all(axis=1)
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    sizes: NDArray[np.uint64] = np.add.reduceat(each[:, 2:], begins)
+    return np.ascontiguousarray(np.concatenate([each[begins, :2], sizes], axis=1).T)

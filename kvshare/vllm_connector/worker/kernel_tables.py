@@ -6,6 +6,7 @@ tokens have. Arrays on the host, made without a loop over tokens; nothing here n
     piece      one (head, layer) of a segment: 2 T D elements. Piece p is of head p // L and layer p % L
     part       consecutive pieces of one segment, in a staging buffer: a batch is cut at pieces
     token      a column of the table: all that a program needs to find the token's rows in every piece
+    block      consecutive tokens of the table. A program copies one block's rows of one piece of each token
 
 Alphabet: L layers, T tokens, H kv heads of this rank, D head dim; M movements, S shifts.
 """
@@ -27,6 +28,7 @@ from kvshare.kv.sums import word_of
 from kvshare.kv.to_device import to_device
 
 ALIGNMENT = 16  # bytes, of parts in staging: the widest load of a GPU's thread
+TILE_BYTES = 4096  # of K, and as many of V, that a program copies
 MOVABLE = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_WORDS = 4096  # that a program adds up
 
@@ -77,6 +79,11 @@ class StagingForm:
         """Elements of which all offsets are multiples."""
         return gcd(self.dim, ALIGNMENT // self.itemsize)
 
+    @property
+    def block(self) -> int:
+        """Tokens that a program copies, a power of two."""
+        return max(1, TILE_BYTES // self.itemsize >> (self.dim - 1).bit_length())
+
     def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
         """
         (4, P): offset, tokens, first piece, number of pieces.
@@ -100,16 +107,17 @@ class StagingForm:
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTable:
     """
-    One column for each token of all copies.
+    One column for each token of all copies, and one for each program.
 
     Shapes:  columns (6, T) int64: where its row of K of the part's first piece begins, in units;
-             T of its segment; the part's first piece; the end of its pieces; slot; number of its shift
+             T of its segment; the part's first piece; how many it has; slot; number of its shift
              shifts (S,); the first one is 0
+             programs (2, P) int32: its block of tokens; its piece, counted from the first one of each part
     """
 
     columns: NDArray[np.int64]
     shifts: NDArray[np.float64]
-    pieces: range  # that any part has
+    programs: NDArray[np.int32]
 
     @classmethod
     def of(
@@ -122,22 +130,28 @@ class TokenTable:
         start, lengths = source[:, 0], source[:, 1] - source[:, 0]
         slots = np.concatenate([np.zeros(0, np.int64), *(copy.slots for copy in copies)])
         offset, num_tokens, first, count = staging.table([copy.part for copy in copies])
-        end = first + count
         if [len(copy.slots) for copy in copies] != lengths.tolist():
             raise ValueError(f"{len(slots)} slots for {lengths.sum()} tokens: each copy must have as many")
         if (start < 0).any() or (source[:, 1] > num_tokens).any():
             raise ValueError("a copy has tokens that are not in its segment")
         if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
             raise ValueError(f"slots {slots.min()} to {slots.max()} of a cache that has {num_slots}")
-        if (end > num_pieces).any():
-            raise ValueError(f"pieces up to {end.max()} of a cache that has {num_pieces}")
+        if (first + count > num_pieces).any():
+            raise ValueError(f"pieces up to {(first + count).max()} of a cache that has {num_pieces}")
         row = offset // (staging.itemsize * staging.unit) + start * (staging.dim // staging.unit)
-        of_copies = np.array([row, num_tokens, first, end, np.cumsum(lengths) - lengths, shift], np.int64)
+        of_copies = np.array([row, num_tokens, first, count, np.cumsum(lengths) - lengths, shift], np.int64)
         columns = np.repeat(of_copies, lengths, axis=1)
         columns[0] += (np.arange(len(slots)) - columns[4]) * (staging.dim // staging.unit)
         columns[4] = slots
-        pieces = range(int(first.min(initial=1 << 30)), int(end.max(initial=0)))
-        return cls(columns, np.array(list(numbers), np.float64), pieces)
+        return cls(columns, np.array(list(numbers), np.float64), _programs(columns[3], staging.block))
+
+
+def _programs(counts: NDArray[np.int64], block: int) -> NDArray[np.int32]:
+    """For each block as many programs as the tokens in it have pieces: none has nothing to do."""
+    most = np.maximum.reduceat(counts, np.arange(0, len(counts), block)) if len(counts) else counts
+    blocks = np.repeat(np.arange(len(most), dtype=np.int32), most)
+    before = np.repeat((np.cumsum(most) - most).astype(np.int32), most)
+    return np.array([blocks, np.arange(len(blocks), dtype=np.int32) - before])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ stream. What is to be done stands in a table of `kernel_tables.py`, which each c
 
     staging    [k, v][token][dim] of each piece, one after the other
     caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
-    program    some tokens of one piece; or one chunk of a piece that is added up
+    program    a block of tokens and one piece of each; or one chunk of a piece that is added up
 
 Elements are copied as integers of their size, so that rows that do not move keep every bit.
 """
@@ -36,7 +36,6 @@ from kvshare.vllm_connector.worker.kernel_tables import (
     TokenTable,
 )
 
-TILE = 2048  # elements of K, and as many of V, that a program copies
 SUM_BLOCK = 1024  # words that a program reads at once
 PARTS_AT_ONCE = 256  # among which a program looks for its own
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -51,11 +50,12 @@ def gather(caches: Sequence[torch.Tensor], staging: torch.Tensor, copies: Sequen
     Raises:  ValueError for caches or parts that cannot be addressed
     """
     table = _table(caches, staging, copies)
-    if not table.columns.size:
+    if not table.programs.size:
         return
-    pointers, tokens = to_device(staging.device, _pointers(caches), table.columns)
-    grid, form = _form(caches, table)
-    gather_rows[grid](_elements(staging, caches), pointers, tokens, **form)
+    pointers, tokens, programs = to_device(staging.device, _pointers(caches), table.columns, table.programs)
+    gather_rows[(table.programs.shape[1],)](
+        _elements(staging, caches), pointers, programs, tokens, table.columns.shape[1], **_form(caches)
+    )
 
 
 def scatter(
@@ -73,16 +73,18 @@ def scatter(
     """
     table = _table(caches, staging, copies)
     movements.check(table.shifts, caches[0].dtype)
-    if not table.columns.size:
+    if not table.programs.size:
         return
-    pointers, tokens, shifts = to_device(staging.device, _pointers(caches), table.columns, table.shifts)
+    pointers, tokens, programs, shifts = to_device(
+        staging.device, _pointers(caches), table.columns, table.programs, table.shifts
+    )
     cos, sin = movements.angles(shifts)
     number = _FLOATS.get(caches[0].dtype)
     moves_k, moves_v = (moves and number is not None for moves in movements.moves)
-    grid, form = _form(caches, table)
-    scatter_rows[grid](
-        _elements(staging, caches), pointers, tokens, cos, sin, movements.partners, movements.number_of,
-        num_movements=len(movements.partners), MOVES_K=moves_k, MOVES_V=moves_v, FLOAT=number, **form,
+    scatter_rows[(table.programs.shape[1],)](
+        _elements(staging, caches), pointers, programs, tokens, table.columns.shape[1],
+        cos, sin, movements.partners, movements.number_of, len(movements.partners),
+        MOVES_K=moves_k, MOVES_V=moves_v, FLOAT=number, **_form(caches),
         enable_fp_fusion=False,  # rounded as by torch's operations
     )  # fmt: skip
 
@@ -136,73 +138,65 @@ def _elements(staging: torch.Tensor, caches: Sequence[torch.Tensor]) -> torch.Te
     return _whole(staging).view(_INTEGERS[caches[0].itemsize])
 
 
-def _form(caches: Sequence[torch.Tensor], table: TokenTable) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and arguments of both kernels. All but the first two are the same for every batch."""
+def _form(caches: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Arguments of both kernels that are the same for every batch."""
     _, _, size, width = caches[0].shape
     stride_block, stride_head, stride_token, _ = caches[0].stride()
-    padded = triton.next_power_of_2(width // 2)
-    at_once = max(1, TILE // padded)
-    num_tokens = table.columns.shape[1]
-    return (triton.cdiv(num_tokens, at_once), len(table.pieces)), {
-        "num_tokens": num_tokens,
-        "first_piece": table.pieces.start,
+    staging = StagingForm(0, width // 2, caches[0].itemsize)
+    return {
         "stride_block": stride_block,
         "stride_head": stride_head,
         "stride_token": stride_token,
         "NUM_LAYERS": len(caches),
         "BLOCK_SIZE": size,
-        "DIM": width // 2,
-        "PADDED": padded,
-        "UNIT": StagingForm(0, width // 2, caches[0].itemsize).unit,
-        "TOKENS": at_once,
+        "DIM": staging.dim,
+        "PADDED": triton.next_power_of_2(staging.dim),
+        "UNIT": staging.unit,
+        "TOKENS": staging.block,
     }
 
 
 @triton.jit
 def _find_rows(
-    tokens, num_tokens, piece, stride_block, stride_head, stride_token,
+    pointers, programs, tokens, num_tokens, stride_block, stride_head, stride_token,
     NUM_LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """
-    For each token of this program: where its K begins in staging, how far on its V is there, where both are
-    in a layer's cache, the number of its shift, and whether its part has this piece.
+    For each token of this program: where its K begins in staging and how far on its V is there, its layer's
+    cache and where both begin in that, its layer, its shift's number, and whether its part has this piece.
     """
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    program = tl.program_id(0)
+    token = tl.load(programs + program) * TOKENS + tl.arange(0, TOKENS)
+    index = tl.load(programs + tl.num_programs(0) + program)
     is_token = token < num_tokens
     column = tokens + token
     start = tl.load(column, is_token, other=0) * UNIT
     length = tl.load(column + num_tokens, is_token, other=0) * DIM
-    first = tl.load(column + 2 * num_tokens, is_token, other=0)
-    end = tl.load(column + 3 * num_tokens, is_token, other=0)
+    piece = tl.load(column + 2 * num_tokens, is_token, other=0) + index
+    has_piece = index < tl.load(column + 3 * num_tokens, is_token, other=0)
     slot = tl.load(column + 4 * num_tokens, is_token, other=0)
     shift = tl.load(column + 5 * num_tokens, is_token, other=0)
-    head = (piece // NUM_LAYERS).to(tl.int64)
-    cached = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token + head * stride_head
-    staged = start + (piece - first) * 2 * length
-    return staged, length, cached, shift, (piece >= first) & (piece < end)
+    layer = piece % NUM_LAYERS
+    cached = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    cached += piece // NUM_LAYERS * stride_head
+    cache = tl.load(pointers + layer, has_piece, other=0)
+    return start + index * 2 * length, length, cache, cached, layer, shift, has_piece
 
 
-@triton.jit
-def _cache_of(pointers, layer, staging):
-    cache = tl.load(pointers + layer).to(staging.dtype)
-    return tl.multiple_of(cache, 16)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "first_piece"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def gather_rows(
-    staging, pointers, tokens, num_tokens, first_piece, stride_block, stride_head, stride_token,
+    staging, pointers, programs, tokens, num_tokens, stride_block, stride_head, stride_token,
     NUM_LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     UNIT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    piece = first_piece + tl.program_id(1)
-    staged, v_ahead, cached, _, has_piece = _find_rows(
-        tokens, num_tokens, piece, stride_block, stride_head, stride_token,
+    staged, v_ahead, cache, cached, _, _, has_piece = _find_rows(
+        pointers, programs, tokens, num_tokens, stride_block, stride_head, stride_token,
         NUM_LAYERS, BLOCK_SIZE, DIM, UNIT, TOKENS,
     )  # fmt: skip
     dims = tl.arange(0, PADDED)[None, :]
     inside = has_piece[:, None] & (dims < DIM)
-    there = _cache_of(pointers, piece % NUM_LAYERS, staging) + cached[:, None] + dims
+    there = tl.multiple_of(cache.to(staging.dtype), 16)[:, None] + cached[:, None] + dims
     here = staging + staged[:, None] + dims
     k = tl.load(there, inside)
     v = tl.load(there + DIM, inside)
@@ -216,48 +210,44 @@ def _moved(
     DIM: tl.constexpr, PADDED: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Rows (TOKENS, PADDED) from `staged`, rotated where they move; else bit by bit as they are."""
-    dims = tl.arange(0, PADDED)
-    partner = tl.load(partners + movement * DIM + dims, dims < DIM, other=0)[None, :]
+    dims = tl.arange(0, PADDED)[None, :]
+    partner = tl.load(partners + movement[:, None] * DIM + dims, inside, other=0)
     others = tl.load(staged + partner, inside, other=0)
-    angle = (shift * num_movements + movement)[:, None] * DIM + dims[None, :]
+    angle = (shift * num_movements + movement)[:, None] * DIM + dims
     x = rows.to(FLOAT, bitcast=True).to(tl.float32)
     y = others.to(FLOAT, bitcast=True).to(tl.float32)
     turned = x * tl.load(cos + angle, inside, other=0) + y * tl.load(sin + angle, inside, other=0)
-    moves = (shift != 0)[:, None] & (partner != dims[None, :])
-    return tl.where(moves, turned.to(FLOAT).to(rows.dtype, bitcast=True), rows)
+    return tl.where(partner != dims, turned.to(FLOAT).to(rows.dtype, bitcast=True), rows)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_piece", "num_movements"])
+@triton.jit(do_not_specialize=["num_tokens", "num_movements"])
 def scatter_rows(
-    staging, pointers, tokens, cos, sin, partners, number_of, num_movements,
-    num_tokens, first_piece, stride_block, stride_head, stride_token,
+    staging, pointers, programs, tokens, num_tokens, cos, sin, partners, number_of, num_movements,
+    stride_block, stride_head, stride_token,
     NUM_LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     UNIT: tl.constexpr, TOKENS: tl.constexpr,
     MOVES_K: tl.constexpr, MOVES_V: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    piece = first_piece + tl.program_id(1)
-    layer = piece % NUM_LAYERS
-    staged, v_ahead, cached, shift, has_piece = _find_rows(
-        tokens, num_tokens, piece, stride_block, stride_head, stride_token,
+    staged, v_ahead, cache, cached, layer, shift, has_piece = _find_rows(
+        pointers, programs, tokens, num_tokens, stride_block, stride_head, stride_token,
         NUM_LAYERS, BLOCK_SIZE, DIM, UNIT, TOKENS,
     )  # fmt: skip
     dims = tl.arange(0, PADDED)[None, :]
     inside = has_piece[:, None] & (dims < DIM)
-    there = _cache_of(pointers, layer, staging) + cached[:, None] + dims
+    there = tl.multiple_of(cache.to(staging.dtype), 16)[:, None] + cached[:, None] + dims
     of_k = staging + staged[:, None]
     of_v = of_k + v_ahead[:, None]
-    any_moves = tl.max(shift, 0) > 0
     k = tl.load(of_k + dims, inside)
     v = tl.load(of_v + dims, inside)
     if MOVES_K:
-        movement = tl.load(number_of + layer)
-        if any_moves & (movement > 0):
+        movement = tl.load(number_of + layer, has_piece & (shift != 0), other=0)
+        if tl.max(movement, 0) > 0:
             k = _moved(
                 k, of_k, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
             )
     if MOVES_V:
-        movement = tl.load(number_of + NUM_LAYERS + layer)
-        if any_moves & (movement > 0):
+        movement = tl.load(number_of + NUM_LAYERS + layer, has_piece & (shift != 0), other=0)
+        if tl.max(movement, 0) > 0:
             v = _moved(
                 v, of_v, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
             )

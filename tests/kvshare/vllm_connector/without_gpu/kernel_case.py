@@ -137,6 +137,15 @@ def _cut_at_pieces(batch: Batch) -> None:
     batch.copy(head, Span(0, 7), -FAR)
 
 
+def _cut_at_layers(batch: Batch) -> None:
+    """Of one segment the last layer of each head, of another all: blocks of tokens have parts of both."""
+    case = batch.case
+    for head in range(case.num_heads):
+        last = (head + 1) * case.num_layers
+        batch.copy(batch.add(41, range(last - 1, last)), Span(3, 41), 5)
+    batch.copy(batch.add(9, range(case.num_pieces)), Span(0, 9), -5)
+
+
 def _without_movement(batch: Batch) -> None:
     tail = batch.add(5, range(1, batch.case.num_pieces), of_bits=True)
     whole = batch.add(23, range(batch.case.num_pieces), of_bits=True)
@@ -161,6 +170,7 @@ def _long(batch: Batch) -> None:
 
 BATCHES = {
     "cut at pieces": _cut_at_pieces,
+    "cut at layers": _cut_at_layers,
     "without movement": _without_movement,
     "scattered": _scattered,
     "long": _long,

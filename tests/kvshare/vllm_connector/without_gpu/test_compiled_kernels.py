@@ -26,12 +26,10 @@ from kvshare.vllm_connector.worker.kernel_tables import MovementTable, StagedCop
 CPU = torch.device("cpu")
 MAX_REGISTERS = 128  # of a thread: 4 programs of 128 threads have room on a multiprocessor of 65,536
 
-# In the order of the memory, B blocks of N = 16: FlashAttention's and FlashInfer's.
+# `order`: of the memory. Other orders have other strides only, of which all are multiples of 16, too.
 FORMS: dict[str, dict[str, Any]] = {
     "Llama 8B, NHD": {"dim": 128, "layers": 36, "dtype": torch.bfloat16, "order": (0, 2, 1, 3)},
-    "Llama 8B, HND": {"dim": 128, "layers": 36, "dtype": torch.bfloat16, "order": (0, 1, 2, 3)},
     "Llama 1B, float32": {"dim": 64, "layers": 16, "dtype": torch.float32, "order": (0, 2, 1, 3)},
-    "Gemma 2 9B": {"dim": 256, "layers": 42, "dtype": torch.bfloat16, "order": (0, 2, 1, 3)},
     "Phi-2": {"dim": 80, "layers": 32, "dtype": torch.float16, "order": (0, 2, 1, 3)},
     "Llama 8B, fp8": {"dim": 128, "layers": 36, "dtype": torch.float8_e4m3fn, "order": (0, 2, 1, 3)},
 }

@@ -32,6 +32,7 @@ CASES: list[dict[str, Any]] = [
     *({"movement": name} for name in ("interleaved", "first dimensions", "last dimensions", "values, too")),
     {"movement": "by layer", "num_layers": 3},
     {"movement": "nothing"},
+    {"batch": "cut at layers", "num_layers": 3, "movement": "by layer"},
     {"batch": "scattered"},
     {"batch": "long"},
 ]

@@ -40,7 +40,7 @@ def test_what_just_fits_is_taken() -> None:
     """The last byte, token, slot and piece."""
     table = token_table(COPY)
     assert table.columns.shape == (6, 7)
-    assert table.pieces == range(2, 14)
+    assert table.programs.tolist() == [[0] * 12, list(range(12))]
     assert table.shifts.tolist() == [0, 3]
 
 
@@ -83,6 +83,11 @@ def test_sums_outside_of_staging_are_refused() -> None:
 def test_nothing_to_do_is_no_error() -> None:
     """Of neither kind."""
     assert token_table().columns.shape == (6, 0)
+    without_pieces, without_tokens = (
+        replace(PART, num_pieces=0),
+        replace(COPY, source=Span(3, 3), slots=COPY.slots[:0]),
+    )
+    assert token_table(replace(COPY, part=without_pieces), without_tokens).programs.size == 0
     assert SumTable.of([], FORM).num_programs == 0
 
 
