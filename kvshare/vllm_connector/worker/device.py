@@ -138,7 +138,7 @@ class CudaDevice(Device):
         return bool(mark.query())
 
     def read(self, *results: torch.Tensor) -> Reading:
-        # Pinned, or the copies would wait. torch gives this memory to nobody else before they are made.
+        # Pinned, or the copies would wait. torch does not give this memory away before they are made.
         copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in results]
         for copy, result in zip(copies, results, strict=True):
             copy.copy_(result, non_blocking=True)

@@ -66,17 +66,13 @@ def worker_on(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> Con
     from kvshare.vllm_connector.worker.start import Attached
 
     class OneStream(device.CudaDevice):
-        """All in one order, as on the CPU; what is read from it is late if the test says so."""
+        """All in one order, as on the CPU."""
 
         mark, seconds = device.Device.mark, device.Device.seconds
-        run_after = device.Device.run_after
-        is_late = False
+        run_after, is_reached = device.Device.run_after, device.Device.is_reached
 
         def __init__(self) -> None:
             self._device, self._staging = CUDA, torch.zeros(device.STAGING_BYTES, device=CUDA).byte()
-
-        def is_reached(self, mark: object) -> bool:
-            return not self.is_late
 
     class Layers(PartialForward):
         def __init__(self) -> None:
@@ -193,16 +189,16 @@ def test_a_choice_comes_down_once_for_each_result(
 ) -> None:
     """What the tail attends to and what the probes changed. No step waits for it, however late it is."""
     worker = worker_on(gpu, monkeypatch, num_layers)
-    device: Any = worker.parts.placeholders._device
+    device = worker.parts.placeholders._device
     save(worker, 1)
     step(worker, loads=(load(num_runs, chooses=True),))
     copy(worker)
     with counted(gpu) as seen:
-        device.is_late = True
-        for _ in range(3):
-            step(worker)
-            assert not worker.take_transfers().finished_recving
-        device.is_late = False
+        with monkeypatch.context() as late:
+            late.setattr(device, "is_reached", lambda _: False)
+            for _ in range(3):
+                step(worker)
+                assert not worker.take_transfers().finished_recving
         step(worker)
     assert loaded(worker).repaired
     assert len(seen.up) == 5  # two passes; listeners, and their blocks; slots of the probes
