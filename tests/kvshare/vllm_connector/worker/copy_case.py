@@ -49,7 +49,7 @@ def new_store(cache: PagedCache) -> SegmentStore:
     return SegmentStore(buffer, cache.kv_layout, num_heads=cache.kv_layout.planes[0].num_heads)
 
 
-def pretended(store: SegmentStore, buffer_bytes: int, kernels: Any = None) -> Device:
+def pretended(buffer_bytes: int, kernels: Any = None) -> Device:
     """A GPU with two staging buffers each way. `kernels`: our module, else torch does their work."""
     import torch
 
@@ -61,7 +61,6 @@ def pretended(store: SegmentStore, buffer_bytes: int, kernels: Any = None) -> De
     made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
     made._gpu = one = OneStream(Gpu(), torch.device("cpu"))
     one._kernels = kernels
-    made._gpu.register(store.arena.buffer)
     made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
     return made
 
@@ -108,7 +107,7 @@ def differences(dtype: str, heads: int, dim: int, num_fitting: int, kernels: Any
     cache = new_cache(dtype, heads, dim)
     piece_bytes = 2 * 65 * dim * cache.kv_layout.dtype.itemsize
     stores = [new_store(cache), new_store(cache)]
-    gpu = pretended(stores[1], (num_fitting * heads * (piece_bytes + 15)) or 1 << 20, kernels)
+    gpu = pretended((num_fitting * heads * (piece_bytes + 15)) or 1 << 20, kernels)
     generator = torch.Generator().manual_seed(0)
     for rows in cache.caches:
         rows[:] = (100 * torch.rand(rows.shape, generator=generator)).to(rows.dtype)

@@ -73,7 +73,6 @@ class Protocol(RuleBasedStateMachine):
         self.ranks.__exit__(None, None, None)
 
     def copy_everything(self) -> None:
-        self.device.has_arrived = True
         for _ in range(2 + len(self.loading)):
             self.run_step()
             while self.copies.jobs:
@@ -133,11 +132,6 @@ class Protocol(RuleBasedStateMachine):
     def load(self, data: st.DataObject, has_hole: bool, chooses: bool) -> None:
         segment_id = data.draw(st.sampled_from(sorted(self.segments)))
         self.begin_load(segment_id, has_hole=has_hole, chooses=chooses)
-
-    @rule(has_arrived=st.booleans())
-    def read(self, has_arrived: bool) -> None:
-        """Whether what the GPU found in first passes is on the host from now on."""
-        self.device.has_arrived = has_arrived
 
     def begin_load(self, segment_id: SegmentId, *, has_hole: bool, chooses: bool = False) -> None:
         from kvshare.vllm_connector.metadata import LoadRequest
@@ -208,11 +202,12 @@ class Protocol(RuleBasedStateMachine):
             self.run_step()
         self.worker.restore_caches()
 
-    @rule(defers=st.booleans())
-    def run_step(self, defers: bool = False) -> None:
-        """It `defers`: vLLM with a drafter asks what is done before it lets us save."""
+    @rule(defers=st.booleans(), has_arrived=st.booleans())
+    def run_step(self, defers: bool = False, has_arrived: bool = True) -> None:
+        """It `defers`: vLLM with a drafter asks what is done before it lets us save. Results have arrived."""
         from kvshare.vllm_connector.metadata import StepMetadata
 
+        self.device.has_arrived = has_arrived
         made, self.step = self.step, {key: type(value)() for key, value in self.step.items()}
         preempted = frozenset(made.pop("preempted"))
         own: dict[str, Any] = {key: tuple(value) for key, value in made.items()}
@@ -246,12 +241,10 @@ class Protocol(RuleBasedStateMachine):
         assert failed == (name in self.copies.failed)
         if not failed and not is_cancelled:
             rows = self.rows(self.blocks[name])
-            num_computed = 0
-            for position, own in enumerate(rows.transpose(0, 1)):
-                is_computed = bool((own == position + 0.5).all())
-                assert is_computed or (own == self.content[name]).all()
-                num_computed += is_computed
-            assert num_computed == self.num_computed[name]
+            own = list(enumerate(rows.transpose(0, 1)))
+            num_computed = sum(bool((row == position + 0.5).all()) for position, row in own)
+            num_written = sum(bool((row == self.content[name]).all()) for _, row in own)
+            assert num_computed == self.num_computed[name] == NUM_TOKENS - num_written
         self.take_blocks(name)
 
     @invariant()

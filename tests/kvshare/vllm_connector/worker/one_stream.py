@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from kvshare.vllm_connector.worker.batched_copy import ByteRun, copy_runs
+from kvshare.vllm_connector.worker.batched_copy import copy_all
 from kvshare.vllm_connector.worker.cuda import CudaGpu
 from tests.kvshare.vllm_connector.worker.pretended_gpu import CUDA, Gpu
 
@@ -27,10 +27,8 @@ class OneStream(CudaGpu):
         self.late_from = float("inf")
         self._gpu = gpu
         self._device, self._kernels, self._movements = device, None, None
-        self._arena = torch.empty(0, dtype=torch.uint8)
 
     def register(self, buffer: torch.Tensor) -> None:
-        self._arena = buffer
         self._gpu.register(buffer)
 
     def record(self, _: object) -> float:
@@ -46,9 +44,9 @@ class OneStream(CudaGpu):
         return end - begin
 
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, is_stable: bool
     ) -> None:
-        copy_runs(None, target, source, runs, stream=0, is_stable=is_stable)
+        copy_all(None, targets, sources, stream=0, is_stable=is_stable)
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if self._device.type == "cpu" else super()._to_host(numbers)

@@ -45,7 +45,7 @@ def test_a_flipped_bit_anywhere_is_found_before_the_load_counts(of_gpu: bool) ->
 
     cache = new_cache("bfloat16", 2, 4)
     store = new_store(cache)
-    device = pretended(store, 2500) if of_gpu else Device()
+    device = pretended(2500) if of_gpu else Device()
     for number, rows in enumerate(cache.caches):
         rows[:] = torch.arange(rows.numel()).view(rows.shape) % 251 + number
     segments = save(device, cache, store)

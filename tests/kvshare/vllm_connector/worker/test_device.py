@@ -92,7 +92,6 @@ def worker(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorW
     with one_rank():
         made = new_worker(8)
         made.parts.transfers._device = device.GpuDevice(gpu)
-        gpu._arena = made.attached.store.arena.buffer
         yield made
 
 
