@@ -17,7 +17,7 @@ from kvshare.kv.to_device import to_device
 # Of products and weights at once on a GPU, where each head of its own would be a dozen launches. On a CPU one
 # head's fit its caches.
 _MAX_BYTES = 128 * 1024**2
-_BYTES = 6  # of a product in 16 bits, and of its weight
+_BYTES = 4  # of a product in 16 bits, and of its weight
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -104,8 +104,9 @@ class ListeningRows:
                 form=form,
                 group=first_head,
                 hidden_slots=self._hidden_slots(form),
+                rounds=query.device.type != "cpu",
             )
-            summed = weights.flatten(end_dim=-2).sum(dim=0)
+            summed = weights.flatten(end_dim=-2).sum(dim=0, dtype=torch.float32)
             self._total[layer, : self.end].add_(summed, alpha=1 / len(query))
 
     def _heads_at_once(self, queries: torch.Tensor) -> Iterable[tuple[int | slice, int]]:
@@ -145,9 +146,12 @@ def attention(
     group: int = 0,
     first_slot: int = 0,
     hidden_slots: torch.Tensor | None = None,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """
     Causal attention weights in float32; rows sum to 1, and to less with sinks.
+
+    It `rounds` weights of a plain form with bfloat16 keys to that, for fewer bytes.
 
     With 16-bit keys and a plain form the products have 16 bits, too. The mean of all keys is subtracted
     first: it changes no weight, but it would be rounded with each product. `first`: the lowest position;
@@ -173,7 +177,8 @@ def attention(
         hidden_slots = hidden(positions, slots, form.reach, first=first)
     scores[..., num_slots - hidden_slots.shape[1] :].masked_fill_(hidden_slots, float("-inf"))
     if form.sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.float32)
+        dtype = torch.bfloat16 if rounds and scores.dtype == torch.bfloat16 else torch.float32
+        return scores.softmax(dim=-1, dtype=dtype)
     first_head = group * query.shape[-3]
     sinks = form.sinks[first_head : first_head + query.shape[:-2].numel()].float()
     sinks = sinks.view(*query.shape[:-2], 1, 1).expand(*query.shape[:-1], 1)

@@ -205,4 +205,5 @@ def _between(
     slopes = np.concatenate([slopes, np.zeros((len(values), 1))], axis=1)  # behind the last one
     before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
     ahead = np.maximum(0, inside - known[before])  # 0 where the first place is not reached
-    return np.exp(slopes.take(before, axis=1) * ahead + values.take(before, axis=1))
+    logarithms: NDArray[np.float64] = slopes.take(before, axis=1) * ahead + values.take(before, axis=1)
+    return np.exp(logarithms)

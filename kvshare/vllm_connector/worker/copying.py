@@ -3,7 +3,7 @@ A second thread, which copies for the worker: batch by batch, the most urgent jo
 
     due    a job is due so many seconds after it was submitted as its bytes take, a save some time later. The
            job that is due first has the next batch: short loads overtake long ones, loads overtake saves, and
-           as nobody's time moves, none waits for ever. What vLLM's thread waits for is due at once
+           none waits for ever, as its time does not move. What vLLM's thread waits for is due at once
     room   a GPU is given some batches ahead and no more: what comes next is not decided long before
 
 On a GPU a batch is launched, on a CPU the thread copies itself. The order does not protect bytes: see
@@ -82,6 +82,15 @@ class Job:
     def wait_until_launched(self, timeout_s: float | None = None) -> None:
         self._launched.wait(timeout_s)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be advanced. Where the device cannot say, that shows when it is."""
+        try:
+            return self.work.has_room
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            self._fail(exc)
+            return True
+
     def advance(self) -> None:
         """Its next batch. On the thread that copies."""
         try:
@@ -131,7 +140,7 @@ class CopyQueue:
         return job
 
     def hurry(self, job: Job) -> None:
-        """Somebody waits for it."""
+        """vLLM's thread waits for it."""
         with self.changed:
             job.due_s = float("-inf")
             self.changed.notify()
@@ -139,7 +148,7 @@ class CopyQueue:
     def advance(self) -> Job | None:
         """The next batch of the job that is due first, of those that have room. Returns the job."""
         with self.changed:
-            ready = [job for job in self._jobs if job.work.has_room]
+            ready = [job for job in self._jobs if job.has_room]
             job = min(ready, key=lambda job: job.due_s, default=None)
         if job is not None:
             job.advance()

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.kv_offload.cpu.host_register import host_register
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.worker.batched_copy import ByteRun, copy_runs, find_batch_function
+from kvshare.vllm_connector.worker.batched_copy import copy_all, find_batch_function
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
@@ -42,13 +41,12 @@ class CudaGpu:
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
         self._kernels = _kernels()
         self._copy_batch = find_batch_function()
-        self._arena = torch.empty(0, dtype=torch.uint8)  # until one is registered
         self._movements: tuple[KVLayout, MovementTable] | None = None  # of the layout that was last used
 
     def register(self, buffer: torch.Tensor) -> None:
-        self._arena = buffer
         # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
         if not host_register(buffer.data_ptr(), buffer.nbytes):
+            self._copy_batch = None  # torch can copy any host memory
             log.warning(
                 "kvshare: CUDA cannot register %d bytes of host memory: copies will be several times slower. "
                 "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
@@ -76,9 +74,9 @@ class CudaGpu:
         return self._to_host(result)
 
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
-        runs = [ByteRun(there, here, size) for here, there, size in self._runs(batch)]
+        there, here = _places(batch, staging)
         with self._in(Stream.UP):
-            self._copy(staging, self._arena, runs, is_stable=True)
+            self._copy(there, here, is_stable=True)
 
     def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         with self._in(Stream.WRITE):
@@ -119,22 +117,15 @@ class CudaGpu:
             return self._to_host(self._sums(staging, batch))
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
-        runs = [ByteRun(here, there, size) for here, there, size in self._runs(batch)]
+        there, here = _places(batch, staging)
         with self._in(Stream.DOWN):
-            self._copy(self._arena, staging, runs, is_stable=False)
-
-    def _runs(self, batch: Sequence[StagedLayers]) -> Iterator[tuple[int, int, int]]:
-        """Where each contiguous part begins in the arena and in staging, and its bytes."""
-        arena = self._arena.data_ptr()
-        for layers in batch:
-            for rows, part in zip(layers.rows, layers.parts, strict=True):
-                yield rows.data_ptr() - arena, part.offset, rows.nbytes
+            self._copy(here, there, is_stable=False)
 
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, is_stable: bool
     ) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        copy_runs(self._copy_batch, target, source, runs, stream=stream, is_stable=is_stable)
+        copy_all(self._copy_batch, targets, sources, stream=stream, is_stable=is_stable)
 
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """(P,) on the device, of all pieces in the order of parts."""
@@ -150,7 +141,7 @@ class CudaGpu:
         return torch.cat(of_parts)
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
-        # Pinned, or the copy would wait. torch gives this memory to nobody else before it is made.
+        # Pinned, or the copy would wait. torch does not reuse this memory before it is made.
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         found.copy_(numbers, non_blocking=True)
         return found
@@ -174,8 +165,22 @@ class CudaGpu:
 
 def _kernels() -> Any:
     """Their module; None without Triton, which it imports."""
+    from vllm.triton_utils import HAS_TRITON
+
     if not HAS_TRITON:
         return None
     from kvshare.vllm_connector.worker import kernels
 
     return kernels
+
+
+def _places(
+    batch: Sequence[StagedLayers], staging: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where the parts of a batch lie in staging, and where they are stored."""
+    there, here = [], []
+    for layers in batch:
+        for part, rows in zip(layers.parts, layers.rows, strict=True):
+            there.append(staging[part.offset : part.offset + rows.nbytes].view(rows.dtype).view(rows.shape))
+            here.append(rows)
+    return there, here

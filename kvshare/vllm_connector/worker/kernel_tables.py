@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import STAYS, Movement
+from kvshare.kv.sums import word_of
 from kvshare.kv.to_device import to_device
 
 ALIGNMENT = 16  # bytes, of parts in staging: the widest load of a GPU's thread
@@ -170,7 +171,7 @@ class SumTable:
     @classmethod
     def of(cls, parts: Sequence[StagedPart], staging: StagingForm) -> SumTable:
         """Raises ValueError if a part reaches past staging."""
-        word = word_of(staging.row_bytes)
+        word = word_of(2 * staging.row_bytes)  # K and V of a token
         offset, num_tokens, _, num_pieces = staging.table(parts)
         words = num_tokens * 2 * staging.row_bytes // word.itemsize
         programs = num_pieces * -(-words // CHUNK_WORDS)
@@ -183,12 +184,6 @@ class SumTable:
             ]
         )
         return cls(columns, word, int(programs.sum()), int(num_pieces.sum()))
-
-
-def word_of(row_bytes: int) -> torch.dtype:
-    """The widest integer of which every piece, two rows for each token, has a whole number."""
-    whole = (word for word in (torch.int64, torch.int32) if 2 * row_bytes % word.itemsize == 0)
-    return next(whole, torch.int16)
 
 
 class MovementTable:

@@ -94,7 +94,7 @@ def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsi
     The sum of each piece's words, which wraps around. One launch.
 
     Shapes:  staging (bytes,) uint8 -> (all pieces,) int64, by part and piece, on the device
-    Units:   itemsize in bytes, of the rows' elements; words are integers of the size that `word_of` says
+    Units:   itemsize in bytes, of the rows' elements; words as `kv/sums.py` says
     """
     table = SumTable.of(parts, StagingForm(len(staging), dim, itemsize))
     found = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)

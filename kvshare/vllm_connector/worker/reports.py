@@ -13,7 +13,7 @@ class Reports:
     """Every load and every save is noted exactly once."""
 
     def __init__(self, device: Device) -> None:
-        self.times = Times(device)
+        self.times = Times(device.seconds)
         self._transfers = KVConnectorTransferResults()
         self._report = WorkerReport()
 

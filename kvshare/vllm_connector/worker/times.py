@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvshare.vllm_connector.worker.device import Device
+from typing import Any
 
 # Stages, as `FinishedReport` names them: segments verified by the host, copied and written, placeholders
 # computed, KV saved.
@@ -25,10 +22,14 @@ class Stage:
 
 
 class Times:
-    """Collects the times of stages by request."""
+    """
+    Collects the times of stages by request.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    `seconds`: between two marks of a device, or None while it is not past the second.
+    """
+
+    def __init__(self, seconds: Callable[[Any, Any], float | None]) -> None:
+        self._seconds = seconds
         self._pending: list[Stage] = []
         self._known: dict[str, dict[str, float]] = {}
 
@@ -48,7 +49,7 @@ class Times:
         """Seconds by request and stage: all that became known since the last call."""
         waiting = []
         for stage in self._pending:
-            seconds = self._device.seconds(stage.begin, stage.end)
+            seconds = self._seconds(stage.begin, stage.end)
             if seconds is None:
                 waiting.append(stage)
                 continue

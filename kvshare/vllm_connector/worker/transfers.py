@@ -29,6 +29,7 @@ from kvshare.vllm_connector.worker.start import Attached
 
 log = logging.getLogger("vllm.kvshare")
 
+_CLOSE_S = 10.0
 MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
 
 
@@ -135,11 +136,7 @@ class Transfers:
 
     def wait_for_loads(self) -> None:
         """For a short time: in a step without a forward pass there is nothing else to do."""
-        lap, waited = LapTimer(), 0.0
-        for _, each in self._loads():
-            if waited < MAX_WAIT_S:
-                self._copies.wait(each.job, MAX_WAIT_S - waited)
-                waited += lap()
+        self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
 
     def take_arrived(self) -> list[PendingLoad]:
         """
@@ -149,7 +146,7 @@ class Transfers:
         """
         known = set(self._agreement.update(dict(self._said())))
         arrived = []
-        for number in [number for number in self._under_way if (number, "done") in known]:
+        for number in self._finished(known):
             each = self._under_way.pop(number)
             transfer, is_whole = each.transfer, (number, "whole") in known and not each.is_lost
             self._store.release(transfer.segments)
@@ -192,7 +189,15 @@ class Transfers:
 
     def close(self) -> None:
         """Waits for copies under way, whose memory is about to be freed."""
+        self._wait([each.job for each in self._under_way.values()], _CLOSE_S)
         self._copies.close()
+
+    def _wait(self, jobs: Iterable[Job], max_wait_s: float) -> None:
+        lap, waited = LapTimer(), 0.0
+        for job in jobs:
+            if waited < max_wait_s:
+                self._copies.wait(job, max_wait_s - waited)
+                waited += lap()
 
     def _begin(self, transfer: PendingLoad | _Save, job: Job) -> None:
         self._store.hold(transfer.segments)
@@ -213,6 +218,18 @@ class Transfers:
                 for segment_id in sorted(load.wanted):
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
+    def _finished(self, known: Collection[Hashable]) -> list[int]:
+        """Those that are done. A request's saves are finished in order: the last one ends the request."""
+        finished, unfinished = [], set[str]()
+        for number, each in self._under_way.items():
+            request_id = each.transfer.request.request_id
+            is_later_save = isinstance(each.transfer, _Save) and request_id in unfinished
+            if (number, "done") in known and not is_later_save:
+                finished.append(number)
+            elif isinstance(each.transfer, _Save):
+                unfinished.add(request_id)
+        return finished
+
     def _ended(self) -> Iterable[_UnderWay]:
         """What is under way, when all copies of this rank have ended."""
         for each in self._under_way.values():
@@ -223,6 +240,9 @@ class Transfers:
 
     def _find_room(self, save: _Save) -> None:
         """Begin a save if there is room, let it wait if there will be."""
+        if self._without_room:  # in order, see `_finished`
+            self._without_room.append(save)
+            return
         targets: dict[SegmentId, Stored] = {}
         try:
             for segment_id, span in save.request.spans:

@@ -7,11 +7,19 @@ import torch
 from delta_tree import Span, token_ids
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import take_pass
+from kvshare.kv.layout import PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, attention
 from kvshare_lab.bench.random_models import tiny_model
 
 TOKENS = token_ids(np.random.default_rng(3).integers(16, 290, 40))
 LISTENING = (Span(9, 11), Span(30, 40))
+FORMS = [
+    AttentionForm(Reach(7)),
+    AttentionForm(Reach(16, is_chunked=True)),
+    AttentionForm(softcap=2.0),
+    AttentionForm(sinks=torch.arange(6.0)),
+    AttentionForm(Reach(9), softcap=3.0, sinks=torch.arange(6.0)),
+]
 
 
 def eager(family: str) -> torch.Tensor:
@@ -60,18 +68,34 @@ def test_a_row_does_not_hear_what_comes_behind_it() -> None:
     assert listener.attended[0].tolist() == pytest.approx([both] * 3 + [last] * 3)
 
 
-def test_in_16_bits_weights_are_nearly_those_of_32() -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_in_16_bits_weights_are_nearly_those_of_32(rounds: bool) -> None:
     """Of keys with a large common part, as many models have them: to 2 % of what each slot gets in all."""
     torch.manual_seed(1)
     query, key = torch.randn(3, 16, 64).bfloat16(), torch.randn(500, 64).bfloat16()
     key[:, 3] += 40.0
     positions = torch.arange(484, 500)
     found, expected = (
-        attention(positions, rows, keys, scaling=None).sum(dim=(0, 1))
+        attention(positions, rows, keys, scaling=None, rounds=rounds).sum(dim=(0, 1), dtype=torch.float32)
         for rows, keys in ((query, key), (query.float(), key.float()))
     )
     assert found.dtype == torch.float32
     assert torch.allclose(found, expected, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [PLAIN, *FORMS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_together_have_the_weights_of_each(form: AttentionForm, dtype: torch.dtype) -> None:
+    """As a GPU computes them: windows, chunks, caps and sinks with the heads that they belong to."""
+    torch.manual_seed(2)
+    query, key = torch.randn(3, 2, 5, 16).to(dtype), torch.randn(3, 40, 16).to(dtype)
+    positions = torch.tensor([20, 31, 32, 33, 39])
+    together = attention(positions, query, key, scaling=None, first=20, form=form)
+    alone = [
+        attention(positions, query[head], key[head], scaling=None, first=20, form=form, group=head)
+        for head in range(3)
+    ]
+    assert torch.allclose(together, torch.stack(alone), atol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_what_all_keys_have_in_common_does_not_count() -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from delta_tree import SegmentId
-from kvshare.kv.sequence import SegmentKV
+from delta_tree import SegmentId, Span
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.kv.tier import MemoryTier
 
 
@@ -47,3 +48,34 @@ def test_one_flipped_value_is_a_miss(dtype: torch.dtype) -> None:
         assert tier.fetch([SegmentId(number)]).missing == {SegmentId(number)}
         tier.drop([SegmentId(number)])
     assert tier.num_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_cut_has_the_checksum_of_its_bytes(dtype: torch.dtype) -> None:
+    """It was made while the rows were copied; layers of two shapes, and rows of no whole number of words."""
+    shapes = [((2, 5), (2, 5)), ((1, 3), (2, 7)), ((2, 5), (2, 5))]
+    layout = KVLayout.of_shapes(shapes, dtype=dtype, device=torch.device("cpu"))
+    sequence = SequenceKV(layout, 40)
+    for plane in sequence.planes:
+        plane.copy_(torch.randn(plane.shape))
+    cut = sequence.cut(Span(3, 34))
+    assert cut.checksum() == cut.computed_checksum()
+    assert cut.checksum() != sequence.cut(Span(4, 35)).checksum()
+    assert all(torch.equal(own, rows[:, 3:34]) for own, rows in zip(cut.planes, sequence.planes, strict=True))
+
+
+def test_a_flipped_bit_in_any_byte_is_a_miss() -> None:
+    """In each byte of all layers another bit."""
+    tier = MemoryTier(10**6)
+    sequence = SequenceKV(KVLayout.uniform(2, 2, 3, dtype=torch.bfloat16, device=torch.device("cpu")), 8)
+    for plane in sequence.planes:
+        plane.copy_(torch.randn(plane.shape))
+    kv = sequence.cut(Span(1, 6))
+    tier.put(SegmentId(1), kv, kv.checksum())
+    for plane in kv.planes:
+        raw = plane.flatten().view(torch.uint8)
+        for place in range(len(raw)):
+            raw[place] ^= 1 << place % 8
+            assert tier.fetch([SegmentId(1)]).missing == {SegmentId(1)}
+            raw[place] ^= 1 << place % 8
+    assert tier.fetch([SegmentId(1)]).segments == {SegmentId(1): kv}

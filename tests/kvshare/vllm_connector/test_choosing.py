@@ -14,6 +14,7 @@ from kvshare.sharing.plan import Estimate, Plan, RepairOrder
 from kvshare.sharing.selection import probes
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.worker.small_worker import late_device
 
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Texts, Vllm
@@ -218,6 +219,22 @@ def test_loads_with_and_without_an_order_share_a_step(
     for (expected, event), answer, ticket in zip(alone, answers, tickets, strict=False):
         assert answer.distance(expected) <= LIMIT
         assert vllm.finished(ticket).repaired == event.repaired
+    vllm.check_idle()
+
+
+def test_a_choice_that_is_late_is_the_same(
+    architecture: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results reach the host some steps later, as on a GPU: vLLM goes on, also if nothing else runs."""
+    vllm, tokens = architecture, text(600, 11)
+    made = scene(vllm.store(tokens), tokens, text, copies)
+    expected, event = made.ask(vllm)
+    device = late_device(arrives=range(60, 10**6))  # is asked 25 times in a step that waits, or fewer
+    monkeypatch.setattr(vllm.worker.parts.placeholders, "_device", device)
+    answer, late = made.ask(vllm)
+    assert device.questions >= 60
+    assert late.repaired == event.repaired
+    assert answer.distance(expected) <= LIMIT
     vllm.check_idle()
 
 

@@ -45,6 +45,13 @@ def own_kernels() -> Iterator[Ask]:
         yield ask
 
 
+@pytest.fixture(scope="session")
+def interpreted_copies() -> Iterator[Ask]:
+    """`interpreted_copies({"case": [...]})`: what a GPU worker with our kernels did other than a CPU's."""
+    with _interpreting("interpreted_copies") as ask:
+        yield ask
+
+
 @contextmanager
 def _interpreting(name: str, *arguments: str) -> Iterator[Ask]:
     """A module of this folder, in a process where Triton interprets kernels. It answers each line by one."""

@@ -108,3 +108,13 @@ class TestRefused:
         assert "multiple of 16" in self.refusal([memory[1:].view(2, 2, 16, 32)])
         staging = torch.empty(4097, dtype=torch.uint8)[1:]
         assert "not aligned" in self.refusal([memory[:-1].view(2, 2, 16, 32)], staging)
+
+
+@pytest.mark.parametrize(
+    "case", [["float32", 2, 4, 0], ["float32", 2, 4, 3], ["float16", 3, 6, 1], ["uint8", 3, 3, 2]]
+)
+def test_a_gpu_worker_with_our_kernels_does_what_a_cpu_worker_does(
+    interpreted_copies: Ask, case: list[object]
+) -> None:
+    """Saves and loads of several segments, in batches of all or of some layers: bytes, sums, rotated rows."""
+    assert not any(interpreted_copies({"case": case}).values())

@@ -5,21 +5,16 @@ between it and the host is counted.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.kvshare.vllm_connector.worker.closed_memory import ClosedMemory
-
-if TYPE_CHECKING:
-    from kvshare.vllm_connector.worker.batched_copy import ByteRun
-    from kvshare.vllm_connector.worker.cuda import CudaGpu
 
 CUDA = torch.device("cuda:0")
 # What waits for a GPU because the host must know a value.
@@ -133,55 +128,3 @@ def _here(each: Any) -> Any:
 
 def _is_inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
-
-
-def one_stream(gpu: Gpu, device: torch.device = CUDA) -> CudaGpu:
-    """
-    What loads and saves ask of the pretended GPU: it does everything at once, without Triton.
-
-    With the CPU as its device, tensors need not be pretended.
-    """
-    from kvshare.vllm_connector.worker.batched_copy import copy_runs
-    from kvshare.vllm_connector.worker.cuda import CudaGpu
-
-    class OneStream(CudaGpu):
-        late_from = float("inf")  # what it is asked for from then on counts as not done
-
-        def __init__(self) -> None:
-            self._device, self._kernels, self._movements = device, None, None
-            self._arena = torch.empty(0, dtype=torch.uint8)
-
-        def register(self, buffer: torch.Tensor) -> None:
-            self._arena = buffer
-            gpu.register(buffer)
-
-        def _copy(
-            self, target: torch.Tensor, source: torch.Tensor, runs: list[ByteRun], *, is_stable: bool
-        ) -> None:
-            copy_runs(None, target, source, runs, stream=0, is_stable=is_stable)
-
-        def record(self, _: object) -> float:
-            return time.perf_counter()
-
-        def wait(self, *_: object) -> None:
-            """All is done already."""
-
-        def is_past(self, event: float) -> bool:
-            return event < self.late_from
-
-        def seconds(self, begin: float, end: float) -> float:
-            return end - begin
-
-        def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
-            return numbers if device.type == "cpu" else super()._to_host(numbers)
-
-        @contextmanager
-        def _in(self, _: object) -> Iterator[None]:
-            yield
-
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("record", "wait", "up", "check", "scatter", "gather", "sums", "down"):
-                gpu.seen.calls.append(name)
-            return super().__getattribute__(name)
-
-    return OneStream()

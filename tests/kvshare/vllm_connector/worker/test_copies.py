@@ -6,23 +6,19 @@ The GPU is pretended: it is asked for the same work in the same batches, and tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
-from delta_tree import SegmentId, Span
+from delta_tree import SegmentId
+from tests.kvshare.vllm_connector.worker.copy_case import (
+    LAYERS,
+    differences,
+    load,
+    new_cache,
+    new_store,
+    pretended,
+    save,
+)
 
-if TYPE_CHECKING:
-    import torch
-
-    from kvshare.vllm_connector.worker.copying import Work
-    from kvshare.vllm_connector.worker.device import Device
-    from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
-
-BLOCKS, BLOCK_SIZE, LAYERS = 24, 8, 5
 # dtype, heads, dim, and layers of the first segment that fit a staging buffer; 0: all of all segments
 SHAPES = [
     ("float32", 2, 4, 0),
@@ -32,109 +28,12 @@ SHAPES = [
     ("bfloat16", 2, 5, 1),  # rows of no whole number of 64 or 32 bits
     ("uint8", 3, 3, 2),
 ]
-SPANS = (Span(0, 37), Span(37, 40), Span(40, 105), Span(113, 114))
-
-
-def new_cache(dtype: str, heads: int, dim: int) -> PagedCache:
-    import torch
-
-    from kvshare.kv.movement import STAYS, Movement
-    from kvshare.vllm_connector.worker.paged_cache import PagedCache
-
-    def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat([k, v], dim=-1)
-
-    impl = SimpleNamespace(do_kv_cache_update=update)
-    shape = (BLOCKS, heads, BLOCK_SIZE, 2 * dim)
-    caches = [torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in range(LAYERS)]
-    layers = {str(n): SimpleNamespace(kv_cache=cache, impl=impl) for n, cache in enumerate(caches)}
-    cache = PagedCache(layers, block_size=BLOCK_SIZE)
-    assert cache.find_layout(0) is None
-    turns = Movement((1.0, 0.1)) if dim % 2 == 0 else STAYS
-    cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * LAYERS)
-    return cache
-
-
-def new_store(cache: PagedCache) -> SegmentStore:
-    import torch
-
-    from kvshare.vllm_connector.worker.segment_store import SegmentStore
-
-    buffer = torch.full((1 << 20,), 77, dtype=torch.uint8)
-    return SegmentStore(buffer, cache.kv_layout, num_heads=cache.kv_layout.planes[0].num_heads)
-
-
-def pretended(store: SegmentStore, buffer_bytes: int) -> Device:
-    import torch
-
-    from kvshare.vllm_connector.worker.device import GpuDevice
-    from kvshare.vllm_connector.worker.gpu_copies import Lane
-    from tests.kvshare.vllm_connector.worker.pretended_gpu import Gpu, one_stream
-
-    made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
-    made._gpu = one_stream(Gpu(), torch.device("cpu"))
-    made._gpu.register(store.arena.buffer)
-    made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
-    return made
-
-
-def run(work: Work) -> Any:
-    num_batches = 1 + sum(1 for _ in work.batches())
-    assert work.is_past
-    work.finish()
-    return num_batches
-
-
-def save(device: Device, cache: PagedCache, store: SegmentStore) -> list[Stored]:
-    targets = [(store.add(SegmentId(n), len(span)), span) for n, span in enumerate(SPANS)]
-    run(device.save(cache, tuple(range(1, BLOCKS)), targets, mark=device.mark()))
-    return [stored for stored, _ in targets]
-
-
-def load(device: Device, cache: PagedCache, segments: Sequence[Stored]) -> set[SegmentId]:
-    """Parts of the segments, in a different order, each moved in its own way."""
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy
-
-    blocks, position, copies = tuple(range(BLOCKS - 1, 0, -1)), 3, []
-    is_rotated = cache.kv_layout.dtype.is_floating_point
-    for number, stored in enumerate([*segments, segments[2]]):
-        source = Span(0, 1) if stored.num_tokens == 1 else Span(number % 2, stored.num_tokens - 1)
-        slots = cache.slot_numbers(blocks, Span(position, position + len(source)))
-        copies.append(RowCopy(stored, source, 5 * number - 7 if is_rotated else 0, slots))
-        position += len(source)
-    work = device.load(cache, lambda: copies, mark=device.mark())
-    run(work)
-    return work.damaged
 
 
 @pytest.mark.parametrize(("dtype", "heads", "dim", "num_fitting"), SHAPES)
 def test_a_gpu_does_what_a_cpu_does(dtype: str, heads: int, dim: int, num_fitting: int) -> None:
     """Whatever dtype, dimension and staging buffer: the bytes, their sums, and the rotated rows."""
-    import torch
-
-    from kvshare.vllm_connector.worker.device import Device
-
-    cache = new_cache(dtype, heads, dim)
-    piece_bytes = 2 * 65 * dim * cache.kv_layout.dtype.itemsize
-    stores = [new_store(cache), new_store(cache)]
-    gpu = pretended(stores[1], (num_fitting * heads * (piece_bytes + 15)) or 1 << 20)
-    generator = torch.Generator().manual_seed(0)
-    for rows in cache.caches:
-        rows[:] = (100 * torch.rand(rows.shape, generator=generator)).to(rows.dtype)
-    found = [save(device, cache, store) for device, store in zip((Device(), gpu), stores, strict=True)]
-    for own, other in zip(*found, strict=True):
-        assert torch.equal(own.rows, other.rows)
-        assert own.sums is not None
-        assert other.sums is not None
-        assert own.sums.tolist() == other.sums.tolist()
-    written = []
-    for device, segments in zip((Device(), gpu), found, strict=True):
-        for rows in cache.caches:
-            rows.zero_()
-        assert load(device, cache, segments) == set()
-        written.append([rows.clone() for rows in cache.caches])
-    assert all(map(torch.equal, *written))
-    assert all(rows.any() for rows in written[0])
+    assert not any(differences(dtype, heads, dim, num_fitting).values())
 
 
 @pytest.mark.parametrize("of_gpu", [False, True])
@@ -146,7 +45,7 @@ def test_a_flipped_bit_anywhere_is_found_before_the_load_counts(of_gpu: bool) ->
 
     cache = new_cache("bfloat16", 2, 4)
     store = new_store(cache)
-    device = pretended(store, 2500) if of_gpu else Device()
+    device = pretended(2500) if of_gpu else Device()
     for number, rows in enumerate(cache.caches):
         rows[:] = torch.arange(rows.numel()).view(rows.shape) % 251 + number
     segments = save(device, cache, store)

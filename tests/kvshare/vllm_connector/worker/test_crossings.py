@@ -16,7 +16,7 @@ import torch
 
 from delta_tree import SegmentId, Span
 from tests.kvshare.vllm_connector.worker.closed_memory import TOUCHED, ClosedMemory, exit_code_of
-from tests.kvshare.vllm_connector.worker.pretended_gpu import Crossings, Gpu, one_stream
+from tests.kvshare.vllm_connector.worker.pretended_gpu import Crossings, Gpu
 from tests.kvshare.vllm_connector.worker.small_worker import (
     BLOCKS,
     BYTES_PER_TOKEN,
@@ -71,6 +71,7 @@ def worker_on(
     from kvshare.vllm_connector.worker.partial_forward import PartialForward
     from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
     from kvshare.vllm_connector.worker.start import Attached
+    from tests.kvshare.vllm_connector.worker.one_stream import OneStream
 
     class Layers(PartialForward):
         def __init__(self) -> None:
@@ -94,7 +95,7 @@ def worker_on(
     turns = Movement((1.0, 0.1))
     cache.kv_layout = cache.kv_layout.moving([(turns, STAYS)] * num_layers)
     use(worker, Attached(cache, Layers(), store), can_listen=True)
-    there = GpuDevice(one_stream(gpu))
+    there = GpuDevice(OneStream(gpu))
     there.register(store.arena.buffer)
     worker.parts.transfers._device = worker.parts.placeholders._device = there
     worker.parts.placeholders._step_tokens = 10**6  # all in one step

@@ -11,6 +11,7 @@ import torch
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.movement import STAYS, Movement
+from kvshare.kv.sums import word_of
 from kvshare.vllm_connector.worker.kernel_tables import (
     MovementTable,
     StagedCopy,
@@ -18,7 +19,6 @@ from kvshare.vllm_connector.worker.kernel_tables import (
     StagingForm,
     SumTable,
     TokenTable,
-    word_of,
 )
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_nothing_to_do_is_no_error() -> None:
 )
 def test_a_piece_has_whole_words(row_bytes: int, word: torch.dtype) -> None:
     """The widest that two rows are a multiple of."""
-    assert word_of(row_bytes) == word
+    assert word_of(2 * row_bytes) == word
 
 
 class TestMovements:

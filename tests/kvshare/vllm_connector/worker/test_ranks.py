@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -114,29 +115,32 @@ SAID = [  # in each step: what each rank says, and what both know then
 ]
 
 
-def added(values: torch.Tensor) -> torch.Tensor:
+def added(values: torch.Tensor, group: Any) -> torch.Tensor:
     """What a communicator makes of the ranks' values."""
     import torch
 
     total = values.clone()
-    torch.distributed.all_reduce(total)
+    torch.distributed.all_reduce(total, group=group)
     return total
 
 
 def on_two_ranks(
-    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor], torch.Tensor] = added
+    folder: Path, work: Callable[[int], Any], all_reduce: Callable[[torch.Tensor, Any], torch.Tensor] = added
 ) -> list[Any]:
     """What `work` returns on each of two processes that are ranks of one group."""
     import torch
+    from torch._C._distributed_c10d import FileStore
 
     context = multiprocessing.get_context("fork")  # a new one would import vLLM for seconds
     answers = [context.Queue(), context.Queue()]
 
     def run(rank: int) -> None:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
+        # Not torch's default group, which this process has if a vLLM was started in it before.
+        store = FileStore(str(folder / "store"), 2)
+        own = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        group = SimpleNamespace(
+            world_size=2, rank_in_group=rank, cpu_group=own, all_reduce=lambda values: all_reduce(values, own)
         )
-        group = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=None, all_reduce=all_reduce)
         with patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group):
             answers[rank].put(work(rank))
 
@@ -194,9 +198,10 @@ def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
 
     from kvshare.vllm_connector.worker.ranks import rank, summed
 
-    def all_reduce(values: torch.Tensor) -> torch.Tensor:
-        both = [torch.empty_like(values), torch.empty_like(values)]
-        torch.distributed.all_gather(both, values)
+    def all_reduce(values: torch.Tensor, group: Any) -> torch.Tensor:
+        own = torch.zeros(2, *values.shape)
+        own[rank()] = values
+        both = added(own, group)
         total = both[0] + both[1]
         rounds_up = (both[0] != 0) & (both[1] != 0) & (rank() == 1)
         return torch.where(rounds_up, torch.nextafter(total, torch.ones_like(total)), total)

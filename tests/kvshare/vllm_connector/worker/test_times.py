@@ -27,7 +27,7 @@ def test_what_the_device_has_not_done_is_not_known_yet() -> None:
     """How long it took to be given the work does not matter; the time comes a step later."""
     device = GpuDevice.__new__(GpuDevice)  # its streams and its staging buffers are not needed
     device._gpu = CudaGpu.__new__(CudaGpu)
-    times = Times(device)
+    times = Times(device.seconds)
     began, placed, computed = Event(0), Event(30), Event(50)
     times.add("write", began, placed, {"a": 30, "b": 10})
     times.add("pass", placed, computed, {"a": 0, "b": 5})
@@ -42,7 +42,7 @@ def test_what_the_device_has_not_done_is_not_known_yet() -> None:
 def test_on_the_host_all_is_known_at_once() -> None:
     """The same stage of a request adds up."""
     device = Device()
-    times = Times(device)
+    times = Times(device.seconds)
     for _ in range(2):
         times.add("write", device.mark(), device.mark(), {"a": 3})
     times.add("verify", device.mark(), device.mark(), {"a": 0})
