@@ -8,15 +8,11 @@ earlier run first. So what it sees is what had happened by its own time, and a r
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Generic, TypeVar
 
 from kvshare.errors import KVShareError
-
-T = TypeVar("T")
 
 
 class StandstillError(KVShareError):
@@ -143,25 +139,3 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.clock.wait(self, timeout)
-
-
-class Queue(Generic[T]):
-    """First in, first out, between actors; a stand-in for `queue.SimpleQueue`."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._items: deque[tuple[float, T]] = deque()  # each with its time
-        self._came = Event(clock)
-
-    def put(self, item: T) -> None:
-        self._items.append((self._clock.now(), item))
-        self._came.set()
-
-    def get(self) -> T:
-        self._clock.settle()
-        while not self._items:
-            self._came = Event(self._clock)
-            self._came.wait()
-        at, item = self._items.popleft()
-        self._clock.sleep_until(at)
-        return item

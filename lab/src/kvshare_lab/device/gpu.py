@@ -79,20 +79,20 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     @contextmanager
     def on_behalf_of(self, request_id: str) -> Iterator[None]:
         """Charge what is done meanwhile to a request."""
-        before, self._own.request = self._request, request_id
+        before, self._own.request = self.request, request_id
         try:
             yield
         finally:
             self._own.request = before
 
     @property
-    def _request(self) -> str:
+    def request(self) -> str:
         return getattr(self._own, "request", "")
 
     @property
     def charged(self) -> Work:
         """Of the request that the current actor works for."""
-        return self.work[self._request]
+        return self.work[self.request]
 
     def reached_at(self, stream: str | None = None) -> float:
         """When a stream has done all that it was given so far."""
@@ -118,6 +118,11 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         elif self.stream != MAIN and begin < self._free_at[MAIN]:
             begin += self.costs.behind_s
         self._free_at[self.stream] = begin + seconds
+
+    def call(self) -> None:
+        """A call of the host that launches nothing."""
+        self.charged.calls += 1
+        self.clock.spend(self.costs.call_s)
 
     def copy_up(self, num_bytes: int) -> None:
         """From registered memory of the host."""
@@ -148,8 +153,7 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if name == "_to_copy" and is_there and kwargs.get("device") == torch.device("cpu"):
             return self._fetched(given[0])
         if is_there:
-            self.charged.calls += 1
-            self.clock.spend(self.costs.call_s)
+            self.call()
         result = func(*args, **kwargs)
         if name == "_to_copy" and not is_there and kwargs.get("device") == THERE:
             self._copy(given[0], goes_up=True)
@@ -166,6 +170,10 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """What the host reads and waits for. No values exist, so they are drawn."""
         self.copy_down(source.nbytes)
         self.wait_until(self.reached_at())
+        return self.drawn(source)
+
+    def drawn(self, source: torch.Tensor) -> torch.Tensor:
+        """Values in host memory in place of those that do not exist."""
         return torch.rand(source.shape, generator=self._rng).to(source.dtype)
 
 

@@ -48,7 +48,7 @@ from kvshare_lab.device.engine import Answer, Engine
 from kvshare_lab.device.gpu import SimulatedGpu
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.vllm_config import kv_cache_config, vllm_config
-from kvshare_lab.device.worker import SimulatedWorker, charged_checksums
+from kvshare_lab.device.worker import SimulatedWorker, virtual_threads
 from vector_index import PromptText
 
 _NAMESPACE = "simulated"
@@ -59,10 +59,9 @@ _REPLICA = "simulated"
 class Server:
     """Stock vLLM. Requests are sent to it at times of its own clock."""
 
-    def __init__(self, profile: Profile, config: VllmConfig) -> None:
+    def __init__(self, profile: Profile, config: VllmConfig, gpu: SimulatedGpu) -> None:
         self.profile, self._config = profile, config
-        self.clock = Clock()
-        self.gpu = SimulatedGpu(profile.costs, self.clock)
+        self.gpu, self.clock = gpu, gpu.clock
         self.kv_cache = kv_cache_config(profile.model)
         with set_current_vllm_config(config):
             self.scheduler = AsyncScheduler(
@@ -140,8 +139,10 @@ class Server:
 class SharingServer(Server):
     """vLLM with the connector, behind the proxy: its plans, its tree and its tickets."""
 
-    def __init__(self, profile: Profile, config: VllmConfig, settings: Settings) -> None:
-        super().__init__(profile, config)
+    def __init__(
+        self, profile: Profile, config: VllmConfig, gpu: SimulatedGpu, settings: Settings
+    ) -> None:
+        super().__init__(profile, config, gpu)
         connector, worker = self.scheduler.connector, self.engine.worker
         assert isinstance(connector, KVShareConnector), "it is configured"
         assert worker is not None, "this class makes one"
@@ -237,9 +238,10 @@ def servers(profile: Profile, settings: Settings) -> Iterator[tuple[Server, Shar
         opened.enter_context(patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group))
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-device-")))
         config = vllm_config(profile.model, folder)
-        plain = Server(profile, config)
+        plain = Server(profile, config, SimulatedGpu(profile.costs, Clock()))
         opened.callback(plain.close)
-        shared = SharingServer(profile, vllm_config(profile.model, folder, shares=True), settings)
+        gpu, config = SimulatedGpu(profile.costs, Clock()), vllm_config(profile.model, folder, shares=True)
+        opened.enter_context(virtual_threads(gpu))
+        shared = SharingServer(profile, config, gpu, settings)
         opened.callback(shared.close)
-        opened.enter_context(charged_checksums(shared.gpu))
         yield plain, shared

@@ -8,106 +8,92 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from delta_tree import SegmentId
+from delta_tree import Span
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.config import ConnectorSettings
-from kvshare.vllm_connector.metadata import WorkerHandshake
-from kvshare.vllm_connector.worker import copying, device, segment_store
+from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
+from kvshare.vllm_connector.worker import copying, device
 from kvshare.vllm_connector.worker.block_layout import find_layout
-from kvshare.vllm_connector.worker.copying import Job
-from kvshare.vllm_connector.worker.device import CudaDevice
+from kvshare.vllm_connector.worker.copy_writer import RowCopy
+from kvshare.vllm_connector.worker.copying import Work
+from kvshare.vllm_connector.worker.device import GpuDevice, LoadWork
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.placeholders import ArrivedLoad, Placeholders
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
-from kvshare.vllm_connector.worker.transfers import PendingLoad, Transfers
+from kvshare.vllm_connector.worker.transfers import Transfers
 from kvshare.vllm_connector.worker.worker import ConnectorWorker, WorkerParts
-from kvshare_lab.device.clock import Event, Queue
 from kvshare_lab.device.gpu import THERE, SimulatedGpu
 from kvshare_lab.device.profile import Model
+from kvshare_lab.device.streams import SimulatedStreams
+from kvshare_lab.device.threads import in_virtual_time
 
-_COPIES = "copies"
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
+# The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
+_VIRTUAL = {copying: ("threading", "time"), device: ("time",)}
 
 
-class SimulatedDevice(CudaDevice):
-    """Its batches and copies are those of CUDA; marks are times."""
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self.gpu = gpu
-        self._device = THERE
-        self._staging = torch.empty(device.STAGING_BYTES, dtype=torch.uint8, device=THERE)
-
-    def register(self, buffer: torch.Tensor) -> None:
-        """Nothing to register."""
-
-    def mark(self) -> float:
-        return self.gpu.reached_at()
-
-    def seconds(self, begin: float, end: float) -> float | None:
-        return end - begin if end <= self.gpu.clock.now() else None
-
-    def run_after(self, mark: float, work: Any) -> float:
-        with self.gpu.on_stream(_COPIES):
-            self.gpu.hold(mark)
-            began = self.mark()
-            work()
-            ended = self.mark()
-            self.gpu.wait_until(ended)
-        return ended - began
-
-
-class SimulatedCopyThread:
-    """Runs jobs in order, as an actor."""
+class SimulatedDevice(GpuDevice):
+    """Its lanes, batches and order of copies are those of a GPU."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
-        self._gpu = gpu
-        self._jobs: Queue[Job] = Queue(gpu.clock)
-        gpu.clock.start("copies", self._run)
+        self.gpu, self.streams = gpu, SimulatedStreams(gpu)
+        super().__init__(self.streams)
 
-    def submit(self, job: Job) -> Job:
-        job._done = Event(self._gpu.clock)  # type: ignore[assignment]  # waits in virtual time
-        self._jobs.put(job)
-        return job
+    def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
+        return self._charged(super().load(cache, find_copies, mark=mark))
 
-    def close(self) -> None:
-        """It ends with the simulation."""
+    def save(
+        self,
+        cache: PagedCache,
+        block_ids: Sequence[int],
+        targets: Sequence[tuple[Stored, Span]],
+        *,
+        mark: Any,
+    ) -> Work:
+        return self._charged(super().save(cache, block_ids, targets, mark=mark))
 
-    def _run(self) -> None:
-        with self._gpu:
+    def _charged(self, work: Any) -> Any:
+        """Its batches are charged to the request that it is made for."""
+        request_id, batches = self.gpu.request, work.batches
+
+        def charged() -> Iterator[None]:
+            left = batches()
             while True:
-                self._jobs.get().run()
+                with self.gpu.on_behalf_of(request_id):
+                    if next(left, self) is self:
+                        return
+                yield
+
+        work.batches = charged
+        return work
 
 
 class SimulatedTransfers(Transfers):
-    """Charges what is done for a request to it."""
+    """Charges what is begun for a request to it."""
 
-    def __init__(self, attached: Attached, device: SimulatedDevice, reports: Reports) -> None:
-        super().__init__(attached, device, reports)
-        self._gpu = device.gpu
-        self._copies = SimulatedCopyThread(device.gpu)  # type: ignore[assignment]  # an actor
+    def __init__(self, attached: Attached, on_gpu: SimulatedDevice, reports: Reports) -> None:
+        super().__init__(attached, on_gpu, reports)
+        self._gpu = on_gpu.gpu
 
-    def _write_copies(
-        self, load: PendingLoad, held: Mapping[SegmentId, Stored], mark: object
-    ) -> Mapping[str, float]:
-        with self._gpu.on_behalf_of(load.request.request_id):
-            return super()._write_copies(load, held, mark)
+    def begin_load(self, request: LoadRequest) -> None:
+        with self._gpu.on_behalf_of(request.request_id):
+            super().begin_load(request)
 
-    def _copy_out(self, save: Any, mark: object) -> Mapping[str, float]:
-        with self._gpu.on_behalf_of(save.request.request_id):
-            return super()._copy_out(save, mark)
+    def begin_save(self, request: SaveRequest) -> None:
+        with self._gpu.on_behalf_of(request.request_id):
+            super().begin_save(request)
 
 
 class SimulatedPlaceholders(Placeholders):
@@ -159,17 +145,9 @@ class _Kernels:
 
 
 @contextmanager
-def charged_checksums(gpu: SimulatedGpu) -> Iterator[None]:
-    """The host's passes over KV, and its clock, are the simulated ones."""
-
-    def check(data: memoryview) -> int:
-        gpu.check(data.nbytes)
-        return 0
-
-    with (
-        patch.object(segment_store, "xxhash", SimpleNamespace(xxh3_64_intdigest=check)),
-        patch.object(copying, "time", SimpleNamespace(perf_counter=gpu.clock.now)),
-    ):
+def virtual_threads(gpu: SimulatedGpu) -> Iterator[None]:
+    """In which the worker must run."""
+    with in_virtual_time(gpu, _VIRTUAL):
         yield
 
 
