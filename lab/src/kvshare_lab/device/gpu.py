@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,13 +26,7 @@ from kvshare_lab.device.profile import Costs
 
 THERE = torch.device("meta")
 MAIN = "vllm"  # the stream of vLLM's own work
-# Views and allocations: no kernel is launched.
-_FREE = (
-    *("view", "_unsafe_view", "view_as", "slice", "select", "permute", "transpose", "t", "as_strided"),
-    *("expand", "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "alias", "detach"),
-    *("unfold", "diagonal", "_reshape_alias", "lift_fresh"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-)
+_ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _SELECTING = ("index_select", "index", "gather")  # what they read of their first argument is what they make
 
 
@@ -157,8 +151,10 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         result = func(*args, **kwargs)
         if name == "_to_copy" and not is_there and kwargs.get("device") == THERE:
             self._copy(given[0], goes_up=True)
-        elif is_there and name not in _FREE:
+        elif is_there and name not in _ALLOCATING:
             made = [each for each in tree_iter(result) if isinstance(each, torch.Tensor)]
+            if not name.endswith("_") and "out" not in kwargs and _are_views(made, given):
+                return result
             read = [*made, *given[1:]] if name in _SELECTING else given
             self.move(sum(map(_num_bytes, [*read, *made])))
         return result
@@ -175,6 +171,12 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def drawn(self, source: torch.Tensor) -> torch.Tensor:
         """Values in host memory in place of those that do not exist."""
         return torch.rand(source.shape, generator=self._rng).to(source.dtype)
+
+
+def _are_views(made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
+    """Whether no memory was written. Under inference mode torch names what a view is made by, not the view."""
+    known = {each.untyped_storage()._cdata for each in given}
+    return all(each.untyped_storage()._cdata in known for each in made)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -140,8 +141,16 @@ class SharingServer(Server):
     """vLLM with the connector, behind the proxy: its plans, its tree and its tickets."""
 
     def __init__(
-        self, profile: Profile, config: VllmConfig, gpu: SimulatedGpu, settings: Settings
+        self,
+        profile: Profile,
+        config: VllmConfig,
+        gpu: SimulatedGpu,
+        settings: Settings,
+        *,
+        chooses: bool = True,
     ) -> None:
+        """Unless it `chooses`, as many tokens are repaired by place as a choice computes in all."""
+        self._chooses = chooses
         super().__init__(profile, config, gpu)
         connector, worker = self.scheduler.connector, self.engine.worker
         assert isinstance(connector, KVShareConnector), "it is configured"
@@ -181,7 +190,13 @@ class SharingServer(Server):
         group = self.kv_cache.kv_cache_groups[0]
         settings = ConnectorSettings(control_port=0, max_bytes=self.profile.model.kv_bytes)
         return SimulatedWorker(
-            self.gpu, self.profile.model, self._config, settings, group.kv_cache_spec, group.layer_names
+            self.gpu,
+            self.profile.model,
+            self._config,
+            settings,
+            group.kv_cache_spec,
+            group.layer_names,
+            can_listen=self._chooses,
         )
 
     def read_events(self) -> None:
@@ -223,13 +238,19 @@ class SharingServer(Server):
         tree = self._keeper.tree
         node = tree.find(_NAMESPACE, donor) if donor is not None else None
         nodes = [node] if node is not None else []
-        return make_plan(
+        plan = make_plan(
             prompt, nodes, tree.segment, approximate=True, limits=self._limits, rates=self._cost.rates
         )
+        if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
+            return plan
+        num_tokens = plan.order.num_tokens + plan.num_selecting
+        return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))
 
 
 @contextmanager
-def servers(profile: Profile, settings: Settings) -> Iterator[tuple[Server, SharingServer]]:
+def servers(
+    profile: Profile, settings: Settings, *, chooses: bool = True
+) -> Iterator[tuple[Server, SharingServer]]:
     """Both, each with a clock of its own."""
     group = SimpleNamespace(world_size=1, rank_in_group=0)
     init_none_hash(get_hash_fn_by_name("sha256"))
@@ -242,6 +263,6 @@ def servers(profile: Profile, settings: Settings) -> Iterator[tuple[Server, Shar
         opened.callback(plain.close)
         gpu, config = SimulatedGpu(profile.costs, Clock()), vllm_config(profile.model, folder, shares=True)
         opened.enter_context(virtual_threads(gpu))
-        shared = SharingServer(profile, config, gpu, settings)
+        shared = SharingServer(profile, config, gpu, settings, chooses=chooses)
         opened.callback(shared.close)
         yield plain, shared

@@ -162,6 +162,8 @@ class SimulatedWorker(ConnectorWorker):
         settings: ConnectorSettings,
         spec: KVCacheSpec,
         layer_names: Sequence[str],
+        *,
+        can_listen: bool = True,
     ) -> None:
         on_gpu = SimulatedDevice(gpu)
         self._start = WorkerStart(config, settings, spec, tuple(layer_names), on_gpu)
@@ -179,13 +181,13 @@ class SimulatedWorker(ConnectorWorker):
         self._parts = WorkerParts(
             SimulatedTransfers(self._attached, on_gpu, self._reports),
             SimulatedPlaceholders(
-                self._attached, on_gpu, self._reports, step_tokens=step_tokens, can_listen=True
+                self._attached, on_gpu, self._reports, step_tokens=step_tokens, can_listen=can_listen
             ),
         )
         self.handshake = WorkerHandshake(
             unsupported=(),
             can_move_keys=True,
-            can_listen=True,
+            can_listen=can_listen,
             rope=cache.kv_layout.digest,
             num_layers=model.num_layers,
             num_kv_heads=model.num_heads,
