@@ -182,6 +182,6 @@ def test_a_segment_that_one_rank_finds_damaged_is_unreadable_on_both(ranks: TwoR
     for worker in ranks.workers:
         report = worker.build_connector_worker_meta()
         assert report is not None
-        assert (report.loads["l"].failed, report.unreadable) == (False, {FIRST})
+        assert (report.loads["l"].failed, report.unreadable) == (False, frozenset({FIRST}))
         rows = worker.attached.cache.read((4, 5, 6), Span(0, NUM_TOKENS))
         assert torch.equal(rows.k[0, :, 0, 0], torch.arange(NUM_TOKENS) + 0.5)

@@ -282,7 +282,7 @@ class TestChoosing:
 
 
 def test_all_ranks_begin_a_second_pass_in_the_same_step(tmp_path: Path) -> None:
-    """A pass has collectives. They know in the second step that both have copied; results come later on one."""
+    """A pass has collectives. They know a step later that both have copied; one's results are late."""
 
     def work(rank: int) -> list[list[list[int]]]:
         loads = Loads(late_device(arrives=(4,) if rank else (1,)))
