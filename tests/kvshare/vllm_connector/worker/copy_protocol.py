@@ -165,9 +165,11 @@ class Protocol(RuleBasedStateMachine):
         self.step["cancelled"].append(name)
 
     @precondition(lambda self: self.copies.jobs)
-    @rule(count=st.integers(1, 3))
-    def copy(self, count: int) -> None:
+    @rule(count=st.integers(1, 3), data=st.data())
+    def copy(self, count: int, data: st.DataObject) -> None:
+        """In any order: saves may overtake loads, too."""
         for _ in range(min(count, len(self.copies.jobs))):
+            self.copies.hurry(data.draw(st.sampled_from(self.copies.jobs)))
             self.copies.run()
 
     @precondition(lambda self: self.copies.jobs)

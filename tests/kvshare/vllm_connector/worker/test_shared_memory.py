@@ -159,3 +159,29 @@ def check_freed(ranks: TwoRanks) -> None:
     assert first._by_start == second._by_start
     num_free = sum(end - start for start, end in first._by_start.items())
     assert num_free > arena_bytes(2 * NUM_TOKENS * BYTES_PER_TOKEN)
+
+
+def test_a_segment_that_one_rank_finds_damaged_is_unreadable_on_both(ranks: TwoRanks) -> None:
+    """They know it a step after it was found, and compute its tokens instead."""
+    import torch
+
+    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest
+
+    ranks.step(saves=(SaveRequest("s", (1, 2, 3), ((FIRST, Span(0, NUM_TOKENS)),), True),))
+    for worker in ranks.workers:
+        copy(worker)
+    for _ in range(2):
+        ranks.step()
+    ranks.workers[1].attached.store.find([FIRST])[FIRST].rows.view(torch.uint8)[1, 2, 0, 7, 3] ^= 4
+    tokens, copies = tuple(range(NUM_TOKENS)), (WireCopy(FIRST, 0, NUM_TOKENS, 0, 0),)
+    ranks.step(loads=(LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tokens, copies),))
+    for worker in ranks.workers:
+        copy(worker)
+    for _ in range(2):
+        ranks.step()
+    for worker in ranks.workers:
+        report = worker.build_connector_worker_meta()
+        assert report is not None
+        assert (report.loads["l"].failed, report.unreadable) == (False, frozenset({FIRST}))
+        rows = worker.attached.cache.read((4, 5, 6), Span(0, NUM_TOKENS))
+        assert torch.equal(rows.k[0, :, 0, 0], torch.arange(NUM_TOKENS) + 0.5)
