@@ -63,7 +63,7 @@ class Config(EditedConfig):
     @property
     def options(self) -> StackOptions:
         vllm = replace(self.vllm, max_model_len=self.prompt_tokens + self.max_output + 32)
-        return StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=self.seed)
+        return self.stack_of(vllm, kv_bytes=2 * 2**30)
 
     @property
     def unrelated_requests(self) -> int:

@@ -48,6 +48,10 @@ class Config(BenchConfig):
     tokens: int = 400
 
     @property
+    def own_model(self) -> str:
+        return "small"
+
+    @property
     def options(self) -> StackOptions:
         """A KV cache for a few prompts of this length and little more."""
         blocks_per_prompt = math.ceil((self.tokens + _SHORT) / _BLOCK_SIZE) + 1
@@ -59,7 +63,7 @@ class Config(BenchConfig):
             num_blocks=_PREEMPTING_PROMPTS * blocks_per_prompt,
             block_size=_BLOCK_SIZE,
         )
-        return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=self.seed)
+        return self.stack_of(vllm, kv_bytes=256 * 2**20)
 
 
 def run(config: Config) -> dict[str, Any]:

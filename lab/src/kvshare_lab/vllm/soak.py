@@ -47,6 +47,10 @@ class Config(BenchConfig):
     tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
 
     @property
+    def own_model(self) -> str:
+        return "small"
+
+    @property
     def max_model_len(self) -> int:
         return 2 * self.max_prompt + self.output_tokens
 
@@ -62,9 +66,8 @@ class Config(BenchConfig):
             num_blocks=int(max(wanted, self.max_model_len + _BLOCK_SIZE)) // _BLOCK_SIZE + 1,
             block_size=_BLOCK_SIZE,
         )
-        return StackOptions(
-            "small", vllm, kv_bytes=32 * 2**20, proxy_settings=ALWAYS_SHARE, seed=self.seed, can_fail=True
-        )
+        own = self.stack_of(vllm, kv_bytes=32 * 2**20)
+        return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True)
 
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:
