@@ -21,6 +21,7 @@ from kvshare.cli.options import Format, OutputFormat, described, parameter
 from kvshare.cli.output import ExitCode, show
 from kvshare.cli.plugins import LAB
 from kvshare_lab.checkout import checkout_commit
+from kvshare_lab.vllm.servers import ending_on_sigterm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,7 +79,10 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         chosen = module_of(benchmark, engine, given)
         module = importlib.import_module(chosen)
         commit = checkout_commit()
-        document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
+        with ending_on_sigterm():  # the servers that it has started end, too
+            document = (
+                module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
+            )
         if commit is not None:
             document["commit"] = commit
         show("bench", document, OutputFormat.JSON if as_json else output_format)

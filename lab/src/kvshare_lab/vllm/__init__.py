@@ -11,6 +11,6 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu.py, which reports
-several parts; those that no other command has are in gpu_parts.py.
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu/, which reports
+several parts.
 """

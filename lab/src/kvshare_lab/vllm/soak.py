@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -45,6 +45,7 @@ class Config(BenchConfig):
     max_prompts: int = 24  # from which later requests are made
     evict_every: int = 25  # requests
     tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
+    of_noise: float | None = None  # see `_Soak.passed`
 
     @property
     def own_model(self) -> str:
@@ -185,6 +186,19 @@ class _Soak:
                 if "node_not_found" not in str(exc):
                     raise
 
+    def passed(self, exact: Sequence[tuple[Op, Verdict]]) -> bool:
+        """
+        Whether no request failed and no answer is wrong. `of_noise`: or answers of requests that may share
+        are at most so many times as far from stock vLLM's as the others, and as long as they should be.
+        """
+        wrong = [verdict for _, verdict in exact if verdict.name == "wrong"]
+        if self.errors or any(verdict.margin is None for verdict in wrong):
+            return False
+        limit = self.bench.config.of_noise
+        return not wrong or (
+            limit is not None and largest_error(exact, False) <= limit * largest_error(exact, True)
+        )
+
     def summary(self) -> dict[str, Any]:
         exact = [(op, verdict) for op, is_own, verdict in self.judged if is_own]
         names = Counter(verdict.name for _, verdict in exact)
@@ -195,10 +209,12 @@ class _Soak:
             if verdict.name != "right"
         ]
         return {
-            "passed": names["wrong"] == 0 and not self.errors,
+            "passed": self.passed(exact),
             "requests": self.sent.total(),
             "wrong_outputs": names["wrong"],
             "ties": names["tied"],
+            "error": largest_error(exact, False),
+            "noise": largest_error(exact, True),
             "right_outputs": names["right"],
             "recomputed_outputs": sum(is_own and op.may_be_approximate for op, is_own, _ in self.judged),
             "approximate_outputs": len(agreements),
@@ -224,6 +240,16 @@ class Verdict:
     first_difference: int | None = None
     margin: float | None = None  # of the reference, at the first difference
     logprob_error: float = 0.0  # largest, over the tokens before
+
+    @property
+    def error(self) -> float:
+        """Of a log-probability: what must differ for this answer to come about."""
+        return max(self.logprob_error, self.margin or 0.0)
+
+
+def largest_error(judged: Iterable[tuple[Op, Verdict]], shares_nothing: bool) -> float:
+    """Of the answers of requests that share nothing, or of those that may share."""
+    return max((each.error for op, each in judged if op.shares_nothing is shares_nothing), default=0.0)
 
 
 def judge(answer: Answer, reference: Answer, *, tie_margin: float = Config.tie_margin) -> Verdict:

@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from kvshare_lab.bench.random_models import (
 )
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.prompts import near_duplicate
-from kvshare_lab.vllm.servers import Server, VllmOptions
+from kvshare_lab.vllm.servers import START_S, Server, VllmOptions
 
 DOCUMENT_VERSION = 1  # of the JSON of these benchmarks
 _KV_BYTES = 4 * 2**30
@@ -41,7 +41,7 @@ _SHARE_OF_HOST = 1 / 3  # of its memory, at most for the store of a model that i
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0}}
 """Settings of a proxy that shares even where that saves no time, as with small models."""
 
-_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model")
+_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model", "out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class BenchConfig:
         """The servers. `kv_bytes`: of the benchmark's own model; another one gets room for as many tokens."""
         ratio = self.bytes_per_token(self.chosen_model) / self.bytes_per_token(self.own_model)
         if ratio != 1:
-            kv_bytes = max(kv_bytes, min(int(kv_bytes * ratio), int(_SHARE_OF_HOST * _host_bytes())))
+            kv_bytes = max(kv_bytes, min(int(kv_bytes * ratio), most_store_bytes()))
         return StackOptions(self.chosen_model, vllm, kv_bytes, seed=self.seed)
 
     def bytes_per_token(self, model: str) -> int:
@@ -178,13 +178,13 @@ class Stack:
 
 
 @contextmanager
-def pair(options: StackOptions) -> Iterator[Stack]:
+def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
     """
     Both vLLMs run, the proxy does not: once it is started, it may drop what the connector has stored before.
 
-    Raises:  EngineError if one does not start
+    Raises:  EngineError if one does not start, or both are not ready after `start_s`
     """
-    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name, ExitStack() as started:
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder, vllm, model, token = Path(name), options.vllm, options.model, servers.new_token()
         if options.has_random_weights:
             length, own = vllm.max_model_len, folder / "model"
@@ -195,15 +195,14 @@ def pair(options: StackOptions) -> Iterator[Stack]:
         proxy = servers.proxy(shared, folder, token=token, settings=options.proxy_settings)
         # On one GPU they start one after the other: each measures the memory that is free.
         is_divided = vllm.device_memory is not None
-        for group in [[plain], [shared]] if is_divided else [[plain, shared]]:
-            started.enter_context(servers.running(group))
-        yield Stack(options, plain, shared, proxy, token)
+        with servers.running([plain, shared], one_by_one=is_divided, start_s=start_s):
+            yield Stack(options, plain, shared, proxy, token)
 
 
 @contextmanager
-def stack(options: StackOptions) -> Iterator[Stack]:
-    """All three servers run. Raises EngineError if one does not start."""
-    with pair(options) as found, servers.running([found.proxy]):
+def stack(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
+    """All three servers run. Raises EngineError as `pair` does."""
+    with pair(options, start_s=start_s) as found, servers.running([found.proxy]):
         yield found
 
 
@@ -232,8 +231,9 @@ def _model_size(options: StackOptions) -> dict[str, Any]:
     return {} if config is None else {"model": ModelSize.of_config(config).to_json()}
 
 
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def most_store_bytes() -> int:
+    """Of this host's memory, for a store that is as large as the model asks for."""
+    return int(_SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _cpu_name() -> str:
