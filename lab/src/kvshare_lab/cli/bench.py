@@ -21,7 +21,7 @@ from kvshare.cli.options import Format, OutputFormat, described, parameter
 from kvshare.cli.output import ExitCode, show
 from kvshare.cli.plugins import LAB
 from kvshare_lab.checkout import checkout_commit
-from kvshare_lab.vllm.servers import ending_on_sigterm
+from kvshare_lab.vllm.termination import ending_on_sigterm
 
 app = typer.Typer(
     no_args_is_help=True,

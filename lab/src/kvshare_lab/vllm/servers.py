@@ -194,32 +194,6 @@ def running(
             server.stop()
 
 
-class Terminated(SystemExit):
-    """SIGTERM has come. The exit code is the one that shells have for it."""
-
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
-
-
-@contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """
-    Raise Terminated on the first SIGTERM, so that servers are stopped: they have process groups of their own.
-
-    Only in the main thread, which gets the signals.
-    """
-
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end the stopping
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def plain_vllm(model: Path | str, folder: Path, options: VllmOptions) -> Server:
     """Stock vLLM with its prefix cache."""
     port = free_ports(1)[0]

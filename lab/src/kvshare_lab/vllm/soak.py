@@ -45,7 +45,7 @@ class Config(BenchConfig):
     max_prompts: int = 24  # from which later requests are made
     evict_every: int = 25  # requests
     tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
-    of_noise: float | None = None  # see `_Soak.passed`
+    of_noise: float | None = None  # see `are_right`
 
     @property
     def own_model(self) -> str:
@@ -186,19 +186,6 @@ class _Soak:
                 if "node_not_found" not in str(exc):
                     raise
 
-    def passed(self, exact: Sequence[tuple[Op, Verdict]]) -> bool:
-        """
-        Whether no request failed and no answer is wrong. `of_noise`: or answers of requests that may share
-        are at most so many times as far from stock vLLM's as the others, and as long as they should be.
-        """
-        wrong = [verdict for _, verdict in exact if verdict.name == "wrong"]
-        if self.errors or any(verdict.margin is None for verdict in wrong):
-            return False
-        limit = self.bench.config.of_noise
-        return not wrong or (
-            limit is not None and largest_error(exact, False) <= limit * largest_error(exact, True)
-        )
-
     def summary(self) -> dict[str, Any]:
         exact = [(op, verdict) for op, is_own, verdict in self.judged if is_own]
         names = Counter(verdict.name for _, verdict in exact)
@@ -209,12 +196,12 @@ class _Soak:
             if verdict.name != "right"
         ]
         return {
-            "passed": self.passed(exact),
+            "passed": not self.errors and are_right(exact, of_noise=self.bench.config.of_noise),
             "requests": self.sent.total(),
             "wrong_outputs": names["wrong"],
             "ties": names["tied"],
-            "error": largest_error(exact, False),
-            "noise": largest_error(exact, True),
+            "error": largest_error(exact, shares_nothing=False),
+            "noise": largest_error(exact, shares_nothing=True),
             "right_outputs": names["right"],
             "recomputed_outputs": sum(is_own and op.may_be_approximate for op, is_own, _ in self.judged),
             "approximate_outputs": len(agreements),
@@ -247,7 +234,18 @@ class Verdict:
         return max(self.logprob_error, self.margin or 0.0)
 
 
-def largest_error(judged: Iterable[tuple[Op, Verdict]], shares_nothing: bool) -> float:
+def are_right(exact: Sequence[tuple[Op, Verdict]], *, of_noise: float | None) -> bool:
+    """
+    Whether none of the answers that must be stock vLLM's is wrong. With `of_noise`: or all are as long as
+    expected, and those of requests that may share are at most so many times as far off as the others.
+    """
+    wrong = [verdict for _, verdict in exact if verdict.name == "wrong"]
+    if not wrong or of_noise is None or any(verdict.margin is None for verdict in wrong):
+        return not wrong
+    return largest_error(exact, shares_nothing=False) <= of_noise * largest_error(exact, shares_nothing=True)
+
+
+def largest_error(judged: Iterable[tuple[Op, Verdict]], *, shares_nothing: bool) -> float:
     """Of the answers of requests that share nothing, or of those that may share."""
     return max((each.error for op, each in judged if op.shares_nothing is shares_nothing), default=0.0)
 

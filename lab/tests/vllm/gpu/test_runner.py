@@ -180,6 +180,24 @@ def test_a_run_that_is_ended_leaves_its_document(tmp_path: Path, how: signal.Sig
             os.kill(server_id, 0)
 
 
+TINY = Config(
+    model="random-tiny",
+    eager=True,
+    prompt_tokens=300,
+    changed=0.05,
+    edits=2,
+    streams=2,
+    output_tokens=24,
+    repeats=1,
+    minutes=0.15,
+    load_tokens=200,
+    answer_tokens=4,
+    concurrency=2,
+    requests=4,
+    families=1,
+)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -187,24 +205,7 @@ def test_the_whole_report_on_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: str
 ) -> None:
     """Every part is measured, or says why not; what can be judged is right. No timing is a limit."""
-    config = Config(
-        model="random-tiny",
-        dtype=dtype,
-        eager=True,
-        prompt_tokens=300,
-        changed=0.05,
-        edits=2,
-        streams=2,
-        output_tokens=24,
-        repeats=1,
-        minutes=0.15,
-        load_tokens=200,
-        answer_tokens=4,
-        concurrency=2,
-        requests=4,
-        families=1,
-        out=tmp_path / "gpu.json",
-    )
+    config = replace(TINY, dtype=dtype, out=tmp_path / "gpu.json")
     document = runner.run(config)
     assert document["passed"], document
     assert document["finished"]

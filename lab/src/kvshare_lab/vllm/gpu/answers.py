@@ -58,8 +58,8 @@ async def parity(servers: Stack, config: Config, progress: Progress) -> Figures:
 
 def judged_by_noise(found: Figures) -> Figures:
     """
-    `passed`: the error is as small as that of batching alone; None where another prompt's KV is not told from
-    noise, so that nothing can be concluded.
+    `passed`: the error is as small as that of batching alone; None where another prompt's KV cannot be
+    distinguished from noise, so that nothing can be concluded.
     """
     error, noise, foreign = found["max_abs_logprob_error"], found["noise"], found["foreign_kv_error"]
     limit = max(_MAX_EXACT_ERROR, OF_NOISE * noise)

@@ -20,8 +20,8 @@ from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.gpu import answers, inter_token, load, profile, ttft
 from kvshare_lab.vllm.gpu.config import PARTS, Config
 from kvshare_lab.vllm.gpu.report import Deadline, Figures, Progress, Report
-from kvshare_lab.vllm.servers import Terminated
 from kvshare_lab.vllm.stack import Stack, document, pair, stack
+from kvshare_lab.vllm.termination import Terminated
 
 _SELF_TEST, _SYNCS = "self_test", "syncs"
 _RESTART_SHARE = 0.7  # of the time of the first start that a second one takes at least, with files in memory
