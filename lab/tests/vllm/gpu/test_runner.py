@@ -195,6 +195,7 @@ TINY = Config(
     concurrency=2,
     requests=4,
     families=1,
+    seconds=1500,
 )
 
 

@@ -1,5 +1,5 @@
 """
-Where the threads of vLLM's engine process spend their time while near-duplicates and unrelated prompts
+Where the threads of vLLM's engine processes spend their time while near-duplicates and unrelated prompts
 arrive: a sampling profile by py-spy, where that is installed.
 """
 
@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvshare_lab.vllm.gpu.report import Figures, NotMeasurableError, Progress
 from kvshare_lab.vllm.session import Session, session
 from kvshare_lab.vllm.stack import Stack
 
-_ENGINE = b"EngineCore"  # in the title of the process in which vLLM's scheduler and its worker run
+_TITLES = ("VLLM::EngineCore", "VLLM::Worker")  # of the scheduler's process, and of workers outside of it
 _RATE, _SECONDS = 200, 15  # samples a second
 _SPARE_S = 5.0
 _NUM_TOP = 12  # functions of a thread
@@ -30,22 +31,27 @@ _LINE = re.compile(r":\d+\)$")
 
 
 async def profile(servers: Stack, config: Config, progress: Progress) -> Figures:
-    """The top functions of each thread that was ever busy. Raises NotMeasurableError without py-spy."""
+    """By process the top functions of each busy thread. Raises NotMeasurableError without py-spy."""
     program = sampler()
     if program is None:
         raise NotMeasurableError("py-spy is not installed")
     seconds = max(1, min(_SECONDS, int(progress.left_s - _SPARE_S)))
+    processes = engine_processes(servers.shared.session_id)
     own = replace(config.part("profile"), prompt_tokens=config.load_tokens)
-    async with session(servers, own) as bench:
-        with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as folder:
-            samples = await _sampled(
-                bench, program, engine_pid(servers.shared.session_id), seconds, Path(folder)
-            )
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
+        files = {pid: Path(name) / str(pid) for pid in processes}
+        commands = [_command(program, pid, seconds, file) for pid, file in files.items()]
+        async with session(servers, own) as bench:
+            await _sample(bench, commands)
+        found = {
+            processes[pid]: by_thread(file.read_text(errors="replace"), num_samples=_RATE * seconds)
+            for pid, file in files.items()
+        }
     return {
         "seconds": seconds,
         "samples_per_s": _RATE,
         "prompt_tokens": own.prompt_tokens,
-        "threads": by_thread(samples, num_samples=_RATE * seconds),
+        "processes": found,
     }
 
 
@@ -55,46 +61,57 @@ def sampler() -> str | None:
     return shutil.which("py-spy", path=os.pathsep.join(folders))
 
 
-def engine_pid(session_id: int) -> int:
-    """The process of a vLLM in which the scheduler and the worker run. Raises NotMeasurableError."""
+def engine_processes(session_id: int) -> dict[int, str]:
+    """Those of a vLLM that compute, with their titles. Raises NotMeasurableError if there are none."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile
-            if os.getsid(int(path.name)) == session_id and _ENGINE in (path / "cmdline").read_bytes():
-                return int(path.name)
-    raise NotMeasurableError(f"vLLM has no process whose title contains {_ENGINE.decode()}")
+            if os.getsid(pid := int(path.name)) == session_id:
+                title = (path / "cmdline").read_text(errors="replace").strip("\0 ")
+                if title.startswith(_TITLES):
+                    found[pid] = title
+    if not found:
+        raise NotMeasurableError(f"vLLM has no process with a title of {', '.join(_TITLES)}")
+    return found
 
 
-async def _sampled(bench: Session[Config], program: str, pid: int, seconds: int, folder: Path) -> str:
-    """What py-spy writes while clients send requests. Raises NotMeasurableError where it is not permitted."""
-    donor, file = bench.unrelated(), folder / "profile"
+def _command(program: str, pid: int, seconds: int, file: Path) -> list[str]:
+    options = ["-p", str(pid), "-r", str(_RATE), "-d", str(seconds), "-t", "-f", "raw", "-o", str(file)]
+    return [program, "record", *options, "--nonblocking"]
+
+
+async def _sample(bench: Session[Config], commands: Sequence[Sequence[str]]) -> None:
+    """Run them while clients send requests. Raises NotMeasurableError where sampling is not permitted."""
+    donor = bench.unrelated()
     await bench.proxy.complete(donor)
     await bench.settle()
-    options = ["-p", str(pid), "-r", str(_RATE), "-d", str(seconds), "-t", "-f", "raw", "-o", str(file)]
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "record",
-        *options,
-        "--nonblocking",
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    ended = asyncio.create_task(process.communicate())
+    sampling = asyncio.gather(*map(_to_its_end, commands))
 
     async def client(number: int) -> None:
-        while not ended.done():
+        while not sampling.done():
             await bench.proxy.complete(bench.edited(donor) if number % 2 else bench.unrelated())
 
     try:
         await asyncio.gather(*map(client, range(_CLIENTS)))
-        _, said = await ended
+        await sampling
+    finally:
+        sampling.cancel()
+
+
+async def _to_its_end(command: Sequence[str]) -> None:
+    """Raises NotMeasurableError if it fails. If this is cancelled, the process is killed."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, said = await process.communicate()
     except BaseException:
         with suppress(ProcessLookupError):
             process.kill()
         raise
-    if process.returncode or not file.exists():
-        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it wrote nothing"]
+    if process.returncode:
+        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
         raise NotMeasurableError(f"py-spy ended with {process.returncode}: {last[0]}")
-    return file.read_text(errors="replace")
 
 
 def by_thread(samples: str, *, num_samples: int) -> Figures:
