@@ -22,6 +22,7 @@ PARTS = ("self_test", "parity", "ttft", "load", "inter_token", "soak", "profile"
 STREAM_PROMPT = 32  # tokens: short, as their prefill is not measured
 PARITY_OUTPUT, _SOAK_OUTPUT = 192, 48  # tokens; the longest of parity's
 _ROOM = 64  # tokens of context beyond the longest prompt and its answer
+_MOST_ROUNDS = 2  # of `inter_token`, as each has many gaps between tokens
 _LONGEST_ARRIVAL = 16_384  # tokens of a prompt that arrives while others are answered
 
 
@@ -121,7 +122,8 @@ class Config(EditedConfig):
     @property
     def inter_token(self) -> Config:
         """What `inter_token` and `syncs` measure with."""
-        return replace(self.part("inter_token"), prompt_tokens=min(self.prompt_tokens, _LONGEST_ARRIVAL))
+        longest, repeats = min(self.prompt_tokens, _LONGEST_ARRIVAL), min(self.repeats, _MOST_ROUNDS)
+        return replace(self.part("inter_token"), prompt_tokens=longest, repeats=repeats)
 
     @property
     def parity(self) -> parity.Config:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvshare_lab.bench.figures import percentiles
-from kvshare_lab.bench.harness import alternate
+from kvshare_lab.bench.harness import rounds
 from kvshare_lab.vllm.gpu.config import STREAM_PROMPT, Config
 from kvshare_lab.vllm.gpu.report import Figures, Progress
 from kvshare_lab.vllm.prompts import unrelated_prompt
@@ -33,9 +34,9 @@ _PACKAGES = ("/kvshare/", "/vllm/", "/torch/")
 
 
 async def inter_token(servers: Stack, config: Config, progress: Progress) -> Figures:
-    """The figures of all arms; they need all of their rounds."""
+    """The figures of all arms, over as many rounds as there is time for."""
     async with session(servers, config.inter_token) as bench:
-        return await _measured(bench)
+        return await _measured(bench, progress.keep)
 
 
 async def syncs(servers: Stack, config: Config, progress: Progress) -> Figures:
@@ -43,7 +44,7 @@ async def syncs(servers: Stack, config: Config, progress: Progress) -> Figures:
     own = replace(config.inter_token, seed=config.part("syncs").seed, repeats=1)
     async with session(servers, own) as bench:
         before = await bench.shared.counters()
-        await _measured(bench)
+        await _measured(bench, lambda _: None)
         counters = (await bench.shared.counters()).since(before)
     log = servers.shared.log_path.read_text(errors="replace")
     return counted_syncs(log, counters.total("vllm:iteration_tokens_total_count"))
@@ -56,9 +57,9 @@ class Decoded(NamedTuple):
     num_arrived: int
 
 
-async def _measured(bench: Session[Config]) -> Figures:
+async def _measured(bench: Session[Config], keep: Callable[[Figures], None]) -> Figures:
     """
-    Percentiles of each arm, and ratios over those of `quiet`. What arrives:
+    Percentiles of each arm, and ratios over those of `quiet`; `keep` gets them after each round. What arrives:
 
         quiet   nothing
         full    unrelated prompts, without sharing
@@ -87,12 +88,19 @@ async def _measured(bench: Session[Config]) -> Figures:
         await bench.settle()
         return Decoded([gap for answer in answers for gap in answer.gaps_s], number)
 
-    return inter_token_figures(await alternate(_ARMS, bench.config.repeats, decode))
+    found: dict[str, list[Decoded]] = {arm: [] for arm in _ARMS}
+    for counts, order in rounds(_ARMS, bench.config.repeats):
+        decoded = {arm: await decode(arm) for arm in order}
+        if counts:
+            for arm in _ARMS:
+                found[arm].append(decoded[arm])
+            keep(inter_token_figures(found))
+    return inter_token_figures(found)
 
 
-def inter_token_figures(rounds: dict[str, list[Decoded]]) -> dict[str, Any]:
+def inter_token_figures(decoded: dict[str, list[Decoded]]) -> dict[str, Any]:
     """Of all gaps of each arm, and each arm over `quiet`."""
-    gaps = {arm: [gap for decoded in own for gap in decoded.gaps_s] for arm, own in rounds.items()}
+    gaps = {arm: [gap for each in own for gap in each.gaps_s] for arm, own in decoded.items()}
     # Where the client reads late, several tokens come at once: the mean does not depend on that.
     arms = {arm: {"mean_ms": 1e3 * fmean(own), **percentiles(own)} for arm, own in gaps.items()}
     ratios = {
@@ -101,7 +109,7 @@ def inter_token_figures(rounds: dict[str, list[Decoded]]) -> dict[str, Any]:
         }
         for figure in ("mean", "p99", "max")
     }
-    arrived = {arm: sum(decoded.num_arrived for decoded in own) for arm, own in rounds.items()}
+    arrived = {arm: sum(each.num_arrived for each in own) for arm, own in decoded.items()}
     return {**ratios, "arms": arms, "arrivals": arrived}
 
 
