@@ -34,6 +34,20 @@ async def test_a_part_that_fails_costs_the_others_nothing() -> None:
     assert document["passed"] is False
 
 
+async def test_an_error_of_our_own_costs_the_others_nothing_either() -> None:
+    """Minutes on a GPU are rare."""
+
+    async def wrong(_: Progress) -> Figures:
+        raise IndexError("list index out of range")
+
+    found = report()
+    await found.add("parity", wrong, least_s=0)
+    await found.add("soak", passing, least_s=0)
+    assert found.to_json()["not_measured"] == {"parity": "IndexError('list index out of range')"}
+    assert found.to_json()["soak"] == {"passed": True}
+    assert found.to_json()["passed"] is False
+
+
 async def test_a_part_that_does_not_fit_is_not_begun_and_named() -> None:
     """That is no failure; what was measured before stays."""
     found = report(10)
@@ -76,7 +90,7 @@ async def test_a_timeout_inside_a_part_is_a_failure() -> None:
 
     found = report()
     await found.add("parity", waiting, least_s=0)
-    assert found.to_json()["not_measured"]["parity"] == "TimeoutError"
+    assert found.to_json()["not_measured"]["parity"] == "TimeoutError()"
     assert found.to_json()["passed"] is False
 
 

@@ -59,7 +59,7 @@ class Decoded(NamedTuple):
 
 async def _measured(bench: Session[Config], keep: Callable[[Figures], None]) -> Figures:
     """
-    Percentiles of each arm, and ratios over those of `quiet`; `keep` gets them after each round. What arrives:
+    Percentiles of each arm, and ratios over those of `quiet`; `keep` gets them each round. What arrives:
 
         quiet   nothing
         full    unrelated prompts, without sharing

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from delta_tree import TokenIds
+from kvshare.errors import EngineError
 from kvshare.sharing.cost import Rates
 from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.figures import by_name
@@ -110,7 +111,10 @@ async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
     await bench.watch.look()
     answer = await bench.proxy.complete(prompt)
     await bench.settle()
-    return answer, (await bench.watch.look())[-1]
+    finished = await bench.watch.look()
+    if not finished:
+        raise EngineError(f"the connector has not reported a request of {len(prompt)} tokens")
+    return answer, finished[-1]
 
 
 def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
