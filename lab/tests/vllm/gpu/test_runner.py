@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from kvshare.cli import views
 from kvshare.errors import ConfigError, EngineError
 from kvshare_lab.bench.bound import copy_rates
-from kvshare_lab.vllm import stack
+from kvshare_lab.vllm import servers, stack
 from kvshare_lab.vllm.gpu import runner
 from kvshare_lab.vllm.gpu.config import PARTS, Config
 from kvshare_lab.vllm.gpu.report import Deadline, Report
@@ -77,6 +79,25 @@ def test_a_backend_that_does_not_start_costs_the_others_nothing(
     shown = capsys.readouterr().out
     assert "no such backend" in shown
     assert "FAILED" in shown
+
+
+def test_servers_that_are_not_ready_in_time_have_not_passed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick_copies: None
+) -> None:
+    """They get what is left of the time, and are stopped when it is over."""
+
+    @contextmanager
+    def never_ready(*_: Any, start_s: float) -> Iterator[None]:
+        command = [sys.executable, "-c", "import time; time.sleep(100)"]
+        slow = Server("plain vLLM", command, "http://127.0.0.1:9", tmp_path / "log")
+        with servers.running([slow], start_s=start_s):
+            yield
+
+    monkeypatch.setattr(runner, "pair", never_ready)
+    document = runner.run(Config(model="small", seconds=3))
+    (backend,) = document["backends"]
+    assert (document["passed"], document["finished"]) == (False, True)
+    assert "plain vLLM was not ready after" in backend["not_measured"]["ttft"]
 
 
 async def test_where_nothing_is_shared_the_other_parts_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

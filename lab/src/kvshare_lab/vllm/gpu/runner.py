@@ -16,6 +16,7 @@ from kvshare.cli.output import note
 from kvshare.errors import ConfigError, KVShareError
 from kvshare.replay.whole_files import write_whole
 from kvshare_lab.bench.bound import copy_rates
+from kvshare_lab.checkout import checkout_commit
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.gpu import answers, inter_token, load, profile, ttft
 from kvshare_lab.vllm.gpu.config import PARTS, Config
@@ -24,6 +25,7 @@ from kvshare_lab.vllm.stack import Stack, document, pair, stack
 from kvshare_lab.vllm.termination import Terminated
 
 _SELF_TEST, _SYNCS = "self_test", "syncs"
+_TIME_IS_OVER = "the time was over before its servers were ready"
 _RESTART_SHARE = 0.7  # of the time of the first start that a second one takes at least, with files in memory
 
 
@@ -92,10 +94,10 @@ class _Whole:
                 self._count_syncs(backend, report, start_s)
         except KVShareError as exc:  # the servers of several parts
             unmeasured = [name for name in report.parts if report.found.get(name) is None]
-            if self.deadline.left_s > 0:
+            if _shares(report) and not self.deadline.left_s:
+                report.not_measured = dict.fromkeys(unmeasured, _TIME_IS_OVER) | report.not_measured
+            else:
                 report.fail(unmeasured, str(exc))
-            for name in unmeasured if not self.deadline.left_s else ():
-                report.skip(name, f"the time was over before the servers were ready: {exc}")
 
     def _with_servers(self, backend: str | None, report: Report) -> float:
         """All parts but `syncs`; the seconds until both vLLMs were ready."""
@@ -173,7 +175,8 @@ def _head(config: Config) -> Figures:
     head = document("gpu", config.options, config)
     del head["servers"]["vllm"]["attention_backend"]  # each backend has its own
     head["environment"]["device"] = _device()
-    return head
+    commit = checkout_commit()
+    return head if commit is None else {**head, "commit": commit}
 
 
 def _device() -> Figures | None:
