@@ -170,7 +170,7 @@ def wait_for_rows(out: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_its_document(tmp_path: Path, how: signal.Signals) -> None:
     """Valid, with what was measured; unless it is killed, it also prints it and ends its servers."""
     out = tmp_path / "gpu.json"
