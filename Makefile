@@ -66,7 +66,7 @@ OTHER_VLLM := $(abspath $(VENV))/vllm-$(VLLM)
 long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/test_gpu.py \
+	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/gpu \
 	  lab/tests/calibration/test_run.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)

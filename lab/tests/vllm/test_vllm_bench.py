@@ -19,6 +19,7 @@ import pytest
 from kvshare.replay.workloads import generate, write_rows
 from kvshare_lab.vllm import (
     burst,
+    gpu,
     interference,
     load,
     parity,
@@ -28,6 +29,8 @@ from kvshare_lab.vllm import (
     steady,
     ttft,
 )
+from kvshare_lab.vllm.gpu.report import Deadline, Report
+from kvshare_lab.vllm.gpu.runner import _PARTS, measure
 from kvshare_lab.vllm.sequences import read_prompts
 from kvshare_lab.vllm.servers import running
 from kvshare_lab.vllm.stack import ALWAYS_SHARE, Stack, pair
@@ -212,6 +215,41 @@ async def test_soaked_answers_are_vllms_own(servers: Stack) -> None:
     assert document["right_outputs"] > 0
     assert document["failed_loads"] > 0
     assert document["within_bytes"]
+
+
+async def test_a_report_has_each_part_as_far_as_there_was_time(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of edited prompts by length; clients that are cut off, and what does not fit, are named."""
+    config = gpu.Config(
+        model="small", dtype="float32", prompt_tokens=_TOKENS, changed=0.05, edits=2, repeats=1, seed=12
+    )
+    config = replace(config, load_tokens=_TOKENS, families=1, answer_tokens=2, concurrency=2, shares="1,0")
+    report = Report("CPU_ATTN", ["ttft"], Deadline(600))
+    await measure(servers, config, report, needs_proxy=True)
+    document = report.to_json()
+    (row,) = document["ttft"]["lengths"]
+    assert row["prefix"]["reused"] > 0.4
+    assert [each["reused"] > 0.4 for each in row["changed"]] == [True, True]
+    assert set(document["not_measured"]) == {"ttft.donor_on_device"}
+    endless = replace(config, requests=5000, shares="1")
+    monkeypatch.setitem(_PARTS, "load", _PARTS["load"]._replace(least_s=0))
+    report = Report("CPU_ATTN", ["load", "soak"], Deadline(4))
+    await measure(servers, endless, report, needs_proxy=True)
+    document = report.to_json()
+    assert (document["load"], document["soak"]) == (None, None)
+    assert document["not_measured"]["load"].startswith("cut off after 4 s")
+    assert document["not_measured"]["soak"] == "0 s of 4 s were left, expected 10 s"
+    assert document["passed"]
+
+
+async def test_answers_are_judged_by_those_of_requests_that_share_nothing(servers: Stack) -> None:
+    """A limit that the noise gives takes the place of equality, and the report has both errors."""
+    options = {"minutes": 0.02, "concurrency": 2, "min_prompt": 60, "max_prompt": 150, "output_tokens": 16}
+    document = await measured(soak, servers, seed=13, of_noise=2.5, **options)
+    assert document["passed"]
+    assert document["error"] < 1e-3
+    assert document["noise"] < 1e-3
 
 
 async def test_a_soak_without_a_failed_load_has_not_passed(

@@ -16,10 +16,10 @@ from kvshare_lab.vllm import parity, steady
 from kvshare_lab.vllm.client import Answer, Counters
 from kvshare_lab.vllm.load import Config, given_sequence, new_sequence
 from kvshare_lab.vllm.parity import distance
-from kvshare_lab.vllm.prompts import Mixture, near_duplicate, unrelated_prompt
+from kvshare_lab.vllm.prompts import Mixture, Op, near_duplicate, unrelated_prompt
 from kvshare_lab.vllm.sequences import read_prompts
 from kvshare_lab.vllm.servers import Server, VllmOptions, running
-from kvshare_lab.vllm.soak import judge
+from kvshare_lab.vllm.soak import Verdict, are_right, judge
 
 
 def answer(*token_ids: int, margin: float = 1.0, aborted: bool = False) -> Answer:
@@ -49,6 +49,24 @@ def test_a_short_answer_is_wrong_unless_the_client_hung_up() -> None:
     """A server that stops early has lost something."""
     assert judge(answer(1, 2), answer(1, 2, 3)).name == "wrong"
     assert judge(answer(1, 2, aborted=True), answer(1, 2, 3)).name == "right"
+
+
+def judged(mode: str, found: Answer, expected: Answer) -> tuple[Op, Verdict]:
+    return Op("repeat", mode, unrelated_prompt(np.random.default_rng(0), 4)), judge(found, expected)
+
+
+def test_where_values_are_coarse_answers_are_judged_by_those_that_share_nothing() -> None:
+    """Equal, or as far as 2.5 times the noise; a short one is wrong however much noise there is."""
+    unshared = judged("off", answer(1, 9), answer(1, 2, margin=0.2))
+    near, far = (judged("exact", answer(1, 9), answer(1, 2, margin=margin)) for margin in (0.3, 0.9))
+    short = judged("exact", answer(1), answer(1, 2))
+    right = judged("exact", answer(1), answer(1))
+    assert are_right([right], of_noise=None)
+    assert not are_right([unshared, near], of_noise=None)
+    assert are_right([unshared, near], of_noise=2.5)
+    assert not are_right([unshared, far], of_noise=2.5)
+    assert not are_right([unshared, short], of_noise=2.5)
+    assert not are_right([near], of_noise=2.5), "no noise was seen"
 
 
 def test_parity_counts_tokens_that_one_side_does_not_name() -> None:

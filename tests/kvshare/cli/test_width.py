@@ -167,11 +167,19 @@ BACKEND = {
     "backend": "FLASHINFER",
     "self_test": {"passed": True, "attention_backend": "FLASHINFER"},
     "parity": {"max_abs_logprob_error": 0.0123, "noise": 0.0045},
-    "break_even": {
+    "ttft": {
         "measured_tokens": 1234,
         "learned_tokens": 2345,
-        "lengths": [{"speedup": 12.34, "tokens": 131_072, "reused": 0.9}],
+        "lengths": [
+            {
+                "tokens": 131_072,
+                "prefix": {"speedup": 12.34},
+                "changed": [{"share": 0.01, "speedup": 12.34}, {"share": 0.1, "speedup": 0.98}],
+            }
+        ]
+        * 2,
     },
+    "load": {"closed_loop": [{"near": near, "throughput_ratio": 1.23} for near in (1, 0.5, 0)]},
     "inter_token": {"arms": ARMS},
     "soak": {"wrong_outputs": 12, "failed": {"shared": 1, "plain": 2}, "requests": 123_456},
     "syncs": None,
@@ -187,6 +195,8 @@ GPU = {
     ),
     "backends": [BACKEND, {**BACKEND, "backend": "TRITON_ATTN", "parity": None}],
     "passed": False,
+    "finished": False,
+    "ended_by": "Terminated",
 }
 LIBRARIES = {"torch": "2.13.0+cpu", "sentence-transformers": "5.6.0", "vllm": None}
 

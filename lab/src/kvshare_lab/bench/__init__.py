@@ -14,6 +14,7 @@ of medians.
     bound.py            the least time that a shared prefill can take
     direct.py           the model without the engine
     random_models.py    models with random weights
+    large_models.py     those that no host can build in memory
     counted_store.py    a store whose KV is only counted
     text_like.py, pair_texts.py   prompts
     upstream.py         a model server without a model

@@ -16,16 +16,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.utils import logging
 
 from kvshare.demo import MODEL_PATH
+from kvshare.embedded.stored_model import head_dim_of
 from kvshare.errors import ConfigError
+from kvshare_lab.bench.large_models import write_by_layer
 
 _CONFIGURATIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TINY: dict[str, Any] = _CONFIGURATIONS["tiny"]
 VOCAB_SIZE: int = TINY["vocab_size"]
 PLAIN: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["plain"]
 OTHERS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["others"]
-LLAMAS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["llamas"]
+_LARGE: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["large"]
+LLAMAS: Mapping[str, Mapping[str, Any]] = {**_CONFIGURATIONS["llamas"], **_LARGE}
 _TIMED: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["timed"]
 
+_TIED = ("timing", "long")  # their output layer is the embedding
 DEMO_VOCAB_SIZE = 1536  # of the demo model's tokenizer, which every model on disk gets
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -46,12 +50,12 @@ def tiny_model(
 
 
 def llama_config(size: str, *, max_position_embeddings: int, vocab_size: int) -> LlamaConfig:
-    """Of the "small", the "timing" or the "long" model."""
+    """Of one of LLAMAS."""
     return LlamaConfig(
         **LLAMAS[size],
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=size != "small",
+        tie_word_embeddings=size in _TIED,
         eos_token_id=None,
     )
 
@@ -85,17 +89,21 @@ def _built(config: PreTrainedConfig, seed: int, *, std: float | None = None) -> 
 
 
 def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed: int = 0) -> Path:
-    """Write the "timing", the "long" or the "small" model, with the demo tokenizer. Returns the folder."""
+    """Write one of LLAMAS and the demo tokenizer. Returns the folder."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
-    model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if name in _LARGE:
+        config = llama_config(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE)
+        write_by_layer(config, folder, dtype=dtype, seed=seed)
+    else:
+        model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
     for file in _FILES:
         shutil.copy(MODEL_PATH / file, folder)
     return folder
 
 
-def timing_bytes_per_token(dtype: str) -> int:
-    """K and V of one token of the timing model, all layers."""
-    sizes = LLAMAS["timing"]
-    width = sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
-    return int(2 * sizes["num_hidden_layers"] * width * getattr(torch, dtype).itemsize)
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:
+    """K and V of one token, all layers."""
+    own = config.get_text_config()
+    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    return int(2 * own.num_hidden_layers * heads * head_dim_of(own) * getattr(torch, dtype).itemsize)

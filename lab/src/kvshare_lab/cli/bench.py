@@ -8,7 +8,7 @@ its `commit`.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, Signature, iscoroutine, signature
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvshare.cli.options import Format, OutputFormat, described, parameter
 from kvshare.cli.output import ExitCode, show
 from kvshare.cli.plugins import LAB
 from kvshare_lab.checkout import checkout_commit
+from kvshare_lab.vllm.termination import ending_on_sigterm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +32,6 @@ app = typer.Typer(
 
 EMBEDDED, VLLM = "embedded", "vllm"
 _BOTH = (EMBEDDED, VLLM)
-# Options of one engine only, in commands that have both.
-_OWNERS = {**dict.fromkeys(("threads", "dtype", "eager"), VLLM), "model": EMBEDDED, "family": EMBEDDED}
 _JSON = parameter("as_json", type="flag", help="The same as --format json.", flags=["--json"], default=False)
 _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
 
@@ -40,13 +39,14 @@ _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputForma
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """
-    A command. `options`: without those that all commands have. `engines`: the default one first. `module`:
-    what runs in this process.
+    A command. `options`: without those that all commands have. `owners`: the engines of options that only one
+    has, by their names. `engines`: the default one first. `module`: what runs in this process.
     """
 
     name: str
     help: str
     options: tuple[Parameter, ...]
+    owners: Mapping[str, str]
     engines: tuple[str, ...]
     module: str
 
@@ -55,13 +55,15 @@ def _benchmarks() -> Iterator[Benchmark]:
     document = described(Path(__file__).with_suffix(".toml"))
     shared = document["options"]
     for name, command in document["commands"].items():
-        options = tuple(
-            parameter(each, **shared[each]) if isinstance(each, str) else parameter(**each)
+        described_options = [
+            {"name": each, **shared[each]} if isinstance(each, str) else dict(each)
             for each in command["options"]
-        )
+        ]
+        owners = {each["name"]: each.pop("engine") for each in described_options if "engine" in each}
+        options = tuple(parameter(**each) for each in described_options)
         engines = tuple(command.get("engines", [EMBEDDED]))
         module = command.get("module", f"kvshare_lab.bench.{name}")
-        yield Benchmark(name, command["help"], options, engines, module)
+        yield Benchmark(name, command["help"], options, owners, engines, module)
 
 
 BENCHMARKS = tuple(_benchmarks())
@@ -77,7 +79,10 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
         chosen = module_of(benchmark, engine, given)
         module = importlib.import_module(chosen)
         commit = checkout_commit()
-        document = module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
+        with ending_on_sigterm():  # the servers that it has started end, too
+            document = (
+                module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
+            )
         if commit is not None:
             document["commit"] = commit
         show("bench", document, OutputFormat.JSON if as_json else output_format)
@@ -108,7 +113,7 @@ def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dic
 def module_of(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
     """The name of the module that runs. Raises typer.BadParameter for an option that it does not have."""
     for name in given if benchmark.engines == _BOTH else ():
-        owner = _OWNERS.get(name, engine)
+        owner = benchmark.owners.get(name, engine)
         if engine != owner:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:

@@ -2,6 +2,7 @@
 Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with the connector, the proxy.
 
     servers.py          the processes: start, wait, stop
+    termination.py      SIGTERM, which must end them, too
     stack.py            all of them together, the options that benchmarks share, the head of their documents
     session.py          a benchmark at work: clients, prompts, the connector's events
     client.py           one streamed request and its times; metrics
@@ -11,6 +12,6 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu.py, which reports
-several parts; those that no other command has are in gpu_parts.py.
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu/, which reports
+several parts.
 """

@@ -172,6 +172,11 @@ class Client:
         sizes = (await self.counters()).by("vllm:cache_config_info", "block_size")
         return int(next(iter(sizes)))
 
+    async def num_blocks(self) -> int:
+        """Of a vLLM's KV cache."""
+        counts = (await self.counters()).by("vllm:cache_config_info", "num_gpu_blocks")
+        return int(next(iter(counts)))
+
     async def fetch(self, path: str, document: Mapping[str, Any] | None = None) -> str:
         """The answer to a GET, or to a POST of a document. Raises EngineError."""
         method = "GET" if document is None else "POST"

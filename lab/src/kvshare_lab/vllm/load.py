@@ -63,7 +63,7 @@ class Config(EditedConfig):
     @property
     def options(self) -> StackOptions:
         vllm = replace(self.vllm, max_model_len=self.prompt_tokens + self.max_output + 32)
-        return StackOptions(vllm=vllm, kv_bytes=2 * 2**30, seed=self.seed)
+        return self.stack_of(vllm, kv_bytes=2 * 2**30)
 
     @property
     def unrelated_requests(self) -> int:
@@ -112,10 +112,15 @@ async def measure(bench: Session[Config], given: FilePrompts | None = None) -> d
 
 
 def new_sequence(
-    rng: np.random.Generator, config: Config, donors: Sequence[TokenIds], *, num_requests: int
+    rng: np.random.Generator,
+    config: Config,
+    donors: Sequence[TokenIds],
+    *,
+    num_requests: int,
+    near: float = 0.5,
 ) -> list[Request]:
-    """Shuffled requests, all different: half are edits of the donors in turn, if there are any."""
-    num_near = round(num_requests / 2) if donors else 0
+    """Shuffled requests, all different: a share of them are edits of the donors in turn, if there are any."""
+    num_near = round(num_requests * near) if donors else 0
     requests = []
     for number in range(num_requests):
         if is_near := number < num_near:

@@ -48,6 +48,10 @@ class Config(BenchConfig):
     tokens: int = 400
 
     @property
+    def own_model(self) -> str:
+        return "small"
+
+    @property
     def options(self) -> StackOptions:
         """A KV cache for a few prompts of this length and little more."""
         blocks_per_prompt = math.ceil((self.tokens + _SHORT) / _BLOCK_SIZE) + 1
@@ -59,7 +63,7 @@ class Config(BenchConfig):
             num_blocks=_PREEMPTING_PROMPTS * blocks_per_prompt,
             block_size=_BLOCK_SIZE,
         )
-        return StackOptions(model="small", vllm=vllm, kv_bytes=256 * 2**20, seed=self.seed)
+        return self.stack_of(vllm, kv_bytes=256 * 2**20)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -79,18 +83,19 @@ def summary(modes: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str,
     return {**head, "max_abs_logprob_error": worst, "modes": modes}
 
 
-async def measure(bench: Session[Config], *, copies: int = 2) -> dict[str, Any]:
-    """One mode. Of each case `copies` requests run at the same time."""
+async def measure(bench: Session[Config], *, copies: int = 2, preempts: bool = True) -> dict[str, Any]:
+    """One mode. Of each case `copies` requests run at the same time; `preempts`: with long answers, too."""
     tickets = TicketWriter(bench.shared, bench.watch, "parity")
     await tickets.check()
     parity = _Parity(bench, tickets)
     errors = {name: await parity.error([name]) for name in _CASES}
     batch = [*_CASES, "plain"] * copies
     errors["mixed_batch"] = await parity.error(batch)
-    noise = await parity.error(["plain"] * len(batch))
+    noise = await parity.error(["plain"] * len(batch), _LONG if preempts else _SHORT)
     foreign = await parity.error(["identity"], foreign=True)
     before = await bench.shared.counters()
-    errors["preempted"] = await parity.error(batch, _LONG)
+    if preempts:
+        errors["preempted"] = await parity.error(batch, _LONG)
     counted = (await bench.shared.counters()).since(before)
     return {
         "max_abs_logprob_error": max(errors.values()),

@@ -76,6 +76,11 @@ class Op:
         return self.abort_s is not None or self.abort_after is not None
 
     @property
+    def shares_nothing(self) -> bool:
+        """Whether vLLM computes it as it would without KVShare, whatever is stored."""
+        return self.mode == "off" or self.kind == _UNRELATED
+
+    @property
     def may_be_approximate(self) -> bool:
         """Whether KV of other prompts may be copied. An unrelated prompt is always computed in full."""
         return self.mode == "approx" and self.kind != _UNRELATED

@@ -197,6 +197,19 @@ def ratios(mixed: tuple[Load, Load], unrelated: tuple[Load, Load], prefill: Load
     }
 
 
+def share_figures(both: Mapping[str, Load]) -> dict[str, Any]:
+    """
+    Of one sequence in a closed loop: `throughput_ratio` as in `ratios`, shared over plain time to first token
+    of all and of each kind of request that there is, and each arm's own figures.
+    """
+    pair = (both["plain"], both["shared"])
+    return {
+        "throughput_ratio": _throughput_ratio(pair),
+        **{name: values[0] for name, values in _ttft_ratios([pair]).items()},
+        **{name: _served([own]) for name, own in both.items()},
+    }
+
+
 def open_figures(rate: float, both: Mapping[str, Sequence[Load]]) -> dict[str, Any]:
     """
     Milliseconds to the first token at one rate, by arm, over all repeats; requests a second completed; and
@@ -212,14 +225,19 @@ def open_figures(rate: float, both: Mapping[str, Sequence[Load]]) -> dict[str, A
             "completed_per_s": median([load.completed_per_s for load in loads]),
         }
     pairs = list(zip(*both.values(), strict=True))
-    each = {
-        f"{'ttft_p50' if kind == 'all' else f'{kind}_ttft'}_ratio": [
-            _ttft_ratio(pair, is_near=_KINDS[kind]) for pair in pairs
-        ]
-        for kind in _ttft_s(both["plain"])
-    }
+    each = _ttft_ratios(pairs)
     middle = {name: median(values) for name, values in each.items()}
     return {"rate": rate, **middle, "intervals": intervals(each), **arms}
+
+
+def _ttft_ratios(pairs: Sequence[tuple[Load, ...]]) -> dict[str, list[float]]:
+    """Of each pair (plain, shared), by the kinds of requests that there are."""
+    return {
+        f"{'ttft_p50' if kind == 'all' else f'{kind}_ttft'}_ratio": [
+            _ttft_ratio((plain, shared), is_near=_KINDS[kind]) for plain, shared in pairs
+        ]
+        for kind in _ttft_s([plain for plain, _ in pairs])
+    }
 
 
 def _throughput_ratio(pair: tuple[Load, Load]) -> float:
@@ -242,11 +260,14 @@ def _ttft_s(loads: Sequence[Load]) -> dict[str, list[float]]:
 
 
 def _arm(loads: Sequence[Load]) -> dict[str, Any]:
+    return {**_served(loads), "cpu_s_per_request": [load.cpu_s_per_request for load in loads]}
+
+
+def _served(loads: Sequence[Load]) -> dict[str, Any]:
     gaps = [gap for load in loads for answer in load.answers for gap in answer.gaps_s]
     return {
         "requests": sum(len(load.answers) for load in loads),
         "completed_per_s": [load.completed_per_s for load in loads],
         "ttft": {kind: percentiles(seconds) for kind, seconds in _ttft_s(loads).items()},
         "inter_token": percentiles(gaps) if gaps else None,
-        "cpu_s_per_request": [load.cpu_s_per_request for load in loads],
     }

@@ -32,7 +32,7 @@ FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
 _FAILING_WORKER = "kvshare_lab.vllm.failing_worker.FailingWorker"
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _HOST = "127.0.0.1"
-_START_S = 900.0  # two compile at a time, on one core
+START_S = 900.0  # two compile at a time, on one core
 _STOP_S = 20.0
 _LOG_LINES = 30
 
@@ -113,33 +113,43 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, within_s: float) -> None:
         """Raises EngineError, with the end of the log, if the process ends or takes too long."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + within_s
         while not self._answers():
             has_ended = self._process is None or self._process.poll() is not None
             if has_ended or time.monotonic() > deadline:
                 tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                what = "ended while starting" if has_ended else f"was not ready after {_START_S:g} s"
+                what = "ended while starting" if has_ended else f"was not ready after {within_s:.0f} s"
                 raise EngineError(f"{self.name} {what}:\n{tail}")
             time.sleep(0.2)
 
+    def terminate(self) -> None:
+        """Ask it to end; `stop` waits for that."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+
     def stop(self) -> None:
+        self.terminate()
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # children that still run, too
         process.wait()
 
+    @property
+    def session_id(self) -> int:
+        """Of all its processes, while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def cpu_seconds(self) -> float:
         """User and system time of all its processes so far, including children that have ended."""
-        assert self._process is not None
-        return session_cpu_seconds(self._process.pid)
+        return session_cpu_seconds(self.session_id)
 
     def _answers(self) -> bool:
         with suppress(OSError), urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
@@ -160,16 +170,27 @@ def session_cpu_seconds(session_id: int) -> float:
 
 
 @contextmanager
-def running(servers: Sequence[Server]) -> Iterator[None]:
-    """Start all, wait until all are ready, and stop all when the block ends."""
+def running(
+    servers: Sequence[Server], *, one_by_one: bool = False, start_s: float = START_S
+) -> Iterator[None]:
+    """
+    Start all, wait until all are ready, and stop all when the block ends.
+
+    `one_by_one`: start each once those before it are ready. Raises EngineError for a server that does not
+    start, or if they are not ready after `start_s`.
+    """
+    deadline = time.monotonic() + start_s
     try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
+        for group in [[server] for server in servers] if one_by_one else [servers]:
+            for server in group:
+                server.start()
+            for server in group:
+                server.wait_ready(max(0.0, deadline - time.monotonic()))
         yield
     finally:
-        for server in reversed(servers):
+        for server in servers:
+            server.terminate()
+        for server in servers:
             server.stop()
 
 

@@ -29,6 +29,7 @@ _POLL_S, _WATCH_S = 0.02, 0.05
 # For a second after its last message, a worker of vLLM waits in a busy loop (`SpinCondition`). On cores that
 # two vLLMs share, it takes half of the time of the other one.
 _QUIET_S = 1.2
+_QUIET_ON_DEVICE_S = 0.4  # there vLLM's threads are not bound to cores that another one has, too
 
 
 @dataclass(slots=True)
@@ -99,6 +100,7 @@ class Session(Generic[ConfigT]):
     control: ControlClient
     watch: Watch
     rng: np.random.Generator
+    quiet_s: float = _QUIET_S
 
     def unrelated(self: Session[EditedT]) -> TokenIds:
         """A prompt that shares nothing with any other."""
@@ -118,7 +120,7 @@ class Session(Generic[ConfigT]):
     async def settle(self) -> None:
         """Wait until what was served is stored or dropped, and no server disturbs another."""
         stats, since = await self.stats(), time.monotonic()
-        while time.monotonic() - since < _QUIET_S:
+        while time.monotonic() - since < self.quiet_s:
             await asyncio.sleep(_POLL_S)
             if (now := await self.stats()) != stats:
                 stats, since = now, time.monotonic()
@@ -146,7 +148,11 @@ async def session(servers: Stack, config: ConfigT) -> AsyncIterator[Session[Conf
         ) as control,
     ):
         rng, watch = np.random.default_rng(config.seed), Watch(control)
-        yield Session(servers, config, Client(plain), Client(shared), Client(proxy), control, watch, rng)
+        clients = (Client(plain), Client(shared), Client(proxy))
+        has_device = servers.options.vllm.device_memory is not None
+        yield Session(
+            servers, config, *clients, control, watch, rng, _QUIET_ON_DEVICE_S if has_device else _QUIET_S
+        )
 
 
 Measure = Callable[[Session[ConfigT]], Awaitable[dict[str, Any]]]

@@ -17,7 +17,6 @@ from typing import Any
 
 from delta_tree import TokenIds
 from kvshare_lab.bench.figures import trend
-from kvshare_lab.bench.random_models import timing_bytes_per_token
 from kvshare_lab.vllm.session import Session, run_benchmark, watching
 from kvshare_lab.vllm.stack import EditedConfig, StackOptions
 
@@ -35,9 +34,9 @@ class Config(EditedConfig):
 
     @property
     def options(self) -> StackOptions:
-        capacity = self.capacity_tokens * timing_bytes_per_token(self.dtype)
+        capacity = self.capacity_tokens * self.bytes_per_token(self.chosen_model)
         vllm = replace(self.vllm, max_model_len=self.prompt_tokens + _ROOM)
-        return StackOptions(vllm=vllm, kv_bytes=self.kv_bytes or capacity, seed=self.seed)
+        return replace(self.stack_of(vllm), kv_bytes=self.kv_bytes or capacity)
 
     @property
     def capacity_tokens(self) -> int:

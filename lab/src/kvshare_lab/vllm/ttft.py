@@ -1,7 +1,7 @@
 """
 `kvshare bench ttft --engine vllm`: time to first token of a prompt that differs from a stored one in places.
 
-Arms, in turns, each a streamed HTTP request to a random-weight Llama of about 100 M parameters:
+Arms, in turns, each a streamed HTTP request to a random-weight Llama of about 100 M parameters, or `--model`:
     full           an unrelated prompt, straight to stock vLLM
     full_proxied   another, through the proxy and the vLLM with the connector
     prefix_cache   the edited prompt straight to stock vLLM, which has served the donor
@@ -9,14 +9,14 @@ Arms, in turns, each a streamed HTTP request to a random-weight Llama of about 1
     ideal          an equal-compute prefix hit: stock vLLM, where all but as many last tokens as `shared`
                    computed are in the prefix cache (the key is older than the name)
     shared_even, ideal_even   the same two with the edits evenly spread
-Above 8,000 tokens only full, shared and ideal are measured, on a model of the same width with fewer layers.
+Above 8,000 tokens only full, shared and ideal are measured, by default on a model with fewer layers.
 What the proxy adds is measured separately, on repetitions that vLLM has in its prefix cache: `front_ms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ from kvshare_lab.bench.harness import median
 from kvshare_lab.vllm.client import Answer, Client
 from kvshare_lab.vllm.prompts import prefix_hit
 from kvshare_lab.vllm.session import Session, run_benchmark
-from kvshare_lab.vllm.stack import EditedConfig, StackOptions
+from kvshare_lab.vllm.stack import EditedConfig
 
 _EQUAL_COMPUTE = "ideal"  # the arm's key, without its ending
 _BLOCK_SIZE = 128  # of vLLM's CPU backend; a multiple of every other one's
@@ -43,8 +43,8 @@ class Config(EditedConfig):
     repeats: int | None = None  # None: 7, or 3 of long prompts
 
     @property
-    def options(self) -> StackOptions:
-        return replace(super().options, model="long" if self.is_long else "timing")
+    def own_model(self) -> str:
+        return "long" if self.is_long else "timing"
 
     @property
     def is_long(self) -> bool:

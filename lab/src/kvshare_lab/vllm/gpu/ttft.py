@@ -1,0 +1,148 @@
+"""
+Time to the first token of edited prompts of growing length.
+
+    full     an unrelated prompt, to stock vLLM
+    prefix   a prompt of which stock vLLM has 90 % in its prefix cache
+    changed  an edited prompt through the proxy, for 1 % and for `--changed` of its tokens; with the
+             connector's stages. The donor's KV lies in host memory
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import takewhile
+from statistics import fmean
+from typing import Any
+
+from delta_tree import TokenIds
+from kvshare.errors import EngineError
+from kvshare.sharing.cost import Rates
+from kvshare.vllm_protocol.messages import FinishedReport
+from kvshare_lab.bench.figures import by_name
+from kvshare_lab.bench.harness import alternate, median
+from kvshare_lab.vllm.client import Answer
+from kvshare_lab.vllm.gpu.config import Config
+from kvshare_lab.vllm.gpu.report import Figures, Progress
+from kvshare_lab.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
+from kvshare_lab.vllm.session import Session, session
+from kvshare_lab.vllm.stack import Stack
+
+_SHORTEST = 256  # tokens
+_LITTLE = 0.01  # share of the tokens
+_MISSED = 0.1  # share of a prompt that is not in the prefix cache
+_FULL, _PREFIX = "full", "prefix"
+
+Timed = tuple[Answer, FinishedReport | None]
+
+
+async def ttft(servers: Stack, config: Config, progress: Progress) -> Figures:
+    """
+    A row for each length that there is time for: the shortest, then from the longest down.
+
+    `measured_tokens`: from where on sharing was faster with `--changed` of the tokens replaced.
+    `learned_tokens`: the same by the rates that the proxy has measured meanwhile.
+    """
+    progress.lacks("donor_on_device", "the connector keeps donors in host memory only")
+    rows: list[Figures] = []
+    async with session(servers, config.part("ttft")) as bench:
+        took_s, found = 0.0, {}
+        for length in order(lengths(config.prompt_tokens)):
+            if not progress.has_time(str(length), took_s):
+                continue
+            began = time.monotonic()
+            rows.append(await _row(bench, length))
+            took_s = time.monotonic() - began if len(rows) > 1 else took_s
+            rows.sort(key=lambda row: int(row["tokens"]))
+            found = {
+                "measured_tokens": first_that_pays(rows, config.changed),
+                "donor": "host",
+                "lengths": list(rows),
+                **learned(await bench.stats("costs"), config.changed),
+            }
+            progress.keep(found)
+    return found
+
+
+def lengths(longest: int) -> list[int]:
+    """Doubling up to the longest, which is the last."""
+    shorter = [_SHORTEST << power for power in range(16) if _SHORTEST << power < longest]
+    return [*shorter, longest]
+
+
+def order(ascending: Sequence[int]) -> list[int]:
+    """The shortest is a rehearsal; of the others each takes no longer than the one before."""
+    return [*ascending[:1], *reversed(ascending[1:])]
+
+
+async def _row(bench: Session[Config], length: int) -> Figures:
+    """Medians of one length; every measured prompt is new to the server that gets it."""
+    config, block_size = bench.config, await bench.plain.block_size()
+    changes = sorted({_LITTLE, config.changed})
+    donor = unrelated_prompt(bench.rng, length)
+    for client in (bench.plain, bench.proxy):
+        await client.complete(donor)
+
+    async def ask(arm: str) -> Timed:
+        await bench.settle()
+        if arm == _FULL:
+            return await bench.plain.complete(unrelated_prompt(bench.rng, length)), None
+        if arm == _PREFIX:
+            num_new = max(1, round(_MISSED * length))
+            hit = prefix_hit(bench.rng, donor, num_new=num_new, block_size=block_size)
+            return await bench.plain.complete(hit), None
+        return await _shared(bench, near_duplicate(bench.rng, donor, changed=float(arm), edits=config.edits))
+
+    arms = [_FULL, _PREFIX, *map(str, changes)]
+    answers = await alternate(arms, config.repeats, ask)
+    full_s = median([answer.ttft_s for answer, _ in answers[_FULL]])
+    figures = {arm: _figures(own, full_s, length) for arm, own in answers.items() if arm != _FULL}
+    return {
+        "tokens": length,
+        "full_ttft_s": full_s,
+        "prefix": figures[_PREFIX],
+        "changed": [{"share": change, **figures[str(change)]} for change in changes],
+    }
+
+
+async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
+    """Through the proxy, until it is stored, with the connector's report."""
+    await bench.watch.look()
+    answer = await bench.proxy.complete(prompt)
+    await bench.settle()
+    finished = await bench.watch.look()
+    if not finished:
+        raise EngineError(f"the connector has not reported a request of {len(prompt)} tokens")
+    return answer, finished[-1]
+
+
+def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
+    """Of one arm. `reused`: the share of the prompt that was not computed."""
+    ttft_s = median([answer.ttft_s for answer, _ in answers])
+    stage_s = by_name([report.stage_seconds for _, report in answers if report is not None])
+    stages = {"stage_ms": {stage: 1e3 * median(own) for stage, own in stage_s.items()}} if stage_s else {}
+    return {
+        "ttft_s": ttft_s,
+        "speedup": full_s / ttft_s,
+        "reused": fmean(answer.num_cached / length for answer, _ in answers),
+        **stages,
+    }
+
+
+def first_that_pays(rows: Sequence[Mapping[str, Any]], changed: float) -> int | None:
+    """The shortest length from which on all were faster when shared; None if the longest was not."""
+
+    def pays(row: Mapping[str, Any]) -> bool:
+        return any(each["share"] == changed and each["speedup"] > 1 for each in row["changed"])
+
+    paying = list(takewhile(pays, reversed(rows)))
+    return int(paying[-1]["tokens"]) if paying else None
+
+
+def learned(costs: Mapping[str, Any], changed: float) -> Figures:
+    """The length from which plans save time, by the proxy's rates; None unless all rates were measured."""
+    rates = Rates(**{field.name: costs[field.name] for field in fields(Rates)})
+    is_known = len(costs["measured"]) == 2
+    tokens = rates.break_even(computed=changed, min_saved_s=0.0) if is_known else None
+    return {"learned_tokens": tokens, "costs": dict(costs)}
