@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from kvshare_lab.device.clock import Clock, Event, Queue, StandstillError
+from kvshare_lab.device.clock import Clock, Event, StandstillError
+from kvshare_lab.device.gpu import SimulatedGpu
+from kvshare_lab.device.profile import read_profile
+from kvshare_lab.device.threads import in_virtual_time
 
 
 def test_actors_run_in_the_order_of_their_times() -> None:
@@ -39,18 +44,26 @@ def test_an_event_is_set_at_a_time() -> None:
     assert clock.now() == 5.0
 
 
-def test_an_item_comes_at_its_time() -> None:
-    """Who takes it waits for it."""
+def test_a_condition_wakes_those_that_wait() -> None:
+    """At the time of who notifies; a module's thread runs as an actor."""
     clock = Clock()
-    queue: Queue[str] = Queue(clock)
+    gpu, seen = SimulatedGpu(read_profile("h100").costs, clock), []
+    module = ModuleType("copies")
+    module.threading = None  # type: ignore[attr-defined]  # a module has what it imports
+    with in_virtual_time(gpu, {module: ("threading",)}):
+        condition = module.threading.Condition()
 
-    def work() -> None:
-        clock.spend(3.0)
-        queue.put("item")
+        def work() -> None:
+            with condition:
+                condition.wait()
+            seen.append(clock.now())
 
-    clock.start("putter", work)
-    assert queue.get() == "item"
-    assert clock.now() == 3.0
+        module.threading.Thread(target=work, name="waiting", daemon=True).start()
+        clock.sleep_until(3.0)
+        condition.notify()
+        clock.sleep_until(4.0)
+    assert seen == [3.0]
+    assert module.threading is None
 
 
 def test_who_waits_for_nobody_is_told() -> None:

@@ -31,6 +31,7 @@ def test_sharing_moves_the_bytes_of_what_is_reused(found: dict[str, Any]) -> Non
         assert 0.1 * tokens <= near["computed"] < tokens
         assert 0.7 * tokens * size < near["work"]["bytes_up"] <= 1.01 * tokens * size
         assert near["work"]["bytes_down"] >= near["computed"] * size
+        assert (near["work"]["bytes_checked"], near["stage_s"]["verify"]) == (0, 0)
 
 
 def test_the_same_seed_gives_the_same_times(found: dict[str, Any]) -> None:
@@ -54,6 +55,26 @@ def test_every_request_of_a_load_is_answered(found: dict[str, Any]) -> None:
         assert all(len(each["gaps_s"]) == 31 for each in row["requests"])
         shares = {each.get("decision") == "approx" for each in row["requests"] if each["is_near"]}
         assert shares == {row["arm"] == "shared"}
+
+
+def test_a_choice_costs_a_second_pass(found: dict[str, Any]) -> None:
+    """For as many computed tokens, and no wait of the host."""
+    chosen, by_place = found["choosing"]
+    for ours, other in zip(chosen["first_token"], by_place["first_token"], strict=True):
+        works = ours["edited"]["work"], other["edited"]["work"]
+        assert [work["passes"] for work in works] == [2, 1]
+        assert [work["waits"] for work in works] == [0, 0]
+        assert ours["edited"]["ttft_s"] > other["edited"]["ttft_s"]
+
+
+def test_ranks_know_a_step_later(found: dict[str, Any]) -> None:
+    """That their copies have arrived; the copies themselves take as long."""
+    from kvshare_lab.device.simulation import run
+
+    on_two = run(parts="first_token", tokens="2048", ranks=2)["first_token"][0]["changed_10"]
+    on_one = found["first_token"][1]["changed_10"]
+    assert on_two["stage_s"]["write"] == pytest.approx(on_one["stage_s"]["write"], rel=0.01)
+    assert 0 <= on_two["ttft_s"] - on_one["ttft_s"] < 0.01
 
 
 def test_streams_wait_longest_for_full_prefills(found: dict[str, Any]) -> None:

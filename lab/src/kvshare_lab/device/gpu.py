@@ -174,7 +174,7 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _are_views(made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
-    """Whether no memory was written. Under inference mode torch names what a view is made by, not the view."""
+    """Whether no memory was written. Under inference mode torch reports what makes a view, not the view."""
     known = {each.untyped_storage()._cdata for each in given}
     return all(each.untyped_storage()._cdata in known for each in made)
 

@@ -16,9 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -43,11 +41,13 @@ from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
+from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled
 from kvshare_lab.device.clock import Clock
 from kvshare_lab.device.engine import Answer, Engine
 from kvshare_lab.device.gpu import SimulatedGpu
 from kvshare_lab.device.profile import Profile
+from kvshare_lab.device.ranks import alike_ranks
 from kvshare_lab.device.vllm_config import kv_cache_config, vllm_config
 from kvshare_lab.device.worker import SimulatedWorker, virtual_threads
 from vector_index import PromptText
@@ -156,7 +156,9 @@ class SharingServer(Server):
         assert isinstance(connector, KVShareConnector), "it is configured"
         assert worker is not None, "this class makes one"
         assert worker.handshake is not None, "it is simulated"
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.handshake})
+        connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): worker.handshake for rank in range(num_ranks())}
+        )
         assert connector._scheduler_side is not None, "the role of a scheduler"
         self._connector = connector._scheduler_side
         self._num_read = 0
@@ -249,14 +251,13 @@ class SharingServer(Server):
 
 @contextmanager
 def servers(
-    profile: Profile, settings: Settings, *, chooses: bool = True
+    profile: Profile, settings: Settings, *, chooses: bool = True, ranks: int = 1
 ) -> Iterator[tuple[Server, SharingServer]]:
     """Both, each with a clock of its own."""
-    group = SimpleNamespace(world_size=1, rank_in_group=0)
     init_none_hash(get_hash_fn_by_name("sha256"))
     with ExitStack() as opened:
         opened.enter_context(torch.inference_mode())
-        opened.enter_context(patch("kvshare.vllm_connector.worker.ranks.get_tp_group", lambda: group))
+        opened.enter_context(alike_ranks(ranks))
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-device-")))
         config = vllm_config(profile.model, folder)
         plain = Server(profile, config, SimulatedGpu(profile.costs, Clock()))

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from delta_tree import TokenIds
+from delta_tree import TokenIds, token_ids
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.servers import Server, SharingServer
 from kvshare_lab.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
 
 _EDITS = 5
 _BLOCK = 16
+_PASSAGES = 9
 _PAUSE_S = 0.5  # between requests that are measured alone; longer than any save
 
 
@@ -79,6 +80,23 @@ def first_tokens(
             "prefix": hit.to_json(plain),
             **{name: arrived.to_json(shared) for name, arrived in near.items()},
         }
+
+
+def moved_and_edited(
+    shared: SharingServer, rng: np.random.Generator, lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Of each length: 10 % changed, and the same passages in another order."""
+    for length in lengths:
+        donor = unrelated_prompt(rng, length)
+        alone(shared, donor)
+        first, *middle, last = np.array_split(donor, _PASSAGES)
+        moved = [middle[number] for number in rng.permutation(len(middle))]
+        prompts = {
+            "edited": near_duplicate(rng, donor, changed=0.1, edits=_EDITS),
+            "reordered": token_ids(np.concatenate([first, *moved, last])),
+        }
+        rows = {kind: alone(shared, prompt, donor).to_json(shared) for kind, prompt in prompts.items()}
+        yield {"tokens": length, **rows}
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,21 @@ def ratios(document: Mapping[str, Any]) -> dict[str, float]:
     for share, arm in rates:
         if arm == "shared":
             found[f"load {share:g}"] = rates[share, arm] / rates[share, "plain"]
-    return found
+    return found | choosing_costs(document)
+
+
+def choosing_costs(document: Mapping[str, Any]) -> dict[str, float]:
+    """What a choice costs: time with it over time without, and requests a second without it over with."""
+    arms = {row["arm"]: row for row in document.get("choosing", ())}
+    if not arms:
+        return {}
+    chosen, by_place = arms["chosen"], arms["by_place"]
+    found = {
+        f"choosing {ours['tokens']} {kind}": ours[kind]["ttft_s"] / other[kind]["ttft_s"]
+        for ours, other in zip(chosen["first_token"], by_place["first_token"], strict=True)
+        for kind in ("edited", "reordered")
+    }
+    return found | {"choosing load": by_place["load"]["requests_per_s"] / chosen["load"]["requests_per_s"]}
 
 
 def verdicts(document: Mapping[str, Any]) -> dict[str, Any]:

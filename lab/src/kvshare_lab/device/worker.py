@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -39,6 +39,7 @@ from kvshare_lab.device.profile import Model
 from kvshare_lab.device.streams import SimulatedStreams
 from kvshare_lab.device.threads import in_virtual_time
 
+_WorkT = TypeVar("_WorkT", bound=Work)
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
 # The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
 _VIRTUAL = {copying: ("threading", "time"), device: ("time",)}
@@ -64,7 +65,7 @@ class SimulatedDevice(GpuDevice):
     ) -> Work:
         return self._charged(super().save(cache, block_ids, targets, mark=mark))
 
-    def _charged(self, work: Any) -> Any:
+    def _charged(self, work: _WorkT) -> _WorkT:
         """Its batches are charged to the request that it is made for."""
         request_id, batches = self.gpu.request, work.batches
 
@@ -76,7 +77,7 @@ class SimulatedDevice(GpuDevice):
                         return
                 yield
 
-        work.batches = charged
+        work.batches = charged  # type: ignore[method-assign]  # of this one
         return work
 
 
