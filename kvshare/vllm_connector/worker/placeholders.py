@@ -141,6 +141,10 @@ class Placeholders:
             next(iter(self._reading.values())).wait(timeout_s)
         return True
 
+    def say(self) -> None:
+        """Send the other ranks what has been read here. `compute_due` must follow in the same step."""
+        self._have_read.say({arrived: reading.is_done for arrived, reading in self._reading.items()})
+
     def compute_due(self) -> None:
         """Compute what fits this step, and report the loads that are complete."""
         self._choose_read()
@@ -151,9 +155,7 @@ class Placeholders:
         """Make the choices whose results have arrived on every rank. Their second passes come first."""
         if not self._reading:
             return
-        have_read = self._have_read.update(
-            {arrived: reading.is_done for arrived, reading in self._reading.items()}
-        )
+        have_read = self._have_read.known()
         ready = [arrived for arrived in self._reading if arrived in have_read or arrived.load.is_cancelled]
         for arrived in reversed(ready):
             reading, choosing = self._reading.pop(arrived), arrived.choosing

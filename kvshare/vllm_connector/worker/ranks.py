@@ -4,7 +4,7 @@ Agreement between the ranks of tensor parallelism, and the host memory that they
 A forward pass contains collectives: all ranks run it, or none.
 
     before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
-    over steps      what has happened on all of them, without a wait inside a step: `Agreement`
+    in a step       what has happened on all of them, without a wait: `Agreement`
     in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
                     ends, and vLLM, which monitors it, ends the others (`as_one`). Sums are made in the order
                     of work on the device: `summed`
@@ -59,13 +59,13 @@ def agreed(values: Sequence[bool]) -> list[bool]:
 
 class Agreement(Generic[_K]):
     """
-    What is true on all ranks. No step waits for it: what the ranks say in one step, they know in the next.
+    What is true on all ranks. They say it before a forward pass and ask after it, so that nobody waits for
+    another rank: it is sent while the pass is launched.
 
-        step k        rank 0  update({a: True, b: True})     rank 1  update({a: True, b: False})
-        step k + 1            update({...}) -> [a]                   update({...}) -> [a]
+        before      rank 0  say({a: True, b: True})     rank 1  say({a: True, b: False})
+        after               known() -> [a]                      known() -> [a]
 
-    A single rank knows it in the same step. On several, all call `update` in the same steps, with the same
-    keys in the same order; keys do not leave the rank.
+    All ranks call both in the same steps, with the same keys in the same order; keys do not leave the rank.
     """
 
     def __init__(self) -> None:
@@ -73,27 +73,26 @@ class Agreement(Generic[_K]):
         self._values = torch.zeros(0, dtype=torch.int32)
         self._under_way: Any = None  # torch's handle of the all-reduce
 
-    def update(self, values: Mapping[_K, bool]) -> list[_K]:
-        """Say what is true here now. Returns what was true on all ranks in the last step that said so."""
+    def say(self, values: Mapping[_K, bool]) -> None:
+        """What is true here."""
+        self._arrive()
+        self._keys = list(values)
+        self._values = torch.tensor(list(values.values()), dtype=torch.int32)
         group = get_tp_group()
-        if group.world_size == 1:
-            return [key for key, value in values.items() if value]
-        known = self._known()
-        if values:
-            self._keys = list(values)
-            self._values = torch.tensor(list(values.values()), dtype=torch.int32)
+        if self._keys and group.world_size > 1:
             self._under_way = torch.distributed.all_reduce(
                 self._values, torch.distributed.ReduceOp.MIN, group=group.cpu_group, async_op=True
             )
-        return known
 
-    def _known(self) -> list[_K]:
-        """The result of the last call. It has arrived but for a rank that is more than a step late."""
-        if self._under_way is None:
-            return []
-        self._under_way.wait()
-        self._under_way = None
+    def known(self) -> list[_K]:
+        """What was said to be true on all ranks."""
+        self._arrive()
         return [key for key, value in zip(self._keys, self._values.tolist(), strict=True) if value]
+
+    def _arrive(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
 
 
 def summed(values: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 Copies next to vLLM's steps: segments into the blocks of loads, prompts out of blocks, and segments dropped.
 
 Each load and each save is a job of the thread that copies, which makes them in an order of its own. One
-counts as finished when its job is done on every rank, so that all ranks report the same in the same step;
-several ranks know it a step later. What is computed for a load afterwards is not known here.
+counts as finished when its job is done on every rank, so that all ranks report the same in the same step.
+What is computed for a load afterwards is not known here.
 
 While vLLM sleeps, its KV cache has no memory: what is begun meanwhile fails, so that vLLM computes it.
 """
@@ -138,13 +138,17 @@ class Transfers:
         """For a short time: in a step without a forward pass there is nothing else to do."""
         self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
 
+    def say(self) -> None:
+        """Send the other ranks what is finished here. `take_arrived` must follow in the same step."""
+        self._agreement.say(dict(self._said()))
+
     def take_arrived(self) -> list[PendingLoad]:
         """
         Take the transfers that are finished on every rank, in the order in which they were begun.
 
         Returns:  the loads whose copies are written. All others are reported
         """
-        known = set(self._agreement.update(dict(self._said())))
+        known = set(self._agreement.known())
         arrived = []
         for number in self._finished(known):
             each = self._under_way.pop(number)

@@ -31,6 +31,7 @@ from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.worker.device import device_of_this_worker
 from kvshare.vllm_connector.worker.placeholders import Placeholders
+from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
 from kvshare.vllm_connector.worker.transfers import MAX_WAIT_S, Transfers
@@ -105,6 +106,8 @@ class ConnectorWorker:
             transfers.begin_load(request)
         transfers.drop(step.drops)
         transfers.wait_for_saves(step.preempted)
+        if step.has_forward and num_ranks() > 1:
+            self._say()
 
     def advance(self, step: StepMetadata) -> None:
         """After the forward pass: report finished copies, and compute placeholders of loads."""
@@ -113,6 +116,8 @@ class ConnectorWorker:
         transfers, placeholders = self._parts
         if not step.has_forward and not placeholders.wait_for_results(MAX_WAIT_S):
             transfers.wait_for_loads()
+        if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass is over only now
+            self._say()
         placeholders.add(transfers.take_arrived())
         placeholders.compute_due()
 
@@ -121,6 +126,11 @@ class ConnectorWorker:
         if self._parts is not None:
             for request in step.saves:
                 self._parts.transfers.begin_save(request)
+
+    def _say(self) -> None:
+        """Send the other ranks what is finished here, once in a step."""
+        for part in self.parts:
+            part.say()
 
     def take_transfers(self) -> KVConnectorTransferResults:
         """Requests whose saves and loads ended or failed since the last call."""

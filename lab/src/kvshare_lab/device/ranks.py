@@ -1,6 +1,6 @@
 """
-Ranks of tensor parallelism, of which one is simulated: the others have as many heads, and do the same at the
-same time. So what is agreed over steps is known a step later, and nothing else differs.
+Ranks of tensor parallelism, of which one is simulated: the others have as many heads and as much memory, and
+do the same at the same time. What they say in a step comes from before its forward pass.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class SharingServer(Server):
             settings.cost, bytes_per_token=profile.model.bytes_per_token, num_extra_passes=1
         )
         self._tier = RemoteTier([_REPLICA])
-        self._tier.memories[_REPLICA].max_bytes = profile.model.kv_bytes
+        self._tier.memories[_REPLICA].max_bytes = num_ranks() * profile.model.kv_bytes
         self._keeper = ReplicaKeeper(
             DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
         )
@@ -190,7 +190,7 @@ class SharingServer(Server):
 
     def _worker(self) -> SimulatedWorker | None:
         group = self.kv_cache.kv_cache_groups[0]
-        settings = ConnectorSettings(control_port=0, max_bytes=self.profile.model.kv_bytes)
+        settings = ConnectorSettings(control_port=0, max_bytes=num_ranks() * self.profile.model.kv_bytes)
         return SimulatedWorker(
             self.gpu,
             self.profile.model,

@@ -10,6 +10,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare_lab.device.profile import Model
 
 
@@ -34,7 +35,7 @@ def vllm_config(model: Model, folder: Path, *, shares: bool = False) -> VllmConf
         kv_connector_module_path="kvshare.vllm_connector.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"kvshare": {"control_port": 0, "max_bytes": model.kv_bytes}},
+        kv_connector_extra_config={"kvshare": {"control_port": 0, "max_bytes": num_ranks() * model.kv_bytes}},
     )
     config = EngineArgs(
         model=str(folder),

@@ -29,6 +29,7 @@ from kvshare.vllm_connector.worker.device import GpuDevice, LoadWork
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.placeholders import ArrivedLoad, Placeholders
+from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
@@ -174,7 +175,7 @@ class SimulatedWorker(ConnectorWorker):
         forward = SimulatedForward(
             gpu, cache, max_tokens=limits.max_num_batched_tokens, max_runs=limits.max_num_seqs
         )
-        arena = _untouchable(arena_bytes(settings.max_bytes))
+        arena = _untouchable(arena_bytes(settings.max_bytes // num_ranks()))
         self._attached = Attached(
             cache, forward, SegmentStore(arena, cache.kv_layout, num_heads=model.num_heads)
         )

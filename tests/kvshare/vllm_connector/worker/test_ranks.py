@@ -106,12 +106,10 @@ def test_copies_are_made_on_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch)
 
 SAID = [  # in each step: what each rank says, and what both know then
     ({"a": True, "b": False}, {"a": False, "b": True}, []),
-    ({"a": True, "b": True}, {"a": True, "b": False}, []),
-    ({"b": True, "c": True}, {"b": True, "c": False}, ["a"]),
-    ({}, {}, ["b"]),
+    ({"a": True, "b": True}, {"a": True, "b": False}, ["a"]),
+    ({"b": True, "c": True}, {"b": True, "c": False}, ["b"]),
     ({}, {}, []),
-    ({"c": True}, {"c": True}, []),
-    ({}, {}, ["c"]),
+    ({"c": True}, {"c": True}, ["c"]),
 ]
 
 
@@ -157,39 +155,45 @@ def on_two_ranks(
             process.kill()
 
 
-def test_what_all_ranks_say_is_known_a_step_later(tmp_path: Path) -> None:
-    """The same on both, whatever each says meanwhile."""
+def test_what_all_ranks_say_is_known_in_the_same_step(tmp_path: Path) -> None:
+    """The same on both, whatever each says; a step in which they say nothing has no result."""
     from kvshare.vllm_connector.worker.ranks import Agreement
 
     def work(rank: int) -> list[list[str]]:
-        agreement = Agreement[str]()
-        return [agreement.update(step[rank]) for step in SAID]  # type: ignore[arg-type]
+        agreement, known = Agreement[str](), []
+        for step in SAID:
+            agreement.say(step[rank])  # type: ignore[arg-type]
+            known.append(agreement.known())
+        return known
 
     assert on_two_ranks(tmp_path, work) == [[known for _, _, known in SAID]] * 2
 
 
-def test_no_step_waits_for_another_rank_to_say_something(tmp_path: Path) -> None:
-    """The second rank begins its step when the first one's is over."""
+def test_who_says_something_waits_for_no_other_rank(tmp_path: Path) -> None:
+    """The second rank says it when the first one has begun its forward pass."""
     from kvshare.vllm_connector.worker.ranks import Agreement
 
-    first_is_over = multiprocessing.get_context("fork").Event()
+    first_has_said = multiprocessing.get_context("fork").Event()
 
     def work(rank: int) -> list[str]:
         agreement = Agreement[str]()
         if rank == 1:
-            assert first_is_over.wait(60)
-        agreement.update({"a": True})
-        first_is_over.set()
-        return agreement.update({})
+            assert first_has_said.wait(60)
+        agreement.say({"a": True})
+        first_has_said.set()
+        return agreement.known()
 
     assert on_two_ranks(tmp_path, work) == [["a"], ["a"]]
 
 
-def test_a_single_rank_knows_at_once() -> None:
+def test_a_single_rank_asks_nobody() -> None:
+    """What is true there is known."""
     from kvshare.vllm_connector.worker.ranks import Agreement
 
     with one_rank():
-        assert Agreement[str]().update({"a": True, "b": False}) == ["a"]
+        agreement = Agreement[str]()
+        agreement.say({"a": True, "b": False})
+        assert agreement.known() == ["a"]
 
 
 def test_sums_have_the_same_bits_on_all_ranks(tmp_path: Path) -> None:

@@ -32,16 +32,18 @@ if TYPE_CHECKING:
 FIRST, SECOND = SegmentId(1), SegmentId(2)
 
 
-class LateAgreement:
-    """As that of processes: what both say in a step is known in the next one."""
+class AgreementOfThreads:
+    """As that of processes."""
 
     def __init__(self, ranks: TwoRanks) -> None:
         self._ranks = ranks
-        self._known: list[Hashable] = []
+        self._said: Mapping[Hashable, bool] = {}
 
-    def update(self, values: Mapping[Hashable, bool]) -> list[Hashable]:
-        known, self._known = self._known, self._ranks.both(values)
-        return known
+    def say(self, values: Mapping[Hashable, bool]) -> None:
+        self._said = values
+
+    def known(self) -> list[Hashable]:
+        return self._ranks.both(self._said)
 
 
 class TwoRanks:
@@ -52,7 +54,7 @@ class TwoRanks:
         self._barrier = threading.Barrier(len(workers), timeout=10)
         self._given: dict[int, Mapping[Hashable, bool]] = {}
         for worker in workers:
-            worker.parts.transfers._agreement = LateAgreement(self)  # type: ignore[assignment]  # of threads
+            worker.parts.transfers._agreement = AgreementOfThreads(self)  # type: ignore[assignment]  # of threads
 
     def both(self, mine: Mapping[Hashable, bool]) -> list[Hashable]:
         """What is true on both."""

@@ -282,7 +282,7 @@ class TestChoosing:
 
 
 def test_all_ranks_begin_a_second_pass_in_the_same_step(tmp_path: Path) -> None:
-    """A pass has collectives. They know a step later that both have copied; one's results are late."""
+    """A pass has collectives. Both have copied at once, and the results of one are late."""
 
     def work(rank: int) -> list[list[list[int]]]:
         loads = Loads(late_device(arrives=(4,) if rank else (1,)))
@@ -295,4 +295,4 @@ def test_all_ranks_begin_a_second_pass_in_the_same_step(tmp_path: Path) -> None:
 
     first, second = on_two_ranks(tmp_path, work)
     assert first == second
-    assert [len(passes) for passes in first] == [0, 1, 0, 0, 0, 0, 1, 0]
+    assert [len(passes) for passes in first] == [0, 1, 0, 0, 0, 1, 0, 0]
