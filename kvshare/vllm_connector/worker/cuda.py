@@ -53,6 +53,11 @@ class CudaGpu:
                 buffer.nbytes,
             )
 
+    def simplify(self) -> bool:
+        had_own = self._kernels is not None or self._copy_batch is not None
+        self._kernels = self._copy_batch = None
+        return had_own
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 

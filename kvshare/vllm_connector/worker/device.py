@@ -83,6 +83,10 @@ class Device:
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory for fast copies."""
 
+    def simplify(self) -> bool:
+        """Copy without our own kernels. Returns whether that is another way than before."""
+        return False
+
     def mark(self) -> Any:
         """The current point in the order of work on the device. On vLLM's thread."""
         return time.perf_counter()
@@ -125,6 +129,9 @@ class GpuDevice(Device):
 
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)
+
+    def simplify(self) -> bool:
+        return self._gpu.simplify()
 
     def mark(self) -> Any:
         return self._gpu.record(Stream.VLLM)

@@ -48,6 +48,9 @@ class Gpu(Protocol):
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory, the arena, for copies that the host does not wait for."""
 
+    def simplify(self) -> bool:
+        """Do without our own kernels, in more launches. Returns whether that is another way than before."""
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A staging buffer on the device, (bytes,) uint8. Called at the start only."""
 

@@ -55,7 +55,7 @@ class SelfTest:
         wanted = max(_NUM_TOKENS, _NUM_BLOCKS * cache.block_size + 1, min(beyond, _LONGEST))
         room = min(max_model_len - max(_SHIFTS) - 1, num_blocks * cache.block_size)
         self._length = max(_FEW_TOKENS, min(wanted, room))
-        self._block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
+        self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
         self._tokens = tuple(torch.randint(0, vocab_size, (self._length,), generator=generator).tolist())
 
@@ -73,7 +73,7 @@ class SelfTest:
         shapes = (plane.shape(self._length) for plane in layout.planes)
         written = [torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes]
         self._write(written, self._length)
-        read_back = self._cache.read(self._block_ids, Span(0, self._length))
+        read_back = self._cache.read(self.block_ids, Span(0, self._length))
         if not all(map(torch.equal, read_back.planes, written)):
             return "rows written into scattered blocks are not read back"
         return None
@@ -112,7 +112,7 @@ class SelfTest:
     def _write(self, planes: Sequence[torch.Tensor], num_tokens: int) -> None:
         """Write the rows of the first tokens."""
         k, v = (rows[:, :num_tokens].contiguous().to(self._cache.kv_layout.device) for rows in planes)
-        self._cache.write(k, v, self._cache.slots(self._block_ids, Span(0, num_tokens)))
+        self._cache.write(k, v, self._cache.slots(self.block_ids, Span(0, num_tokens)))
 
     @property
     def _tolerance(self) -> float:
@@ -136,7 +136,7 @@ class SelfTest:
     def _check_listening(self) -> str | None:
         length, agree = self._length, list[bool]()
         whole = self._compute([Span(0, length)])
-        table = self._cache.table(self._block_ids, length)
+        table = self._cache.table(self.block_ids, length)
 
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
             keys = self._cache.keys(index, table, length)
@@ -154,7 +154,7 @@ class SelfTest:
             difference, scale = (expected - output.float()).abs().max(), expected.abs().max().clamp(min=1e-6)
             agree.append(bool(difference <= self._tolerance * scale))
 
-        whole_prompt = Run(self._block_ids, Span(0, length), self._tokens)
+        whole_prompt = Run(self.block_ids, Span(0, length), self._tokens)
         self._forward.compute([whole_prompt], watching=lambda _: watch)
         if len(agree) != self._cache.kv_layout.num_layers:
             return "the attention kernels cannot be watched"
@@ -178,8 +178,8 @@ class SelfTest:
 
     def _compute(self, spans: Sequence[Span], *, shift: int = 0) -> SegmentKV:
         """Compute the spans, and return all rows up to the last one's end."""
-        self._forward.compute([Run(self._block_ids, span, self._tokens, shift) for span in spans])
-        return self._cache.read(self._block_ids, Span(0, spans[-1].end))
+        self._forward.compute([Run(self.block_ids, span, self._tokens, shift) for span in spans])
+        return self._cache.read(self.block_ids, Span(0, spans[-1].end))
 
 
 def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:

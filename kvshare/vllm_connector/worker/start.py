@@ -20,6 +20,7 @@ from kvshare.kv.movement import why_not_movable
 from kvshare.kv.parameters import model_fingerprint
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
+from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -35,6 +36,8 @@ from kvshare.vllm_connector.worker.ranks import (
 )
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
 from kvshare.vllm_connector.worker.self_test import SelfTest
+
+_ELSEWHERE = "the self-test failed on another rank"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +140,7 @@ class WorkerStart:
         for check in (self_test.check_layout, self_test.check_partial_attention):
             problem = check()
             if not all(agreed([problem is None])):  # the next check needs all ranks
-                return Findings(unsupported=(problem or "the self-test failed on another rank",))
+                return Findings(unsupported=(problem or _ELSEWHERE,))
         problem = self_test.check_listening()
         can_listen = all(agreed([problem is None]))
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
@@ -145,7 +148,21 @@ class WorkerStart:
         verifications = self_test.movements(tables)
         cache.kv_layout = cache.kv_layout.moving([(k.movement, v.movement) for k, v in verifications])
         if not all(agreed([cache.kv_layout.can_move])):
-            problem = why_not_movable(verifications) or "the self-test failed on another rank"
+            problem = why_not_movable(verifications) or _ELSEWHERE
             limit = f"only text at the same position is shared: {problem if tables else unsupported}"
             warnings = (*warnings, limit)
-        return Findings(warnings=warnings, can_listen=can_listen)
+        slower, problem = self._check_copies(attached, self_test.block_ids)
+        if problem is not None:
+            return Findings(unsupported=(problem,))
+        return Findings(warnings=(*warnings, *slower), can_listen=can_listen)
+
+    def _check_copies(self, attached: Attached, block_ids: Sequence[int]) -> tuple[Sequence[str], str | None]:
+        """Warnings, and why nothing can be copied, if so. All ranks copy in the same way."""
+        copy_test = CopyTest(attached.cache, attached.store, self.device, block_ids=block_ids)
+        problem, warnings = copy_test.check(), list[str]()
+        if not all(agreed([problem is None])) and self.device.simplify():
+            warnings = [f"copies take more launches, without kernels of our own: {problem or _ELSEWHERE}"]
+            problem = copy_test.check()
+        if all(agreed([problem is None])):
+            return warnings, None
+        return (), problem or _ELSEWHERE

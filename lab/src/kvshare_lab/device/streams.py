@@ -34,6 +34,9 @@ class SimulatedStreams:
     def register(self, buffer: torch.Tensor) -> None:
         """Its copies cost as those of registered memory."""
 
+    def simplify(self) -> bool:
+        return False
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=THERE)
 

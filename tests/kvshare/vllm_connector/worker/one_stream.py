@@ -26,7 +26,7 @@ class OneStream(CudaGpu):
     def __init__(self, gpu: Gpu, device: torch.device = CUDA) -> None:
         self.late_from = float("inf")
         self._gpu = gpu
-        self._device, self._kernels, self._movements = device, None, None
+        self._device, self._kernels, self._copy_batch, self._movements = device, None, None, None
 
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)

@@ -163,7 +163,7 @@ class TestMutations:
     def test_it_reaches_far(self, vllm: Vllm) -> None:
         """More than three blocks, far apart and in no order; runs of 1, 17 and more than 512 tokens."""
         self_test = self.self_test(vllm)
-        ids = self_test._block_ids
+        ids = self_test.block_ids
         assert len(ids) > 3
         assert sorted(ids) != list(ids)
         assert max(ids) - min(ids) > 10 * len(ids)

@@ -1,0 +1,126 @@
+"""
+The part of the self-test that saves and loads: what comes back is what was there, bit for bit.
+
+It goes the way of every request, with the copies and kernels of this machine. A GPU compiles its kernels now,
+so that the first request does not wait for it.
+
+    rows --save--> a segment: its rows and sums        --load, some of it moved--> other blocks
+    a bit of the segment is flipped                    --load--> it is noticed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from delta_tree import SegmentId, Span
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.sums import sums
+from kvshare.vllm_connector.worker.copy_writer import RowCopy
+from kvshare.vllm_connector.worker.copying import Work
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
+
+_SEGMENT = SegmentId(1)
+_NUM_TOKENS = 40  # no multiple of a block
+_STAY, _MOVED = Span(1, 19), Span(23, 40)  # what is loaded: at its position, and moved
+_SHIFT = 3
+_POLL_S = 0.0005
+_ROUNDINGS = 8  # by which rows may differ, of their dtype
+
+
+class CopyTest:
+    """It overwrites blocks, and leaves the store as it was."""
+
+    def __init__(
+        self, cache: PagedCache, store: SegmentStore, device: Device, *, block_ids: Sequence[int]
+    ) -> None:
+        """`block_ids`: free ones, which hold `_NUM_TOKENS` tokens and a few more."""
+        self._cache, self._store, self._device = cache, store, device
+        self._block_ids = block_ids
+        generator, layout = torch.Generator().manual_seed(5), cache.kv_layout
+        shapes = (plane.shape(_NUM_TOKENS) for plane in layout.planes)
+        k, v = (torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes)
+        self._rows = SegmentKV((k, v))
+
+    def check(self) -> str | None:
+        """What does not come back as it was, or None."""
+        try:
+            stored = self._store.add(_SEGMENT, _NUM_TOKENS)
+        except MemoryError as exc:
+            return f"the store has no room for {_NUM_TOKENS} tokens: {exc}"
+        try:
+            return self._check_save(stored) or self._check_load(stored)
+        except Exception as exc:  # noqa: BLE001  another way of copying may work
+            return f"copying raised an error: {type(exc).__name__}: {exc}"
+        finally:
+            self._store.drop([_SEGMENT])
+
+    def _check_save(self, stored: Stored) -> str | None:
+        self._write(self._rows)
+        save = self._device.save(
+            self._cache, self._block_ids, [(stored, Span(0, _NUM_TOKENS))], mark=self._device.mark()
+        )
+        self._make(save)
+        planes = (plane.permute(2, 0, 1, 3) for plane in self._rows.planes)  # (H, L, T, D)
+        if not torch.equal(stored.rows, torch.stack(list(planes), dim=2)):
+            return "saved rows are not those of the cache"
+        expected = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes).numpy()
+        if stored.sums is None or (stored.sums != expected).any():
+            return "the sums of saved rows are wrong"
+        return None
+
+    def _check_load(self, stored: Stored) -> str | None:
+        can_move = self._cache.kv_layout.can_move
+        if self._load(stored, can_move=can_move):
+            return "a segment as it was saved is taken for a damaged one"
+        found = self._cache.read(self._block_ids, Span(0, _NUM_TOKENS + _SHIFT))
+        planes = zip(self._cache.kv_layout.planes, self._rows.planes, found.planes, strict=True)
+        for plane, rows, there in planes:
+            if not torch.equal(there[:, _STAY.start : _STAY.end], rows[:, _STAY.start : _STAY.end]):
+                return "loaded rows are not those that were saved"
+            if can_move:
+                moved = plane.moved(rows[:, _MOVED.start : _MOVED.end], _SHIFT).float()
+                begin, end = _MOVED.start + _SHIFT, _MOVED.end + _SHIFT
+                error = float((there[:, begin:end].float() - moved).abs().max() / moved.abs().max())
+                if not error <= _ROUNDINGS * torch.finfo(rows.dtype).eps:
+                    return f"rows that were moved are off by {error:.2g} of the largest"
+            elsewhere = (there[:, : _STAY.start], there[:, _STAY.end : _MOVED.start + _SHIFT])
+            if any(bool(part.any()) for part in elsewhere):
+                return "a load writes to slots that are not its own"
+        stored.rows.view(torch.uint8).flatten()[-1] ^= 1  # in place: the last byte of the extent
+        if not self._load(stored, can_move=False):
+            return "a segment with a flipped bit is not noticed"
+        return None
+
+    def _load(self, stored: Stored, *, can_move: bool) -> bool:
+        """Into empty slots. Returns whether the segment was found damaged."""
+        self._write(SegmentKV(tuple(torch.zeros_like(rows) for rows in self._rows.planes)))
+        spans = [(_STAY, 0), (_MOVED, _SHIFT)] if can_move else [(_STAY, 0)]
+        copies = [
+            RowCopy(stored, span, shift, self._slots(Span(span.start + shift, span.end + shift)))
+            for span, shift in spans
+        ]
+        load = self._device.load(self._cache, lambda: copies, mark=self._device.mark())
+        self._make(load)
+        return _SEGMENT in load.damaged
+
+    def _make(self, work: Work) -> None:
+        for _ in work.batches():
+            while not work.has_room:
+                time.sleep(_POLL_S)
+        while not work.is_past:
+            time.sleep(_POLL_S)
+        work.finish()
+
+    def _slots(self, span: Span) -> NDArray[np.int64]:
+        return self._cache.slot_numbers(self._block_ids, span)
+
+    def _write(self, rows: SegmentKV) -> None:
+        k, v = (plane.to(self._cache.kv_layout.device) for plane in rows.planes)
+        self._cache.write(k, v, self._cache.slots(self._block_ids, Span(0, k.shape[1])))
