@@ -15,6 +15,7 @@ layer; the keys are read twice, and no score is ever written.
 
 from __future__ import annotations
 
+from functools import cache as remembered
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ from kvshare.kv.listening import ListeningRows
 from kvshare.sharing.plan import MAX_LISTENERS
 
 PROGRAMS = 256  # of a launch, about: two for each multiprocessor. More chunks are more sums to read
-_MAX_ROWS = 128
+SHARED_BYTES = 68 * 1024  # of a multiprocessor's memory: no program needs more
 _LOG2_E = 1.4426950408889634
+
+
+@remembered
+def has_room(device: torch.device) -> bool:
+    """Whether a GPU can run these kernels: one of NVIDIA since Ampere can, others have 64 KiB."""
+    found = torch.cuda.get_device_properties(device)
+    room = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return int(room) >= SHARED_BYTES
 
 
 def listen(
@@ -70,15 +79,17 @@ def listen(
 def _form(query: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
     """Arguments of both kernels that are the same for every pass: each is compiled once for a model."""
     _, num_heads, block_size, width = cache.shape
-    group, is_short = query.shape[1] // num_heads, cache.itemsize <= 2
-    most = _MAX_ROWS if is_short else _MAX_ROWS // 4
+    group, padded = query.shape[1] // num_heads, max(16, triton.next_power_of_2(width // 2))
+    most_rows, most_slots = (128, 64) if cache.itemsize == 2 else (32, 16)  # float32 has no tensor cores
+    fewer = max(1, padded // 128)
     return {
         "GROUP": group,
         "BLOCK_SIZE": block_size,
         "DIM": width // 2,
-        "PADDED": max(16, triton.next_power_of_2(width // 2)),
-        "ROWS": min(most, triton.next_power_of_2(group * MAX_LISTENERS)),
-        "SLOTS": 64 if is_short else 32,
+        "PADDED": padded,
+        "ROWS": min(most_rows // fewer, triton.next_power_of_2(group * MAX_LISTENERS)),
+        "SLOTS": max(16, most_slots // fewer),
+        "num_warps": 4 if cache.itemsize == 2 else 8,
     }
 
 

@@ -248,7 +248,7 @@ class PartialForward:
 
 
 def listening_kernels(cache: PagedCache, query: torch.Tensor) -> Any:
-    """Their module, which imports Triton; None where that is not, or where it cannot read these keys."""
+    """Their module, which imports Triton; None where that is not, or they cannot run."""
     if query.device.type != "cuda" or cache.layout != ADDRESSABLE:
         return None
     if query.dtype != cache.kv_layout.dtype or query.dtype not in _MULTIPLIED:
@@ -259,7 +259,7 @@ def listening_kernels(cache: PagedCache, query: torch.Tensor) -> Any:
         return None
     from kvshare.vllm_connector.worker import listening_kernels as kernels
 
-    return kernels
+    return kernels if kernels.has_room(query.device) else None
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:

@@ -12,12 +12,13 @@ import json
 import sys
 import traceback
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from delta_tree import Span
-from kvshare.kv.listening import Listener, ListeningRows
+from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.vllm_connector.worker import listening_kernels
 from tests.kvshare.vllm_connector.without_gpu import interpreted_triton
 
@@ -40,6 +41,7 @@ class Case:
     num_passes: int = 1
     common: float = 0.0  # of all keys, in one dimension
     programs: int = listening_kernels.PROGRAMS
+    hooked: bool = False  # the connector calls the kernels
     fault: str = "nothing"
 
     @property
@@ -86,8 +88,8 @@ class Passes:
     def next(self, listeners: list[Listener]) -> tuple[torch.Tensor, list[ListeningRows]]:
         """Queries (M, H_q, D) of a pass, whose rows do not lie in the order of positions; see `Listener`."""
         case = self._case
-        runs = [(3 + row, span) for row, span in enumerate(reversed(self.spans))]
-        query = self._normal(3 + len(runs), self._query_heads, case.dim).to(case.torch_dtype)
+        runs = placed(self.spans[::-1])
+        query = self._normal(len(runs), self._query_heads, case.dim).to(case.torch_dtype)
         rows = [listener.rows_of(runs) for listener in listeners]
         assert all(rows)
         return query, [found for found in rows if found is not None]
@@ -120,10 +122,36 @@ def error(case: Case) -> float:
                 table[:2] = table[:2].flip(0)
             case "another row":
                 of_kernels.indices[0] -= 1
-        listening_kernels.listen(of_kernels, LAYER, query, passes.cache, table, scaling=0.2)
+        if case.hooked:
+            _watched(passes, query, found)
+        else:
+            listening_kernels.listen(of_kernels, LAYER, query, passes.cache, table, scaling=0.2)
     want, got = expected.attended_there, found.attended_there
     floor = want[LAYER, : case.num_slots].mean() * 1e-2
     return float(torch.nan_to_num((want - got).abs() / (want + floor), nan=torch.inf).max())
+
+
+def _watched(passes: Passes, query: torch.Tensor, listener: Listener) -> None:
+    """As a pass of the connector with a GPU has it."""
+    from kvshare.vllm_connector.worker import partial_forward
+    from kvshare.vllm_connector.worker.block_layout import find_layout
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+    impl = SimpleNamespace(scale=0.2, sliding_window=None)
+    caches = [torch.zeros_like(passes.cache), passes.cache]
+    layers = {str(layer): SimpleNamespace(kv_cache=cache, impl=impl) for layer, cache in enumerate(caches)}
+    cache = PagedCache(layers, block_size=passes.cache.shape[2])
+    block = caches[0][0]
+    cache._layout = find_layout(
+        block, lambda k, v: block.copy_(torch.cat((k.transpose(0, 1), v.transpose(0, 1)), dim=-1))
+    )
+    assert cache.layout == partial_forward.ADDRESSABLE
+    partial_forward.listening_kernels = lambda *_: listening_kernels  # this process has no GPU
+    forward = partial_forward.PartialForward.__new__(partial_forward.PartialForward)
+    forward._cache = cache
+    blocks = tuple(passes.table.tolist())
+    runs = [partial_forward.Run(blocks, span, (), listener=listener) for span in passes.spans[::-1]]
+    forward.listening(runs)(LAYER, query, query)
 
 
 def main() -> None:
