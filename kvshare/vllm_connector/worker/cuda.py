@@ -31,7 +31,6 @@ from kvshare.vllm_connector.worker.staged_layers import StagedLayers
 log = logging.getLogger("vllm.kvshare")
 
 
-
 class CudaGpu:
     """See `Gpu`. Its calls of CUDA are tested with a stand-in for torch.cuda."""
 

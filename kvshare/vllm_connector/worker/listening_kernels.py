@@ -8,7 +8,7 @@ layer; the keys are read twice, and no score is ever written.
     tile         ROWS query rows and SLOTS slots: one product
     chunk        tiles one after the other, of a program each
     sums         (H, chunks, G N), logarithms (base 2) of a row's sum of exponentials in a chunk
-    heard        (H row tiles, S), the weights of each tile's rows. Added in one order, so all ranks hear alike
+    heard        (H row tiles, S), each tile's rows: added up in one order, so that all ranks hear alike
 """
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-decorators=false
 # The arguments of kernels are Triton's: pointers, numbers and constants.

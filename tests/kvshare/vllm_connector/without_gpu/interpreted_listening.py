@@ -1,7 +1,7 @@
 """
-What the fixture `own_listening` starts: our listening kernels in Triton's interpreter, against the operations of
-torch that they replace. Each line of stdin is a `Case`, and for each there is one on stdout with the largest
-error, as a share of what a slot was given.
+What the fixture `own_listening` starts: our listening kernels in Triton's interpreter, against the operations
+of torch that they replace. Each line of stdin is a `Case`, and for each there is one on stdout with the
+largest error, as a share of what a slot was given.
 
 A process of its own, with TRITON_INTERPRET=1: Triton looks at it once, when imported.
 """
@@ -142,10 +142,11 @@ def _watched(passes: Passes, query: torch.Tensor, listener: Listener) -> None:
     layers = {str(layer): SimpleNamespace(kv_cache=cache, impl=impl) for layer, cache in enumerate(caches)}
     cache = PagedCache(layers, block_size=passes.cache.shape[2])
     block = caches[0][0]
-    cache._layout = find_layout(
-        block, lambda k, v: block.copy_(torch.cat((k.transpose(0, 1), v.transpose(0, 1)), dim=-1))
-    )
-    assert cache.layout == partial_forward.ADDRESSABLE
+
+    def write(k: torch.Tensor, v: torch.Tensor) -> None:
+        block.copy_(torch.cat((k, v), dim=-1).transpose(0, 1))
+
+    cache._layout = find_layout(block, write)
     partial_forward.listening_kernels = lambda *_: listening_kernels  # this process has no GPU
     forward = partial_forward.PartialForward.__new__(partial_forward.PartialForward)
     forward._cache = cache

@@ -20,6 +20,7 @@ CASES: list[dict[str, Any]] = [
     {"programs": 12, "num_slots": 1000, "num_rows": 32},
     {"num_slots": 3000, "num_heads": 1, "block_size": 32, "dtype": "float16"},
     {"num_passes": 3},
+    {"num_passes": 2, "num_heads": 1, "group": 2},
     {"dim": 80, "dtype": "float16"},
     {"hooked": True, "num_passes": 2},
 ]
@@ -32,7 +33,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_kernels_hear_what_torch_hears(own_listening: Ask, case: dict[str, Any]) -> None:
-    """Rows at the first, the last and other slots; paged keys among what is no number; chunks of many tiles."""
+    """Rows at the first, the last and other slots; paged keys among what is no number; one chunk or many."""
     assert own_listening(case)["error_share"] < 1e-5
 
 
