@@ -25,7 +25,7 @@ import triton.language as tl
 from kvshare.kv.listening import ListeningRows
 from kvshare.sharing.plan import MAX_LISTENERS
 
-PROGRAMS = 256  # of a launch, about: two for each multiprocessor. More chunks are more sums to read
+PROGRAMS = 256  # of a launch, about: two for each multiprocessor; more chunks are more sums to read
 SHARED_BYTES = 68 * 1024  # of a multiprocessor's memory: no program needs more
 _LOG2_E = 1.4426950408889634
 
@@ -87,7 +87,7 @@ def _form(query: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
         "BLOCK_SIZE": block_size,
         "DIM": width // 2,
         "PADDED": padded,
-        "ROWS": min(most_rows // fewer, triton.next_power_of_2(group * MAX_LISTENERS)),
+        "ROWS": min(max(16, most_rows // fewer), triton.next_power_of_2(group * MAX_LISTENERS)),
         "SLOTS": max(16, most_slots // fewer),
         "num_warps": 4 if cache.itemsize == 2 else 8,
     }
