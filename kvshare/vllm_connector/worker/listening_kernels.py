@@ -8,7 +8,7 @@ layer; the keys are read twice, and no score is ever written.
     tile         ROWS query rows and SLOTS slots: one product
     chunk        tiles one after the other, of a program each
     sums         (H, chunks, G N), logarithms (base 2) of a row's sum of exponentials in a chunk
-    heard        (H row tiles, S), each tile's rows: added up in one order, so that all ranks hear alike
+    attended     (H row tiles, S), each tile's rows: added up in one order, so that all ranks hear alike
 """
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-decorators=false
 # The arguments of kernels are Triton's: pointers, numbers and constants.
@@ -66,14 +66,14 @@ def listen(
     per_chunk = triton.cdiv(num_tiles, max(1, PROGRAMS // (num_heads * num_row_tiles)))
     grid = (num_row_tiles, triton.cdiv(num_tiles, per_chunk), num_heads)
     sums = query.new_empty((num_heads, grid[1], num_rows * form["GROUP"]), dtype=torch.float32)
-    heard = query.new_empty((num_heads * num_row_tiles, rows.end), dtype=torch.float32)
+    attended = query.new_empty((num_heads * num_row_tiles, rows.end), dtype=torch.float32)
     total = rows.total(layer)
     common = (query, rows.indices, rows.positions, cache, table, sums)
     numbers = (num_rows, rows.end, per_chunk, scaling * _LOG2_E)
     strides = (*query.stride()[:2], *cache.stride()[:3])
     add_exponentials[grid](*common, *numbers, *strides, **form)
-    add_weights[grid](*common, total, heard, 1 / query.shape[1], *numbers, *strides, **form)
-    torch.sum(heard, dim=0, out=total)
+    add_weights[grid](*common, total, attended, 1 / query.shape[1], *numbers, *strides, **form)
+    torch.sum(attended, dim=0, out=total)
 
 
 def _form(query: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
@@ -172,19 +172,19 @@ def _whole_sum(sums, row, is_row, num_all, ROWS: tl.constexpr):
     do_not_specialize_on_alignment=["before"],
 )
 def add_weights(
-    query, indices, positions, cache, table, sums, before, heard, share,
+    query, indices, positions, cache, table, sums, before, attended, share,
     num_rows, num_slots, per_chunk, factor,
     stride_row, stride_query_head, stride_block, stride_head, stride_token,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """`before`: what was heard in earlier passes, for the first program of each slot to add."""
+    """`before`: what was attended in earlier passes, for the first program of each slot to add."""
     queries, position, row, is_row = _rows(
         query, indices, positions, num_rows, stride_row, stride_query_head, GROUP, DIM, PADDED, ROWS
     )
     whole = _whole_sum(sums, row, is_row, num_rows * GROUP, ROWS)
     chunk, number = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    own = heard + number.to(tl.int64) * num_slots
+    own = attended + number.to(tl.int64) * num_slots
     for tile in range(chunk * per_chunk, (chunk + 1) * per_chunk):
         slot = tile * SLOTS + tl.arange(0, SLOTS)
         scores = _scores(

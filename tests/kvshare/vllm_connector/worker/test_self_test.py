@@ -54,8 +54,7 @@ class TestSelfTest:
     ) -> None:
         """As kernels of our own would on a GPU that does not run them as they were meant."""
         vllm = start("llama")
-        forward = vllm.worker.attached.forward
-        observe = forward.observe
+        observe = (forward := vllm.worker.attached.forward).observe
 
         def wrong(rows: Any, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
             match fault:
