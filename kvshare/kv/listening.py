@@ -107,7 +107,11 @@ class ListeningRows:
                 rounds=query.device.type != "cpu",
             )
             summed = weights.flatten(end_dim=-2).sum(dim=0, dtype=torch.float32)
-            self._total[layer, : self.end].add_(summed, alpha=1 / len(query))
+            self.total(layer).add_(summed, alpha=1 / len(query))
+
+    def total(self, layer: int) -> torch.Tensor:
+        """What all rows attended to in a layer so far, (end,): where a kernel of its own adds it up."""
+        return self._total[layer, : self.end]
 
     def _heads_at_once(self, queries: torch.Tensor) -> Iterable[tuple[int | slice, int]]:
         """The key heads to compute together, and the first of them."""

@@ -21,6 +21,8 @@ import torch
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 ReadRows = Callable[[torch.Tensor], torch.Tensor]
 
+ADDRESSABLE = "content"  # the layout that our kernels read and write, with any strides
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -50,7 +52,7 @@ def _transposed(blocks: torch.Tensor, plane: int) -> torch.Tensor:
 
 _KNOWN = tuple(
     BlockLayout(name, (partial(read, plane=0), partial(read, plane=1)), reads_views=read is _content)
-    for name, read in (("content", _content), ("transposed", _transposed))
+    for name, read in ((ADDRESSABLE, _content), ("transposed", _transposed))
 )
 
 

@@ -21,6 +21,7 @@ from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.batched_copy import copy_all, find_batch_function
+from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
@@ -28,8 +29,6 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers
 
 log = logging.getLogger("vllm.kvshare")
-
-_ADDRESSABLE = "content"  # the layout of blocks that our kernels read and write, with any strides
 
 
 class CudaGpu:
@@ -92,7 +91,7 @@ class CudaGpu:
         self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
     ) -> None:
         with self._in(Stream.WRITE):
-            if self._kernels is None or cache.layout != _ADDRESSABLE:
+            if self._kernels is None or cache.layout != ADDRESSABLE:
                 write_layers(cache, [LayerRows(p.view(staging), p.layers, copy) for p, copy in copies])
                 return
             staged = [each for p, c in copies for each in p.copies(c.source, c.slots, c.shift)]
@@ -106,7 +105,7 @@ class CudaGpu:
         batch: Sequence[tuple[StagedLayers, Span]],
     ) -> None:
         with self._in(Stream.GATHER):
-            if self._kernels is None or cache.layout != _ADDRESSABLE:
+            if self._kernels is None or cache.layout != ADDRESSABLE:
                 rows = [(part.layers, part.view(staging)) for part, _ in batch]
                 cache.gather_layers(block_ids, [span for _, span in batch], rows)
                 return

@@ -30,14 +30,16 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
 from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
-from kvshare.kv.listening import Listener, placed
+from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 # The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced
 # with, and vLLM drops the guards that would notice another one: of int64 ids, it would read every other one
 # as 0.
 _TOKEN_DTYPE = np.int32
+_MULTIPLIED = {torch.float16, torch.bfloat16, torch.float32}  # by our kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 class PartialForward:
     """Computes runs with vLLM's model. It has its own metadata builder, because those keep state."""
+
+    _may_use_kernels = True
 
     def __init__(
         self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: KVCacheSpec
@@ -147,11 +151,28 @@ class PartialForward:
 
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
             for rows, table in listening:
-                keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
-                scaling, form = self.scaling(layer), self.form(layer)
-                rows.observe(layer, query.transpose(0, 1), keys, scaling=scaling, form=form)
+                self.observe(rows, table, layer, query)
 
         return watch
+
+    def simplify(self) -> bool:
+        """Listen without our own kernels. Returns whether that is another way than before."""
+        had_own, self._may_use_kernels = self._may_use_kernels, False
+        return had_own and self._cache.kv_layout.device.type == "cuda"
+
+    def observe(self, rows: ListeningRows, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
+        """
+        Add what rows of a pass attend to in a layer; on a GPU, where possible, by kernels of our own.
+
+        Shapes:  query (N, H_q, D) of all rows of the pass; table as of `PagedCache.keys`, of [0, rows.end)
+        """
+        scaling, form = self.scaling(layer), self.form(layer)
+        kernels = listening_kernels(self._cache, query) if self._may_use_kernels else None
+        if form is PLAIN and kernels is not None:
+            kernels.listen(rows, layer, query, self._cache.caches[layer], table, scaling=scaling)
+            return
+        keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
+        rows.observe(layer, query.transpose(0, 1), keys, scaling=scaling, form=form)
 
     @contextmanager
     def _watched(self, watch: Watch) -> Iterator[None]:
@@ -232,6 +253,21 @@ class PartialForward:
             seq_lens_cpu_upper_bound=torch.from_numpy(ends),
         )
         return token_ids, positions, slots, metadata
+
+
+def listening_kernels(cache: PagedCache, query: torch.Tensor) -> Any:
+    """Their module, which imports Triton; None where that is not, or they cannot run."""
+    if query.device.type != "cuda" or cache.layout != ADDRESSABLE:
+        return None
+    if query.dtype != cache.kv_layout.dtype or query.dtype not in _MULTIPLIED:
+        return None  # keys of 8 bits
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        return None
+    from kvshare.vllm_connector.worker import listening_kernels as kernels
+
+    return kernels if kernels.has_room(query.device) else None
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
+from kvshare.kv.listening import ListeningRows
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
@@ -41,6 +42,7 @@ from kvshare_lab.device.streams import SimulatedStreams
 from kvshare_lab.device.threads import in_virtual_time
 
 _WorkT = TypeVar("_WorkT", bound=Work)
+_ROWS_AT_ONCE = 128
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
 # The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
 _VIRTUAL = {copying: ("threading", "time"), device: ("time",)}
@@ -127,6 +129,19 @@ class SimulatedForward(PartialForward):
         query = torch.empty(shape, dtype=self._cache.kv_layout.dtype, device=THERE)
         for layer in self._cache.layers.values():
             layer.impl.forward(layer, query, output=query)
+
+    def observe(self, rows: ListeningRows, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
+        """
+        As `worker/listening_kernels.py`: two kernels that read the keys where they lie, and a sum.
+
+        In 16 bits, with 128 rows of queries at a time.
+        """
+        keys, _ = self._cache.kv_layout.planes
+        num_tiles = -(-len(rows.indices) * query.shape[1] // keys.num_heads // _ROWS_AT_ONCE)
+        of_keys = num_tiles * keys.num_heads * rows.end * keys.dim * query.itemsize
+        of_sums = 4 * num_tiles * keys.num_heads * rows.end
+        for num_bytes in (of_keys, of_keys + of_sums, of_sums):
+            self._gpu.move(num_bytes)
 
 
 class _Kernels:

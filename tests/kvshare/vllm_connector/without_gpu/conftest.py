@@ -46,6 +46,13 @@ def own_kernels() -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="session")
+def own_listening() -> Iterator[Ask]:
+    """`own_listening({"group": 4})`: how far our kernels and torch are apart in such a `Case`."""
+    with _interpreting("interpreted_listening") as ask:
+        yield ask
+
+
+@pytest.fixture(scope="session")
 def interpreted_copies() -> Iterator[Ask]:
     """`interpreted_copies({"case": [...]})`: what a GPU worker with our kernels did other than a CPU's."""
     with _interpreting("interpreted_copies") as ask:

@@ -20,6 +20,7 @@ import torch
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
+from kvshare.kv.listening import Listener
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable, StagedCopy, StagedPart
 
@@ -32,6 +33,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "Llama 1B, float32": {"dim": 64, "layers": 16, "dtype": torch.float32, "order": (0, 2, 1, 3)},
     "Phi-2": {"dim": 80, "layers": 32, "dtype": torch.float16, "order": (0, 2, 1, 3)},
     "Llama 8B, fp8": {"dim": 128, "layers": 36, "dtype": torch.float8_e4m3fn, "order": (0, 2, 1, 3)},
+}
+
+LISTENING: dict[str, dict[str, Any]] = {
+    "Llama 8B": {"dim": 128, "group": 4, "dtype": torch.bfloat16},
+    "Qwen2 7B": {"dim": 128, "group": 7, "dtype": torch.bfloat16},
+    "Phi-2": {"dim": 80, "group": 1, "dtype": torch.float16},
+    "Gemma": {"dim": 256, "group": 8, "dtype": torch.bfloat16},
+    "Llama 1B, float32": {"dim": 64, "group": 4, "dtype": torch.float32},
+    "Llama 8B, float32": {"dim": 128, "group": 4, "dtype": torch.float32},
 }
 
 
@@ -108,6 +118,36 @@ def test_kernels_compile_without_spilling(binaries: dict[str, Any], tmp_path: Pa
         if name != "add_words":
             wide = [re.findall(rf"{word}\.global\.v4", binary.asm["ptx"]) for word in ("ld", "st")]
             assert all(wide), name
+
+
+def launch_listening(dim: int, group: int, dtype: torch.dtype) -> None:
+    """Of 32 rows that see a cache of 8 heads."""
+    from kvshare.vllm_connector.worker import listening_kernels
+
+    listener = Listener([Span(60, 92)], num_layers=2, num_slots=101, device=CPU)
+    rows = listener.rows_of([(0, Span(60, 92))])
+    assert rows is not None
+    cache = torch.empty(8, 16, 8, 2 * dim, dtype=dtype).transpose(1, 2)
+    query = torch.empty(40, 8 * group, dim, dtype=dtype)
+    for layer in range(2):  # the second one's total begins at no multiple of 16 bytes
+        listening_kernels.listen(rows, layer, query, cache, torch.arange(6), scaling=0.1)
+
+
+@pytest.mark.parametrize("form", LISTENING)
+def test_listening_compiles_without_spilling(binaries: dict[str, Any], tmp_path: Path, form: str) -> None:
+    """In no more shared memory than is asked for; keys are read 16 bytes at a time, and tensor cores used."""
+    from kvshare.vllm_connector.worker import listening_kernels
+
+    launch_listening(**LISTENING[form])
+    assert set(binaries) == {"add_exponentials", "add_weights"}
+    for name, binary in binaries.items():
+        used = resources(binary, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0, name
+        assert binary.metadata.shared <= listening_kernels.SHARED_BYTES
+        ptx = binary.asm["ptx"]
+        assert re.search(r"ld\.global\.v4|cp\.async\.cg\.shared\.global \[[^]]*\][^;]*, 0x10", ptx), name
+        has_cores = re.search(r"wgmma\.mma|tcgen05\.mma|mma\.sync", ptx) is not None
+        assert has_cores == (LISTENING[form]["dtype"] != torch.float32), name
 
 
 def test_rotations_are_rounded_as_by_torch(binaries: dict[str, Any], tmp_path: Path) -> None:

@@ -48,6 +48,27 @@ class TestSelfTest:
         monkeypatch.setattr(vllm.worker.attached.forward, "scaling", lambda layer: 1.2 * scaling(layer))
         assert "attention does not follow" in str(self.self_test(vllm).check_listening())
 
+    @pytest.mark.parametrize("fault", ["another row", "a mask that is off by one", "another layer"])
+    def test_rows_that_hear_something_else_are_found(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, fault: str
+    ) -> None:
+        """As kernels of our own would on a GPU that does not run them as they were meant."""
+        vllm = start("llama")
+        observe = (forward := vllm.worker.attached.forward).observe
+
+        def wrong(rows: Any, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
+            match fault:
+                case "another row":
+                    query = query.roll(1, dims=0)
+                case "a mask that is off by one":
+                    rows.positions.sub_(int(layer == 0))
+                case "another layer":
+                    layer = 0
+            observe(rows, table, layer, query)
+
+        monkeypatch.setattr(forward, "observe", wrong)
+        assert "added up wrongly" in str(self.self_test(vllm).check_listening())
+
     def test_kernels_that_are_not_called_where_we_stand_in_are_found(
         self, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
