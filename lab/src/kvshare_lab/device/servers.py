@@ -179,7 +179,9 @@ class SharingServer(Server):
 
     @property
     def host_s(self) -> dict[str, float]:
-        return {**super().host_s, "planning": self._planning_s}
+        worker = self.engine.worker
+        tables_s = worker.streams.tables_s if worker is not None else 0.0
+        return {**super().host_s, "planning": self._planning_s, "tables": tables_s}
 
     def send(self, prompt: TokenIds, *, max_tokens: int, at: float, donor: TokenIds | None = None) -> Answer:
         """To the proxy, which has stored the `donor`; without one it finds none."""

@@ -122,7 +122,10 @@ def _choosing(opened: Opened, lengths: list[int], load: Load, seed: int) -> Iter
 
 
 def _host_s(server: Server, simulated: float) -> dict[str, float]:
-    """Seconds of this machine's CPU: of scheduling, of planning, and of all with the simulation."""
+    """
+    Seconds of this machine's CPU: of scheduling, of planning, of the tables that kernels read, and of all
+    with the simulation.
+    """
     return {**server.host_s, "all": simulated}
 
 

@@ -183,6 +183,7 @@ class SimulatedWorker(ConnectorWorker):
         can_listen: bool = True,
     ) -> None:
         on_gpu = SimulatedDevice(gpu)
+        self.streams = on_gpu.streams
         self._start = WorkerStart(config, settings, spec, tuple(layer_names), on_gpu)
         self._reports = Reports(on_gpu)
         cache = _cache(gpu, model, layer_names)
