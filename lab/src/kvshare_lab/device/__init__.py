@@ -1,16 +1,16 @@
 """
 A device that is simulated: `kvshare bench device`.
 
-    profiles      what a device costs, and what was measured on it
-    clock         virtual time, and actors that share it
-    gpu           a device of which only sizes and durations exist
-    worker        the connector's own worker on it
-    engine        vLLM's engine core, with its own scheduler
-    vllm_config   of the model without weights
-    servers       stock vLLM, and vLLM with the connector behind the proxy
-    traffic       what clients send
-    simulation    the benchmark
-    verdicts      its document beside what was measured
+    profile.py, profiles/   what a device costs, and what was measured on it
+    clock.py, threads.py    virtual time, actors that share it, and a module's threads as actors
+    gpu.py                  a device of which only sizes and durations exist
+    streams.py, worker.py   what copies ask of it; the connector's own worker on it
+    engine.py               vLLM's engine core, with its own scheduler
+    vllm_config.py          of the model without weights
+    servers.py, ranks.py    stock vLLM, and vLLM with the connector behind the proxy, on one GPU or several
+    traffic.py              what clients send
+    simulation.py           the benchmark
+    verdicts.py             its document beside what was measured
 """
 
 import os
