@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 
 from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.worker.device import STAGING_BYTES
+from kvshare.vllm_connector.worker.device import RESERVED_BYTES
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -33,9 +33,9 @@ class KVShareWorker(PlatformWorker):
     """
 
     def determine_available_memory(self) -> int:
-        """Leaves room for the staging buffer; vLLM would use all memory for its KV cache."""
+        """Leaves room for what the connector needs; vLLM would use all memory for its KV cache."""
         available = int(super().determine_available_memory())
-        return available - STAGING_BYTES if current_platform.is_cuda_alike() else available
+        return available - RESERVED_BYTES if current_platform.is_cuda_alike() else available
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()

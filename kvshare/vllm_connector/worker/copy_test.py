@@ -5,7 +5,7 @@ It goes the way of every request, with the copies and kernels of this machine. A
 so that the first request does not wait for it.
 
     rows --save--> a segment: its rows and sums        --load, some of it moved--> other blocks
-    a bit of the segment is flipped                    --load--> it is noticed
+    a sum of the segment is changed                    --load--> it is noticed
 """
 
 from __future__ import annotations
@@ -93,9 +93,11 @@ class CopyTest:
             elsewhere = (there[:, : _STAY.start], there[:, _STAY.end : _MOVED.start + _SHIFT])
             if any(bool(part.any()) for part in elsewhere):
                 return "a load writes to slots that are not its own"
-        stored.rows.view(torch.uint8).flatten()[-1] ^= 1  # in place: the last byte of the extent
+        # As if a bit of a row had flipped. The row itself may be another rank's, too, which reads it now.
+        assert stored.sums is not None, "it was just compared"
+        stored.sums[-1, -1] ^= 1
         if not self._load(stored, can_move=False):
-            return "a segment with a flipped bit is not noticed"
+            return "a damaged segment is not noticed"
         return None
 
     def _load(self, stored: Stored, *, can_move: bool) -> bool:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,6 +106,12 @@ class Job:
         self._batches = None
         self._launched.set()
 
+    def fail(self, exc: Exception) -> None:
+        """It has no more batches."""
+        self._fail(exc)
+        self._batches = None
+        self._launched.set()
+
     def _finish(self) -> None:
         try:
             if not self.work.is_past:
@@ -157,12 +163,21 @@ class CopyQueue:
                     self._jobs.remove(job)
         return job
 
+    def _fail_all(self, exc: Exception) -> None:
+        """The device does not answer. vLLM's thread waits for jobs, so none may stay."""
+        with self.changed:
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.fail(exc)
+
 
 class CopyThread(CopyQueue):
     """Starts with its first job; a daemon thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, enter: Callable[[], None] = lambda: None) -> None:
+        """`enter` is called first, by the thread."""
         super().__init__()
+        self._enter = enter
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
@@ -196,14 +211,21 @@ class CopyThread(CopyQueue):
 
     def _run(self) -> None:
         _unpin_from_vllm_cpus()
+        has_entered = False
         while True:
             with self.changed:
                 while not self._jobs:
                     if self._is_closing:
                         return
                     self.changed.wait()
-            if self.advance() is None:
-                time.sleep(_POLL_S)
+            try:
+                if not has_entered:
+                    self._enter()
+                    has_entered = True
+                if self.advance() is None:
+                    time.sleep(_POLL_S)
+            except Exception as exc:  # noqa: BLE001  logged, without its message
+                self._fail_all(exc)
 
 
 def _unpin_from_vllm_cpus() -> None:

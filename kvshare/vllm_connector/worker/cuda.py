@@ -52,6 +52,9 @@ class CudaGpu:
                 buffer.nbytes,
             )
 
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
     def simplify(self) -> bool:
         had_own = self._kernels is not None or self._copy_batch is not None
         self._kernels = self._copy_batch = None

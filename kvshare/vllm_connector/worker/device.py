@@ -28,7 +28,9 @@ from kvshare.vllm_connector.worker.host_copies import HostLoad, HostSave
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 
-STAGING_BYTES = 128 * 1024**2  # what a GPU worker leaves free for it, see `workers.py`
+STAGING_BYTES = 128 * 1024**2
+# What a GPU worker leaves free, see `workers.py`: for staging, tables, and what a pass that listens needs.
+RESERVED_BYTES = STAGING_BYTES + 256 * 1024**2
 _BUFFERS_OF_LANE = 2  # one is filled while the other is emptied
 
 
@@ -83,6 +85,9 @@ class Device:
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory for fast copies."""
 
+    def enter_thread(self) -> None:
+        """Called first by the thread that copies."""
+
     def simplify(self) -> bool:
         """Copy without our own kernels. Returns whether that is another way than before."""
         return False
@@ -129,6 +134,9 @@ class GpuDevice(Device):
 
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)
+
+    def enter_thread(self) -> None:
+        self._gpu.enter_thread()
 
     def simplify(self) -> bool:
         return self._gpu.simplify()

@@ -48,6 +48,9 @@ class Gpu(Protocol):
     def register(self, buffer: torch.Tensor) -> None:
         """Prepare host memory, the arena, for copies that the host does not wait for."""
 
+    def enter_thread(self) -> None:
+        """Called first by a thread that asks for work: a new thread has the first GPU, whichever this is."""
+
     def simplify(self) -> bool:
         """Do without our own kernels, in more launches. Returns whether that is another way than before."""
 

@@ -116,18 +116,21 @@ class WorkerStart:
         num_heads, first_head = keys.num_heads, 0
         check_host_memory(arena_bytes(max_bytes))
         buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
-        if buffer is None:  # memory for this rank's heads only
-            num_bytes = arena_bytes(max_bytes // num_ranks())
-            # Pages are allocated now. At a save they would cost more than its copies, and running out of
-            # memory then would end the process. `torch.zeros` would leave them to the first write.
-            buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
-        else:
+        if buffer is not None:
             num_heads = self.config.model_config.get_total_num_kv_heads()
             copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated
             first_head = rank() // copies * keys.num_heads
-        store = SegmentStore(buffer, layout, num_heads=num_heads, first_head=first_head)
-        self.device.register(buffer)
-        return store
+
+        def place() -> SegmentStore:
+            # Pages are allocated now. At a save they would cost more than its copies, and running out of
+            # memory then would end the process. `torch.zeros` would leave them to the first write.
+            own_bytes = arena_bytes(max_bytes // num_ranks())  # for this rank's heads only
+            arena = buffer if buffer is not None else torch.empty(own_bytes, dtype=torch.uint8).zero_()
+            store = SegmentStore(arena, layout, num_heads=num_heads, first_head=first_head)
+            self.device.register(arena)
+            return store
+
+        return on_all_ranks(place, "another rank could not take its memory")
 
     def _run_self_test(self, model: torch.nn.Module, attached: Attached) -> Findings:
         cache, model_config = attached.cache, self.config.model_config

@@ -94,7 +94,7 @@ class Transfers:
         self._cache, self._store = attached.cache, attached.store
         self._device = device
         self._reports = reports
-        self._copies = CopyThread()
+        self._copies = CopyThread(device.enter_thread)
         self._numbers = count()  # of transfers: the same on all ranks
         self._under_way: dict[int, _UnderWay] = {}
         self._agreement = Agreement[Hashable]()

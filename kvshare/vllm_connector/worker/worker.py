@@ -102,10 +102,10 @@ class ConnectorWorker:
         cancelled = frozenset(step.cancelled)
         transfers.cancel(cancelled)
         placeholders.cancel(cancelled)
+        transfers.wait_for_saves(step.preempted)  # before loads, which may get their blocks
         for request in step.loads:
             transfers.begin_load(request)
         transfers.drop(step.drops)
-        transfers.wait_for_saves(step.preempted)
         if step.has_forward and num_ranks() > 1:
             self._say()
 

@@ -34,6 +34,9 @@ class SimulatedStreams:
     def register(self, buffer: torch.Tensor) -> None:
         """Its copies cost as those of registered memory."""
 
+    def enter_thread(self) -> None:
+        """There is one GPU."""
+
     def simplify(self) -> bool:
         return False
 

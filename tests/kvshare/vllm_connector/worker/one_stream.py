@@ -31,6 +31,9 @@ class OneStream(CudaGpu):
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)
 
+    def enter_thread(self) -> None:
+        """There is one GPU."""
+
     def record(self, _: object) -> float:
         return time.perf_counter()
 

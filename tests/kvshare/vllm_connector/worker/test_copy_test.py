@@ -86,7 +86,7 @@ def failing(*_: Any) -> None:
         ("scatter", other_tokens, "loaded rows are not those"),
         ("scatter", other_positions, "rows that were moved"),
         ("scatter", one_slot_more, "slots that are not its own"),
-        ("check", no_difference, "flipped bit is not noticed"),
+        ("check", no_difference, "damaged segment is not noticed"),
         ("check", lambda call, *given: call(*given) | True, "taken for a damaged one"),
         ("up", failing, "RuntimeError: an illegal memory access"),
     ],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.copying import CopyQueue, Job
 
 GB = 10**9
+MESSAGE = "unspecified launch failure"
 
 
 class Batches:
@@ -156,3 +157,42 @@ def test_a_wait_ends_in_time() -> None:
     work.has_room = True
     thread.wait(job)
     thread.close()
+
+
+class Gone(Batches):
+    """Work on a device that does not answer."""
+
+    @property
+    def has_room(self) -> bool:
+        raise RuntimeError(MESSAGE)
+
+    @has_room.setter
+    def has_room(self, _: bool) -> None:
+        """Not asked for."""
+
+
+def test_no_job_stays_when_a_device_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's thread waits for all of them; what comes later is made if it can be."""
+    from kvshare.vllm_connector.worker.copying import CopyThread
+
+    thread = CopyThread()
+    lost = submit(thread, Gone("load", []))
+    thread.wait(lost)
+    made = submit(thread, Batches("save", []))
+    thread.wait(made)
+    thread.close()
+    assert (lost.failed, made.failed) == (True, False)
+    assert "load failed" in caplog.text
+    assert MESSAGE not in caplog.text
+
+
+def test_the_thread_enters_its_device_first() -> None:
+    """Before any work is asked for, once."""
+    from kvshare.vllm_connector.worker.copying import CopyThread
+
+    order = list[str]()
+    thread = CopyThread(lambda: order.append("enter"))
+    for name in ("one", "two"):
+        thread.wait(submit(thread, Batches(name, order)))
+    thread.close()
+    assert order == ["enter", "one", "two"]
