@@ -59,8 +59,8 @@ def agreed(values: Sequence[bool]) -> list[bool]:
 
 class Agreement(Generic[_K]):
     """
-    What is true on all ranks. They say it before a forward pass and ask after it, so that nobody waits for
-    another rank: it is sent while the pass is launched.
+    What is true on all ranks. They say it before a forward pass and ask after it, so that no rank waits for
+    another one: it is sent while the pass is launched.
 
         before      rank 0  say({a: True, b: True})     rank 1  say({a: True, b: False})
         after               known() -> [a]                      known() -> [a]

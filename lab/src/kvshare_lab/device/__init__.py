@@ -9,7 +9,7 @@ A device that is simulated: `kvshare bench device`.
     vllm_config.py          of the model without weights
     servers.py, ranks.py    stock vLLM, and vLLM with the connector behind the proxy, on one GPU or several
     traffic.py              what clients send
-    simulation.py           the benchmark
+    simulation.py           the benchmark's options; parts.py: its parts
     verdicts.py             its document beside what was measured
 """
 

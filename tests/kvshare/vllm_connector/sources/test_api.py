@@ -98,7 +98,7 @@ def test_every_field_that_is_sent_or_read_exists(sources: Sources, place: str, f
 
 def test_every_metric_that_is_read_exists(sources: Sources) -> None:
     """prometheus_client adds `_total` and `_count`."""
-    text = "".join(path.read_text() for path in (ROOT / "lab" / "src" / "kvshare_lab" / "vllm").glob("*.py"))
+    text = "".join(path.read_text() for path in (ROOT / "lab" / "src" / "kvshare_lab" / "vllm").rglob("*.py"))
     named = set(re.findall(r'"(vllm:\w+)"', text))
     assert len(named) >= 3
     exported = text_of(sources.root, "vllm/v1/metrics")
