@@ -159,23 +159,6 @@ def single_rank() -> Iterator[None]:
         yield
 
 
-def test_a_load_into_the_blocks_of_a_preempted_request_spares_its_save() -> None:
-    """vLLM may give blocks away in the step in which it takes them; what is saved is read before."""
-    from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, StepMetadata
-
-    with one_rank():
-        loads = Loads()
-        spans = ((SegmentId(2), Span(0, NUM_TOKENS)),)
-        saved = SaveRequest("p", (4, 5, 6), spans, has_ended=False)  # blocks of zeros
-        loads.worker.save(StepMetadata(saves=(saved,)))
-        piece = (WireCopy(SegmentId(1), 0, NUM_TOKENS, 0, 0),)
-        load = LoadRequest("l", (4, 5, 6), 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), piece)
-        loads.step(load, preempted=frozenset({"p"}))
-        (stored,) = loads.worker.attached.store.find([SegmentId(2)]).values()
-        assert not stored.rows.any()
-        assert loads.cache.read((4, 5, 6), Span(0, NUM_TOKENS)).k.eq(VALUE).all()
-
-
 @pytest.mark.usefixtures("single_rank")
 class TestChoosing:
     """Repairs are chosen between two passes, of which the second waits for results of the first."""
