@@ -98,17 +98,17 @@ class Job:
                 if self._batches is None:
                     self._batches = self.work.batches()
                 next(self._batches)
-                return
         except StopIteration:
-            pass
+            self._end()
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            self._fail(exc)
-        self._batches = None
-        self._launched.set()
+            self.fail(exc)
 
     def fail(self, exc: Exception) -> None:
         """It has no more batches."""
         self._fail(exc)
+        self._end()
+
+    def _end(self) -> None:
         self._batches = None
         self._launched.set()
 

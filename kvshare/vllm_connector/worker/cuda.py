@@ -26,7 +26,7 @@ from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+from kvshare.vllm_connector.worker.staged_layers import StagedLayers, loaded, saved
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -97,8 +97,7 @@ class CudaGpu:
             if self._kernels is None or cache.layout != ADDRESSABLE:
                 write_layers(cache, [LayerRows(p.view(staging), p.layers, copy) for p, copy in copies])
                 return
-            staged = [each for p, c in copies for each in p.copies(c.source, c.slots, c.shift)]
-            self._kernels.scatter(cache.caches, staging, staged, self._movements_of(cache.kv_layout))
+            self._kernels.scatter(cache.caches, staging, loaded(copies), self._movements_of(cache.kv_layout))
 
     def gather(
         self,
@@ -112,12 +111,7 @@ class CudaGpu:
                 rows = [(part.layers, part.view(staging)) for part, _ in batch]
                 cache.gather_layers(block_ids, [span for _, span in batch], rows)
                 return
-            staged = [
-                each
-                for part, span in batch
-                for each in part.copies(Span(0, len(span)), cache.slot_numbers(block_ids, span))
-            ]
-            self._kernels.gather(cache.caches, staging, staged)
+            self._kernels.gather(cache.caches, staging, saved(batch, cache, block_ids))
 
     def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         with self._in(Stream.GATHER):

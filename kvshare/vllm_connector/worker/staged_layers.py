@@ -11,8 +11,9 @@ All heads of a layer are in the same batch, so that vLLM's own kernels can write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from numpy.typing import NDArray
 from delta_tree import Span
 from kvshare.vllm_connector.worker.kernel_tables import ALIGNMENT, StagedCopy, StagedPart
 from kvshare.vllm_connector.worker.segment_store import Stored
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.copy_writer import RowCopy
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 _GRAIN = 512  # bytes; segments begin at multiples of it
 
@@ -93,6 +98,22 @@ class StagedLayers:
         there = staging[self.offset : self.offset + self.num_bytes].view(rows.shape[0], self.head_bytes)
         own = there[:, : len(self.layers) * self.stored.piece_bytes]
         return own.view(rows.dtype).view(rows.shape[0], len(self.layers), *rows.shape[2:])
+
+
+def loaded(copies: Iterable[tuple[StagedLayers, RowCopy]]) -> list[StagedCopy]:
+    """What a kernel writes into vLLM's caches for these copies."""
+    return [each for part, copy in copies for each in part.copies(copy.source, copy.slots, copy.shift)]
+
+
+def saved(
+    batch: Iterable[tuple[StagedLayers, Span]], cache: PagedCache, block_ids: Sequence[int]
+) -> list[StagedCopy]:
+    """What a kernel reads from vLLM's caches for spans of a request."""
+    return [
+        each
+        for part, span in batch
+        for each in part.copies(Span(0, len(span)), cache.slot_numbers(block_ids, span))
+    ]
 
 
 def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedLayers]]:

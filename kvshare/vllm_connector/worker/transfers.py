@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -43,9 +43,10 @@ class PendingLoad:
     unreadable: frozenset[SegmentId] = frozenset()
     is_cancelled: bool = False
 
-    @property
-    def wanted(self) -> frozenset[SegmentId]:
-        return frozenset(copy.segment_id for copy in self.request.copies)
+    @cached_property
+    def wanted(self) -> tuple[SegmentId, ...]:
+        """In the same order on all ranks. Every step asks for it."""
+        return tuple(sorted({copy.segment_id for copy in self.request.copies}))
 
     @property
     def segments(self) -> Collection[Stored]:
@@ -219,7 +220,7 @@ class Transfers:
             yield (number, "done"), is_done
             yield (number, "whole"), is_done and not each.job.failed
             if isinstance(load := each.transfer, PendingLoad):
-                for segment_id in sorted(load.wanted):
+                for segment_id in load.wanted:
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
     def _finished(self, known: Collection[Hashable]) -> list[int]:

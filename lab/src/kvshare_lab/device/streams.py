@@ -18,7 +18,7 @@ from kvshare.vllm_connector.worker.copy_writer import RowCopy
 from kvshare.vllm_connector.worker.gpu import Stream
 from kvshare.vllm_connector.worker.kernel_tables import StagedCopy, StagingForm, SumTable, TokenTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+from kvshare.vllm_connector.worker.staged_layers import StagedLayers, loaded, saved
 from kvshare_lab.device.gpu import MAIN, THERE, SimulatedGpu
 
 _ANGLE_LAUNCHES = 3  # where anything moves: the product, its cosines and its sines
@@ -91,8 +91,7 @@ class SimulatedStreams:
         self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
     ) -> None:
         with self._gpu.on_stream(_name(Stream.WRITE)):
-            staged = [each for p, c in copies for each in p.copies(c.source, c.slots, c.shift)]
-            moves = self._send_table(cache, staging, staged)
+            moves = self._send_table(cache, staging, loaded(copies))
             for _ in range(_ANGLE_LAUNCHES if moves else 0):
                 self._gpu.move(0)
             self._gpu.move(2 * sum(len(c.source) * _token_bytes(p) for p, c in copies))
@@ -105,12 +104,7 @@ class SimulatedStreams:
         batch: Sequence[tuple[StagedLayers, Span]],
     ) -> None:
         with self._gpu.on_stream(_name(Stream.GATHER)):
-            staged = [
-                each
-                for part, span in batch
-                for each in part.copies(Span(0, len(span)), cache.slot_numbers(block_ids, span))
-            ]
-            self._send_table(cache, staging, staged)
+            self._send_table(cache, staging, saved(batch, cache, block_ids))
             self._gpu.move(2 * sum(len(span) * _token_bytes(part) for part, span in batch))
 
     def _send_table(self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[StagedCopy]) -> bool:
