@@ -45,10 +45,14 @@ class Watcher:
     was_connected: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first connection
 
     async def watch_health(self) -> None:
+        """A replica that serves is asked every `health_interval_s`; one that does not, sooner."""
+        pause_s = _FIRST_PAUSE_S
         while True:
             await self._check_health()
             self.asked_vllm.set()
-            await asyncio.sleep(self._settings.health_interval_s)
+            pause_s = _FIRST_PAUSE_S if self._replica.models else 2 * pause_s
+            interval_s = self._settings.health_interval_s
+            await asyncio.sleep(interval_s if self._replica.models else min(pause_s, interval_s))
 
     async def _check_health(self) -> None:
         replica = self._replica

@@ -10,7 +10,7 @@ import pytest
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import Replica
 from kvshare.status import EngineStatus
-from tests.fake_vllm import FakeVllm
+from tests.fake_vllm import FakeVllm, running_vllm
 from tests.proxy.conftest import eventually
 from tests.proxy.relay.relay_server import OTHER, Relay, chat_body, running_relay
 from vector_index.qdrant_remote import QdrantRemoteIndex
@@ -172,3 +172,13 @@ async def test_a_damaged_store_is_moved_aside_and_told(
     assert (tmp_path / "tree.sqlite3.old").read_bytes() == damaged
     (message,) = [message for message in caplog.messages if "is damaged" in message]
     assert "KV of earlier prompts in the replicas is dropped" in message
+
+
+async def test_a_replica_that_comes_later_is_found_long_before_the_next_check(tmp_path: Path) -> None:
+    """A replica that does not serve yet is asked again after short pauses."""
+    async with running_vllm() as vllm:
+        await vllm.stop()
+        async with running_relay(tmp_path, vllm, wait=False, vllm__health_interval_s=60.0) as relay:
+            assert not relay.engine.fleet.serving()
+            await vllm.start()
+            await eventually(lambda: bool(relay.engine.fleet.serving()))
