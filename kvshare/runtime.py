@@ -70,16 +70,16 @@ class Runtime(Generic[KeeperT]):
     async def evict(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """The same for a function that evicts prompts; then remove those from the index."""
         result = await self.write(function, *arguments)
-        await self.sharing.forget_evicted()
+        await self.sharing.indexing.forget_evicted()
         return result
 
     async def remember(self, node: Node, text: PromptText) -> None:
         """Index a new node by its tokens now, and by embedding later unless embedding lags behind."""
-        await self.sharing.remember(node, None)
+        await self.sharing.indexing.remember(node, None)
         if len(self.embedding) >= _MAX_EMBEDDING:
             self.sharing.telemetry.fallback(Component.EMBEDDER, FallbackReason.BACKLOG)
         else:
-            self.embedding.spawn(self.sharing.remember(node, text))
+            self.embedding.spawn(self.sharing.indexing.remember(node, text))
 
     async def ask(self, question: StoreQuestion[_T]) -> _T:
         """Answer an administrator's question in the writer thread: nothing changes meanwhile."""

@@ -33,15 +33,24 @@ class StoreStats(TypedDict):
     namespaces: list[NamespaceTotals]
 
 
+class LoadCosts(TypedDict):
+    fixed_s: float
+    bytes_per_s: float
+
+
 class Costs(TypedDict):
     """The rates that plans are priced with, and which of them were measured."""
 
-    prefill_tokens_per_s: float
-    load_bytes_per_s: float
-    lookup_s: float
-    bytes_per_token: int
-    context_share: float
+    step_s: float
+    token_s: float
+    pair_s: float
     pass_s: float
+    reused_s: float
+    loads: dict[str, LoadCosts]  # by place
+    full_s: dict[str, float]  # of prompts of so many tokens, as the next two
+    lookup_s: dict[str, float]
+    embedding_s: dict[str, float]
+    bytes_per_token: int
     num_extra_passes: int
     measured: list[str]
     break_even_tokens: int | None

@@ -190,7 +190,8 @@ def check_break_even(url: str, key: str | None) -> Check:
         costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats()["costs"]
         missing = [rate for rate in _RATES if rate not in costs["measured"]]
         tokens, pass_ms = costs["break_even_tokens"], 1e3 * costs["pass_s"]
-        prefill, load = costs["prefill_tokens_per_s"], costs["load_bytes_per_s"] / 1e9
+        full_ms = 1e3 * costs["full_s"]["8192"]
+        load = costs["loads"]["memory"]["bytes_per_s"] / 1e9
     except UnreachableError as exc:
         return found("break-even.unknown", problem=f"none answers at {url} ({exc.problem})")
     except KVShareError as exc:
@@ -201,5 +202,5 @@ def check_break_even(url: str, key: str | None) -> Check:
     if missing:
         return found("break-even.unmeasured", url=url, missing=" and ".join(missing))
     if tokens is None:
-        return found("break-even.never", url=url, prefill=prefill, load=load, pass_ms=pass_ms)
-    return found("break-even.known", url=url, tokens=tokens, prefill=prefill, load=load, pass_ms=pass_ms)
+        return found("break-even.never", url=url, full_ms=full_ms, load=load, pass_ms=pass_ms)
+    return found("break-even.known", url=url, tokens=tokens, full_ms=full_ms, load=load, pass_ms=pass_ms)

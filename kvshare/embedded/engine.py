@@ -166,7 +166,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         """
         server, prompt, namespace = self.server, request.prompt, request.namespace.digest
         runtime = server.runtime
-        if not runtime.sharing.may_share(prompt, request.mode):
+        if not runtime.sharing.may_share(prompt, request.mode) or not runtime.sharing.pays_lookup(prompt):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
         waited = await self._arrivals.waited(

@@ -66,11 +66,11 @@ class Retention:
             self.stored.node = None if found is None else int(found.node_id)
             if node is None:
                 # It was stored already, or did not fit; other prompts may have been evicted anyway.
-                await runtime.sharing.forget_evicted()
+                await runtime.sharing.indexing.forget_evicted()
             elif node.num_tokens >= self._request.prompt.num_tokens:
                 await runtime.remember(node, self._request.prompt.text)
             else:  # its end was evicted: an embedding of the whole prompt would not fit
-                await runtime.sharing.remember(node, None)
+                await runtime.sharing.indexing.remember(node, None)
         finally:
             self.give_up()
             runtime.keeper.release(task.plan)
@@ -80,9 +80,9 @@ class Retention:
         try:
             self._node = await runtime.write(runtime.keeper.store_prompt, task.computed_prompt)
             if self._node is None:
-                await runtime.sharing.forget_evicted()
+                await runtime.sharing.indexing.forget_evicted()
             else:  # without an embedding, which takes long; `store` embeds the prompt
-                await runtime.sharing.remember(self._node, None)
+                await runtime.sharing.indexing.remember(self._node, None)
         finally:
             if self._arrival is not None:
                 self._arrivals.end(self._arrival, stored=self._node is not None)

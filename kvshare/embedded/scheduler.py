@@ -34,6 +34,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed
 from kvshare.sharing.plan import Plan
+from kvshare.sharing.rates import PrefillWork
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -70,6 +71,14 @@ class Task:
         if isinstance(self.plan, Plan):
             return self.plan.num_computed + self.plan.num_selecting
         return self.request.prompt.num_tokens
+
+    @property
+    def _work(self) -> PrefillWork:
+        return (
+            self.plan.work()
+            if isinstance(self.plan, Plan)
+            else PrefillWork.full(self.request.prompt.num_tokens)
+        )
 
     @property
     def num_completion_tokens(self) -> int:
@@ -137,9 +146,9 @@ class Task:
         num_computed, logits = self._running.advance(max_queries=max_queries)
         seconds = time.perf_counter() - began
         self.num_remaining = max(1, self.num_remaining - num_computed)
-        self.cost.observe_prefill(num_computed, seconds)
         self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
         if logits is not None:
+            self.cost.observe(self._work, self.stage_seconds["recompute"])
             self.prefilled = True
             self.num_remaining = 0
             self._start_choices(logits)

@@ -19,6 +19,7 @@ from delta_tree import Node, SegmentId
 from kvshare.background import Background
 from kvshare.errors import UpstreamError
 from kvshare.fleet.in_flight import InFlight
+from kvshare.fleet.observation import observe
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import RoutedRequest
@@ -93,7 +94,7 @@ class Reconciler:
             if tree.get(node.node_id) is not None
         )
         await self._sharing.nominator.remember_all(records)
-        await self._sharing.forget(
+        await self._sharing.indexing.forget(
             (node.namespace, int(node.node_id)) for node in nodes if tree.get(node.node_id) is None
         )
 
@@ -136,6 +137,7 @@ class Reconciler:
         if request is None:  # its `FinishedReport` event is unknown as well
             await self._runtime.write(self._keeper.drop_reported, replica.name, prefilled)
             return
+        request.note_prefilled()
         node = None
         try:
             held = self._in_flight.donors()
@@ -147,7 +149,7 @@ class Reconciler:
 
     async def _remember_prompt(self, node: Node, request: RoutedRequest) -> None:
         try:
-            await self._sharing.remember(node, None)
+            await self._sharing.indexing.remember(node, None)
         finally:
             self._in_flight.end_arrival(request, stored=True)
 
@@ -181,13 +183,13 @@ class Reconciler:
             if node.num_tokens >= prompt.num_tokens:
                 await self._runtime.remember(node, prompt.text)
             else:  # shortened: the embedding of the whole text does not fit its beginning
-                await self._sharing.remember(node, None)
+                await self._sharing.indexing.remember(node, None)
         finally:
             self._in_flight.end_arrival(request, stored=True)  # not yet, if `_remember_prompt` still runs
             self._in_flight.forget(request)
 
     async def _forget_evicted(self) -> None:
-        await self._sharing.forget_evicted()
+        await self._sharing.indexing.forget_evicted()
 
     def _update_index(self, update: Coroutine[Any, Any, None]) -> None:
         self._runtime.background.spawn(update)
@@ -202,7 +204,7 @@ class Reconciler:
 
     def _count(self, request: RoutedRequest, finished: FinishedReport) -> None:
         """Count the planned and the actual decision, and update the cost rates from the measured times."""
-        plan, ticket, progress = request.routed.plan, request.routed.ticket, request.progress
+        plan = request.routed.plan
         planned = plan.decision if isinstance(plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
         self._keeper.telemetry.executed(planned, Decision(finished.decision), reason)
@@ -212,20 +214,4 @@ class Reconciler:
                 *(request.incoming.unique_id, planned, finished.decision),
                 *(finished.num_computed, finished.reason),
             )
-        assert ticket is not None, "found by its ticket"
-        cost, copies = self._sharing.cost, ticket.copies
-        is_full = finished.decision == "full" and not finished.num_local
-        if is_full and progress.was_alone and progress.prefill_s is not None:  # it waited for no other
-            cost.observe_prefill(ticket.num_tokens, progress.prefill_s)
-        used = [copies[index] for index in finished.used if index < len(copies)]
-        num_copied = sum(copy.length for copy in used)
-        chosen = ticket.order is not None  # then a pass also computes repairs
-        if "pass" in finished.stage_seconds and used and not finished.num_local and not chosen:
-            # vLLM computes the tail behind the last copy in its own pass, whose time is unknown.
-            num_passed = max(copy.target.end for copy in used) - num_copied
-            cost.observe_prefill(num_passed, finished.stage_seconds["pass"])
-        if "write" in finished.stage_seconds:
-            loading = finished.stage_seconds["write"] + finished.stage_seconds.get("verify", 0.0)
-            targets = (copy.target for copy in used)  # vLLM has the first tokens itself
-            num_loaded = sum(max(0, span.end - max(span.start, finished.num_local)) for span in targets)
-            cost.observe_load(num_loaded * cost.rates.bytes_per_token, loading)
+        observe(self._sharing.cost, request.routed, request.progress, finished)

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 
 from kvshare.errors import NoReplicaError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
+from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.namespace import Namespace, Owner
+from kvshare.sharing.plan import Plan
+from kvshare.sharing.rates import Queue, Rates
 from kvshare.vllm_protocol.messages import RANK_HEADER, ReplicaInfo
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ class Replica:
     info: ReplicaInfo | None = None  # of the connector; None until connected, and after it is lost
     is_connected: bool = False  # the connector's journal is being read
     num_inflight: int = 0
+    requests: set[RoutedRequest] = field(default_factory=set, repr=False)  # those in flight
     renders: bool = True  # false once vLLM answers that it has no /render routes
 
     @property
@@ -38,6 +42,21 @@ class Replica:
     def shares(self) -> bool:
         """Whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
+
+    def queue(self, rates: Rates) -> Queue:
+        """What it has to load and compute before the next request, as far as that is planned here."""
+        loading_s = computing_s = 0.0
+        for request in self.being_prefilled():
+            if isinstance(plan := request.routed.plan, Plan):
+                loading_s += plan.estimate.load_s
+                computing_s += plan.estimate.compute_s
+            elif (prompt := request.incoming.prompt) is not None:
+                computing_s += rates.full_s(prompt.num_tokens)
+        return Queue(loading_s, computing_s)
+
+    def being_prefilled(self) -> list[RoutedRequest]:
+        """The requests in flight whose first token has not come."""
+        return [request for request in self.requests if not request.progress.is_prefilled]
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -53,12 +53,13 @@ class RequestProgress:
     """What was observed of a request."""
 
     # By the router, when it is sent.
-    was_alone: bool = False  # the replica had no other request then
+    was_alone: bool = False  # the replica prefilled no other request then
     sent_at: float = 0.0
 
     # By the relay.
     has_failed: bool = False  # it did not reach vLLM, or vLLM answered with an error
     prefill_s: float | None = None  # from sending to the first token of a streamed answer
+    is_prefilled: bool = False  # as far as a stream or the journal has shown
 
     # By the keeper, from the journal.
     prompt_node: Node | None = None  # set when the prompt is prefilled and stored
@@ -123,6 +124,7 @@ class RoutedRequest:
         return params
 
     def note_prefilled(self) -> None:
-        """Its first token arrived: similar prompts only wait until it is stored."""
+        """Its first token arrived, or its prompt is reported: similar ones only wait until it is stored."""
+        self.progress.is_prefilled = True
         if self.routed.arrival is not None:
             self.routed.arrival.remaining = lambda: 0

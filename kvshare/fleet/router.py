@@ -95,14 +95,16 @@ class Router:
         """Count the request at its replica while inside. With a ticket, its report is expected afterwards."""
         self._fleet.advance_rotation()
         request.execution.replica = replica.name
-        request.progress.was_alone = replica.num_inflight == 0
+        request.progress.was_alone = not replica.being_prefilled()
         request.progress.sent_at = time.perf_counter()
         replica.num_inflight += 1
+        replica.requests.add(request)
         self._in_flight.add(request)
         try:
             yield
         finally:
             replica.num_inflight -= 1
+            replica.requests.discard(request)
             self._in_flight.end(request)
 
     async def find(self, incoming: Incoming) -> Route:
@@ -123,7 +125,7 @@ class Router:
     async def _find_or_wait(self, incoming: Incoming) -> Route:
         """Like `find`, but wait for a similar prompt that any replica computes now, if that pays."""
         prompt = incoming.prompt
-        if prompt is None or not self._may_share(incoming):
+        if prompt is None or not self._may_share(incoming) or not self._sharing.pays_lookup(prompt):
             return await self.find(incoming)
         waited = await self._in_flight.arrivals.waited(
             [replica.namespace(incoming.owner).digest for replica in self._fleet.sharing()],
@@ -142,7 +144,10 @@ class Router:
         """`embed`: also search by embedding."""
         assert incoming.prompt is not None, "checked by the callers"
         namespace = replica.namespace(incoming.owner).digest
-        return await self._sharing.find_plan(namespace, incoming.prompt, incoming.mode, by_embedding=embed)
+        queue = replica.queue(self._sharing.cost.rates)
+        return await self._sharing.find_plan(
+            namespace, incoming.prompt, incoming.mode, by_embedding=embed, queue=queue
+        )
 
     def _planned(self, incoming: Incoming, replica: Replica, lookup: Lookup) -> Routed:
         """Plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""
@@ -163,7 +168,7 @@ class Router:
 
     def _until_prefilled(self, num_tokens: int) -> Callable[[], int]:
         """What is left of a prompt: all, until vLLM, which reports no progress, should have long finished."""
-        expected_s = num_tokens / self._sharing.cost.rates.prefill_tokens_per_s
+        expected_s = self._sharing.cost.rates.full_s(num_tokens)
         until = time.monotonic() + max(_PREFILL_S, _PATIENCE * expected_s)
         return lambda: num_tokens if time.monotonic() < until else 0
 

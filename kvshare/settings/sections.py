@@ -171,8 +171,9 @@ class RepairSettings(_Section):
 class CostSettings(_Section):
     prior_prefill_tokens_per_s: PositiveFloat
     prior_load_bytes_per_s: PositiveFloat
-    smoothing: float = Field(gt=0, le=1)
+    learn: bool
     min_saved_s: float
+    min_saved_fraction: float = Field(ge=0, lt=1)
 
 
 class IndexSettings(_Section):
@@ -186,7 +187,7 @@ class IndexSettings(_Section):
     search_timeout_s: PositiveFloat
     dense: bool
     dense_min_tokens: NonNegativeInt
-    dense_min_prefill_s: NonNegativeFloat
+    dense_max_share: PositiveFloat | None
     dense_min_uncovered: float = Field(ge=0, le=1)
     max_distance: float = Field(ge=0, le=2)
     embedder: str | None

@@ -1,13 +1,19 @@
 """
 Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay.
 
-    pipeline.py        Sharing: looks up, plans, fetches; later indexes what was stored. lookup.py: its result
+    pipeline.py        Sharing: looks up, plans, fetches. lookup.py: its result
+    indexing.py        keeps the index in step with what is stored
     arrivals.py        similar prompts that are being computed, for which a request waits
 
     planner.py         tokens and candidates -> a plan, or the reason why there is none
     approximation.py   the approximate plans of one composition
     plan.py            the plan as data            explain.py         the plan as a document
-    limits.py          what limits a plan          cost.py            the seconds that it saves
+    limits.py          what limits a plan
+
+    rates.py           the seconds that a plan takes, and those that it saves
+    cost.py            learns them from what is measured; regression.py: how
+    worth.py           what is worth its time by them: a lookup, an embedding, a plan
+
     prediction.py      how far the answer will deviate, by the model's calibration.py
     repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
 

@@ -26,10 +26,10 @@ from delta_tree import (
 )
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import PlannerLimits
-from kvshare.sharing.plan import MAX_TAIL_TOKENS, Estimate, Plan, within, without
+from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, within, without
 from kvshare.sharing.prediction import Shape, carried, shape_of
+from kvshare.sharing.rates import Estimate, Rates
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
@@ -154,11 +154,7 @@ class Approximation:
         inherited = self._inherited(copied)
         return replace(
             plan,
-            estimate=self._rates.estimate(
-                num_tokens=size,
-                num_computed=plan.num_computed + plan.num_selecting,
-                num_passes=self._rates.num_extra_passes + (repairs.order is not None),
-            ),
+            estimate=self._rates.estimate(size, plan.work(num_extra_passes=self._rates.num_extra_passes)),
             prediction=Prediction(
                 expected=inherited + (0.0 if rule == "none" else self._expected(rule, repaired)),
                 inherited=inherited,

@@ -1,68 +1,55 @@
-"""Estimates the seconds that a plan takes and saves, from moving averages of measured rates."""
+"""Learns what prefills, loads, lookups and embeddings take, from priors and from what is measured."""
 
 from __future__ import annotations
 
-import math
 import threading
-from dataclasses import dataclass, replace
-from typing import Self
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final, Self
 
 from kvshare.admin import Costs
 from kvshare.settings import CostSettings
-from kvshare.sharing.plan import Estimate
+from kvshare.sharing.rates import MEMORY, LoadRate, MinSaved, PrefillWork, Rates, prior_pair_s
+from kvshare.sharing.regression import Regression, Row
 
-_FEW, _MANY = 32, 256  # tokens
+PREFILL: Final = "prefill"
+PASS: Final = "pass"
+LOAD: Final = "load"
+LOOKUP: Final = "lookup"
+EMBEDDING: Final = "embedding"
+_PREFIX: Final = "prefix"  # a prefill behind a copied prefix
+_BARE_PASS: Final = "bare pass"  # without the engine's own step
+
 _CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
+_EXAMPLES = (1024, 8192)  # tokens; prompts whose full prefill is reported
+_TINY = 1e-12  # seconds; in place of a prior of 0, which stays one
+_MAX_TRIES = 3  # so often a rate that was never measured is tried against its prior's advice
+_TRIED_AGAIN = (
+    128  # of so many times that a rate advises against, one is tried: it may have been a bad moment
+)
 
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The measured rates at one moment: the input of the planner, which is a pure function."""
-
-    prefill_tokens_per_s: float
-    load_bytes_per_s: float
-    lookup_s: float = 0.0
-    bytes_per_token: int = 0
-    context_share: float = 0.0  # cost of attending to a token, as a share of computing one
-    pass_s: float = 0.0  # fixed cost of a pass
-    num_extra_passes: int = 0  # passes of an approximate plan beyond the one of any prefill
-
-    def estimate(self, *, num_tokens: int, num_computed: int, num_passes: int = 0) -> Estimate:
-        """
-        Compare a full prefill with computing `num_computed` tokens and loading the others.
-
-        `num_passes`: passes of the plan beyond the one of any prefill. The prefill rate was measured with all
-        tokens computed, so it includes the cost of attending to them.
-        """
-        num_loaded = num_tokens - num_computed
-        own = 1 / (1 + self.context_share)  # the share that computing a token has in its measured cost
-        units = num_computed + num_loaded * (1 - own)
-        shared = num_loaded * self.bytes_per_token / self.load_bytes_per_s + units / self.prefill_tokens_per_s
-        shared += num_passes * self.pass_s
-        return Estimate(num_tokens / self.prefill_tokens_per_s, shared, self.lookup_s)
-
-    def break_even(self, *, computed: float, min_saved_s: float) -> int | None:
-        """
-        The shortest prompt, in tokens, for which a plan saves `min_saved_s`; None if no length does.
-
-        `computed`: the share of the tokens that the plan computes.
-        """
-        loaded = 1 - computed
-        per_token = loaded / (1 + self.context_share) / self.prefill_tokens_per_s
-        per_token -= loaded * self.bytes_per_token / self.load_bytes_per_s
-        fixed = min_saved_s + self.num_extra_passes * self.pass_s
-        return max(0, math.ceil(fixed / per_token)) if per_token > 0 else None
+# Priors that config.yaml does not name.
+_STEP_S, _PASS_S, _LOAD_S = 0.005, 0.005, 0.001
+_REUSED = 0.02  # of the time of a computed token
+_LOOKUP = LoadRate(0.001, 1e-7)
+ASSUMED_EMBEDDING = LoadRate(0.03, 1e-6)
 
 
 class CostModel:
-    """Updates the rates from measurements. Thread-safe. `smoothing`: the weight of the newest measurement."""
+    """Updates the rates from measurements. Thread-safe."""
 
-    def __init__(self, rates: Rates, *, smoothing: float) -> None:
-        """`rates`: used until something is measured."""
+    def __init__(self, rates: Rates, *, learns: bool = True) -> None:
+        """`rates`: used until something is measured; unless it `learns`, always."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
-        self._smoothing = smoothing
+        self._learns = learns
+        self._work = _regression(rates.coefficients)
+        lines = {**rates.loads, LOOKUP: rates.lookup, EMBEDDING: rates.embedding}
+        self._lines = {name: _regression((line.fixed_s, line.byte_s)) for name, line in lines.items()}
+        self._refused: Counter[str] = Counter()
+        self._tried: Counter[str] = Counter()
         self._seen_cold_lookup = False
-        self._measured: set[str] = set()
         self._lock = threading.Lock()
 
     @classmethod
@@ -74,34 +61,55 @@ class CostModel:
         context_share: float = 0.0,
         num_extra_passes: int = 0,
     ) -> Self:
-        """Start with the rates of config.yaml. The other arguments are fields of `Rates`."""
+        """
+        Start with the rates of config.yaml.
+
+        `context_share`: the cost of a token that is reused and attended to, as a share of computing one. The
+        other arguments are fields of `Rates`.
+        """
+        token_s = 1 / settings.prior_prefill_tokens_per_s
         rates = Rates(
-            settings.prior_prefill_tokens_per_s,
-            settings.prior_load_bytes_per_s,
+            step_s=_STEP_S,
+            token_s=token_s,
+            pair_s=prior_pair_s(token_s),
+            pass_s=_PASS_S,
+            reused_s=token_s * max(_REUSED, context_share / (1 + context_share)),
+            loads=MappingProxyType({MEMORY: LoadRate(_LOAD_S, 1 / settings.prior_load_bytes_per_s)}),
+            lookup=_LOOKUP,
+            embedding=ASSUMED_EMBEDDING,
             bytes_per_token=bytes_per_token,
-            context_share=context_share,
             num_extra_passes=num_extra_passes,
         )
-        return cls(rates, smoothing=settings.smoothing)
+        return cls(rates, learns=settings.learn)
 
     @property
     def measured(self) -> frozenset[str]:
-        """Which of the rates "prefill" and "load" were measured; the others are those of config.yaml."""
-        return frozenset(self._measured)
+        """Which of "prefill", "pass", "load", "lookup" and "embedding" were measured; others are priors."""
+        with self._lock:
+            kinds = self._work.kinds().union(*(line.kinds() for line in self._lines.values()))
+        known = {PASS if kind == _BARE_PASS else kind for kind in kinds}
+        return frozenset({PREFILL, PASS, LOAD, LOOKUP, EMBEDDING} & known)
 
-    def document(self, *, min_saved_s: float) -> Costs:
+    def document(self, threshold: MinSaved) -> Costs:
         """The rates, which of them were measured, and from how many tokens on a plan pays."""
         rates = self.rates
         return {
-            "prefill_tokens_per_s": rates.prefill_tokens_per_s,
-            "load_bytes_per_s": rates.load_bytes_per_s,
-            "lookup_s": rates.lookup_s,
-            "bytes_per_token": rates.bytes_per_token,
-            "context_share": rates.context_share,
+            "step_s": rates.step_s,
+            "token_s": rates.token_s,
+            "pair_s": rates.pair_s,
             "pass_s": rates.pass_s,
+            "reused_s": rates.reused_s,
+            "loads": {
+                name: {"fixed_s": line.fixed_s, "bytes_per_s": 1 / max(line.byte_s, _TINY)}
+                for name, line in rates.loads.items()
+            },
+            "full_s": {str(length): rates.full_s(length) for length in _EXAMPLES},
+            "lookup_s": {str(length): rates.lookup.seconds(length) for length in _EXAMPLES},
+            "embedding_s": {str(length): rates.embedding.seconds(length) for length in _EXAMPLES},
+            "bytes_per_token": rates.bytes_per_token,
             "num_extra_passes": rates.num_extra_passes,
             "measured": sorted(self.measured),
-            "break_even_tokens": rates.break_even(computed=_CHANGED, min_saved_s=min_saved_s),
+            "break_even_tokens": rates.break_even(computed=_CHANGED, threshold=threshold),
         }
 
     def set_bytes_per_token(self, num_bytes: int) -> None:
@@ -110,33 +118,101 @@ class CostModel:
             self.rates = replace(self.rates, bytes_per_token=num_bytes)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Long passes update the prefill rate, short ones the fixed cost of a pass; tiny ones are ignored."""
-        if num_tokens < _FEW or seconds <= 0:
+        """A prompt that was computed in full."""
+        self.observe(PrefillWork.full(num_tokens), seconds)
+
+    def observe(self, work: PrefillWork, seconds: float) -> None:
+        """What this work took, without its loads."""
+        kind = PREFILL if not work.num_reused else PASS if work.num_passes else _PREFIX
+        self._observe(self._work, kind if work.num_steps else _BARE_PASS, work.features, seconds)
+
+    def observe_load(self, num_bytes: int, seconds: float, *, place: str = MEMORY) -> None:
+        if num_bytes > 0:
+            self._observe(self._lines[place], LOAD, (1.0, num_bytes), seconds)
+
+    def observe_lookup(self, num_tokens: int, seconds: float) -> None:
+        """The first lookup runs with cold caches and is not counted."""
+        if self._seen_cold_lookup:
+            self._observe(self._lines[LOOKUP], LOOKUP, (1.0, num_tokens), seconds)
+        self._seen_cold_lookup = True
+
+    def observe_embedding(self, num_tokens: int, seconds: float) -> None:
+        """The search by embedding of a prompt."""
+        self._observe(self._lines[EMBEDDING], EMBEDDING, (1.0, num_tokens), seconds)
+
+    def tries(self, rate: str) -> bool:
+        """
+        Whether to do once what this rate advises against, so that it is measured.
+
+        A rate that was never measured is tried a few times, as its prior may be wrong by any factor; a
+        measured one seldom, as it may have been measured in a bad moment.
+        """
+        if not self._learns:
+            return False
+        is_measured = rate in self.measured
+        with self._lock:
+            self._refused[rate] += 1
+            due = self._refused[rate] % _TRIED_AGAIN == 0
+            if not is_measured and self._tried[rate] < _MAX_TRIES:
+                self._tried[rate] += 1
+                due = True
+        return due
+
+    def rows(self) -> dict[str, list[Row]]:
+        """The observations that the rates follow from, for `restore`."""
+        with self._lock:
+            return {name: regression.rows() for name, regression in self._regressions()}
+
+    def restore(self, rows: dict[str, list[Row]]) -> None:
+        """Go on with the observations of an earlier run on the same machine, with the same model."""
+        with self._lock:
+            for name, regression in self._regressions():
+                regression.restore(rows.get(name, ()))
+            self._update()
+
+    def _regressions(self) -> Iterable[tuple[str, Regression]]:
+        return {"work": self._work, **self._lines}.items()
+
+    def _observe(
+        self, regression: Regression, kind: str, features: tuple[float, ...], seconds: float
+    ) -> None:
+        if not self._learns or seconds <= 0:
             return
         with self._lock:
-            rates = self.rates
-            if num_tokens < _MANY:
-                fixed_s = self._blend(rates.pass_s, seconds - num_tokens / rates.prefill_tokens_per_s)
-                self.rates = replace(rates, pass_s=max(0.0, fixed_s))
-            else:
-                computing_s = max(seconds - rates.pass_s, seconds / 2)
-                rate = self._blend(rates.prefill_tokens_per_s, num_tokens / computing_s)
-                self.rates = replace(rates, prefill_tokens_per_s=rate)
-                self._measured.add("prefill")
+            regression.add(kind, features, seconds)
+            self._update()
 
-    def observe_load(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes > 0 and seconds > 0:
-            with self._lock:
-                rate = self._blend(self.rates.load_bytes_per_s, num_bytes / seconds)
-                self.rates = replace(self.rates, load_bytes_per_s=rate)
-                self._measured.add("load")
+    def _update(self) -> None:
+        step_s, token_s, pair_s, pass_s, reused_s = self._work.coefficients
+        lines = {name: LoadRate(*line.coefficients) for name, line in self._lines.items()}
+        lookup, embedding = lines.pop(LOOKUP), lines.pop(EMBEDDING)
+        self.rates = replace(
+            self.rates,
+            step_s=step_s,
+            token_s=token_s,
+            pair_s=pair_s,
+            pass_s=pass_s,
+            reused_s=reused_s,
+            loads=MappingProxyType(lines),
+            lookup=lookup,
+            embedding=embedding,
+        )
 
-    def observe_lookup(self, seconds: float) -> None:
-        """The first lookup runs with cold caches and is not counted."""
-        with self._lock:
-            if self._seen_cold_lookup:
-                self.rates = replace(self.rates, lookup_s=self._blend(self.rates.lookup_s, seconds))
-            self._seen_cold_lookup = True
 
-    def _blend(self, old: float, new: float) -> float:
-        return old + self._smoothing * (new - old)
+def rates_of(costs: Costs) -> Rates:
+    """The rates that a server reports, without those of lookups and embeddings."""
+    loads = {name: LoadRate(one["fixed_s"], 1 / one["bytes_per_s"]) for name, one in costs["loads"].items()}
+    return Rates(
+        step_s=costs["step_s"],
+        token_s=costs["token_s"],
+        pair_s=costs["pair_s"],
+        pass_s=costs["pass_s"],
+        reused_s=costs["reused_s"],
+        loads=MappingProxyType(loads),
+        bytes_per_token=costs["bytes_per_token"],
+        num_extra_passes=costs["num_extra_passes"],
+    )
+
+
+def _regression(priors: tuple[float, ...]) -> Regression:
+    return Regression([max(prior, _TINY) for prior in priors])

@@ -30,7 +30,7 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
     if isinstance(plan, Plan):
         estimate, charged_budget = plan.estimate, plan.charged_budget
     else:
-        estimate = sharing.cost.rates.estimate(num_tokens=num_tokens, num_computed=num_tokens)
+        estimate = sharing.cost.rates.unshared(num_tokens)
         charged_budget = 1.0
     lookup_s = 0.0 if report.reason in _NOT_LOOKED_UP else estimate.lookup_s
     shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)

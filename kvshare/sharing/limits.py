@@ -12,6 +12,7 @@ from typing import Self
 from delta_tree import Node
 from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
+from kvshare.sharing.rates import ANYTHING, MinSaved
 
 MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
 
@@ -35,8 +36,9 @@ class PlannerLimits:
     can_share: bool = True
     can_move_keys: bool = True
     can_probe: bool = False  # whether the engine can choose repairs after a probe pass
-    min_saved_s: float = 0.0
-    dense_min_prefill_s: float = 0.0  # shortest prefill that pays a search by embedding
+    threshold: MinSaved = ANYTHING  # what a plan must save
+    # A search by embedding may take this share of what it can save; None: any.
+    dense_max_share: float | None = None
     policy: Policy = Policy()
 
     def of_model(self, fingerprint: str, *, can_move_keys: bool, can_probe: bool) -> Self:
@@ -78,8 +80,8 @@ class PlannerLimits:
             can_share=can_share,
             can_move_keys=can_move_keys,
             can_probe=can_probe,
-            min_saved_s=settings.cost.min_saved_s,
-            dense_min_prefill_s=settings.index.dense_min_prefill_s,
+            threshold=MinSaved(settings.cost.min_saved_s, settings.cost.min_saved_fraction),
+            dense_max_share=settings.index.dense_max_share,
         )
 
 

@@ -29,6 +29,7 @@ class Lookup:
     candidates: tuple[Candidate, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     namespace: str = ""
+    num_tokens: int = 0  # of the prompt, if it was looked up
     seconds: float = 0.0  # all stages, and waiting between them
     num_failures: int = 0  # parts of the nominator that failed
     unreadable: tuple[NodeId, ...] = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +22,16 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.indexing import Indexing
 from kvshare.sharing.keeper import PromptKeeper, TierT
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import IDLE, Queue, Rates
+from kvshare.sharing.worth import Worth
 from kvshare.telemetry import Component, FallbackReason
-from vector_index import Candidate, Failure, Nomination, Nominator, PromptText
+from vector_index import Candidate, Nomination, Nominator
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class Sharing:
         self.tier = keeper.tier
         self.telemetry = keeper.telemetry
         self.nominator = nominator
+        self.indexing = Indexing(keeper, nominator)
         self._limits = limits
         self.cost = cost
         self._owns_index = owns_index
@@ -73,6 +77,7 @@ class Sharing:
             max_workers=1, thread_name_prefix="kvshare-plan-long"
         )
         self._writer = writer or self._executor
+        self._worth = Worth(cost)
 
     @property
     def limits(self) -> PlannerLimits:
@@ -97,17 +102,26 @@ class Sharing:
         self._long_executor.shutdown(wait=True)
 
     async def find_plan(
-        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool = True
+        self,
+        namespace: str,
+        prompt: Prompt,
+        mode: SharingMode,
+        *,
+        by_embedding: bool = True,
+        queue: Queue = IDLE,
     ) -> Lookup:
         """
         Nominate, plan and fetch for a prompt. Changes only the counters of failures. Never raises: an error
         gives NoPlan with a reason.
 
-        `by_embedding`: also search by embedding, if the prefill is long enough.
+        `by_embedding`: also search by embedding, if that is quick for what it can save.
+        `queue`: what the engine has to do first.
         """
         if not self.may_share(prompt, mode):
             unshared = Reason.SHORT_PROMPT if self._limits.can_share else Reason.MODEL_UNSHARED
             return Lookup(NoPlan(Reason.OFF if mode is SharingMode.OFF else unshared))
+        if not self._worth.lookup_now(prompt.num_tokens, self._limits):
+            return Lookup(NoPlan(Reason.DOES_NOT_PAY))
         began = time.perf_counter()
         try:
             nomination = await self._nominate(namespace, prompt, mode, by_embedding=by_embedding)
@@ -119,6 +133,7 @@ class Sharing:
                 prompt.token_ids,
                 nomination.candidates,
                 mode,
+                queue,
             )
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
@@ -134,7 +149,7 @@ class Sharing:
 
     def costs(self) -> Costs:
         """What plans are priced with now."""
-        return self.cost.document(min_saved_s=self._limits.min_saved_s)
+        return self.cost.document(self._limits.threshold)
 
     def note_use(self, lookup: Lookup) -> Future[None]:
         """
@@ -143,7 +158,10 @@ class Sharing:
         Runs in the writer's thread; the request does not wait for it. Never raises.
         """
         if lookup.namespace:
-            self.cost.observe_lookup(lookup.seconds)
+            embedding_s = lookup.stage_seconds.get("embedding")
+            self.cost.observe_lookup(lookup.num_tokens, lookup.seconds - (embedding_s or 0.0))
+            if embedding_s is not None:
+                self.cost.observe_embedding(lookup.num_tokens, embedding_s)
         if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
             with suppress(RuntimeError):  # the server stops and the writer is closed
                 return self._writer.submit(self._note_use, lookup)
@@ -170,63 +188,31 @@ class Sharing:
         is_long = prompt.num_tokens >= self._limits.sharing.min_prompt_tokens
         return self._limits.can_share and mode is not SharingMode.OFF and is_long
 
-    async def remember(self, node: Node, text: PromptText | None) -> None:
-        """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
-        await self.forget_evicted()
-        await self._index(node, text)
-
-    async def _index(self, node: Node, text: PromptText | None) -> None:
-        stored = self.tree.get(node.node_id)
-        if stored is None:
-            return
-        if stored.num_tokens < node.num_tokens:  # shortened while the text waited to be embedded
-            text = None
-        self._count(await self.nominator.remember(node.node_id, node.namespace, stored.token_ids, text))
-        now = self.tree.get(node.node_id)
-        if now is None:  # evicted while it was indexed: removed again
-            await self.forget([(node.namespace, node.node_id)])
-        elif now.num_tokens < stored.num_tokens:
-            await self._index(now, None)
-
-    async def forget_evicted(self) -> list[tuple[str, int]]:
-        """
-        Remove evicted prompts from the index, and index shortened ones again.
-
-        Returns: namespace and id of the evicted prompts
-        """
-        evicted = self.keeper.take_evicted()
-        await self.forget(evicted)
-        for node in self.keeper.take_shortened():
-            # Without an embedding: that of the whole prompt does not fit its beginning.
-            await self._index(node, None)
-        return evicted
-
-    async def forget(self, nodes: Iterable[tuple[str, int]]) -> None:
-        """Remove nodes from the index. Stale entries are never used, but they displace usable donors."""
-        by_namespace: dict[str, list[int]] = {}
-        for namespace, node_id in nodes:
-            by_namespace.setdefault(namespace, []).append(node_id)
-        for namespace, node_ids in by_namespace.items():
-            self._count(await self.nominator.forget(namespace, node_ids))
-
-    def _count(self, failures: Iterable[Failure]) -> None:
-        """Count the parts of the index that failed in a search or in indexing a prompt."""
-        for failure in failures:
-            self.telemetry.fallback(Component(failure.component), FallbackReason(failure.reason))
+    def pays_lookup(self, prompt: Prompt) -> bool:
+        """Whether a prompt is so long that a lookup may save more than it takes, by the measured rates."""
+        return self._worth.lookup(prompt.num_tokens, self._limits)
 
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
     ) -> Nomination:
-        prefill_s = prompt.num_tokens / self.cost.rates.prefill_tokens_per_s
-        pays = by_embedding and prefill_s >= self._limits.dense_min_prefill_s
-        nomination = await self.nominator.nominate(
-            namespace, prompt.token_ids, prompt.text, allow_dense=pays and mode is SharingMode.APPROX
+        embeds = (
+            by_embedding
+            and mode is SharingMode.APPROX
+            and self._worth.embedding(prompt.num_tokens, self._limits)
         )
-        self._count(nomination.failures)
+        nomination = await self.nominator.nominate(
+            namespace, prompt.token_ids, prompt.text, allow_dense=embeds
+        )
+        self.indexing.count(nomination.failures)
         return nomination
 
     def _plan(
-        self, namespace: str, token_ids: TokenIds, candidates: Sequence[Candidate], mode: SharingMode
+        self,
+        namespace: str,
+        token_ids: TokenIds,
+        candidates: Sequence[Candidate],
+        mode: SharingMode,
+        queue: Queue,
     ) -> Lookup:
         """
         Align, plan and fetch.
@@ -241,6 +227,7 @@ class Sharing:
             candidates=tuple(candidates),
             stage_seconds=stages,
             namespace=namespace,
+            num_tokens=len(token_ids),
             unknown=tuple(c.prompt_id for c in candidates if self.tree.get(NodeId(c.prompt_id)) is None),
         )
         for attempt in range(_MAX_ATTEMPTS):
@@ -248,7 +235,7 @@ class Sharing:
                 break
             began = time.perf_counter()
             try:
-                plan = self._make_plan(token_ids, nodes, mode)
+                plan = self._make_plan(token_ids, nodes, mode, queue)
             except UnknownSegmentError:
                 nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
@@ -267,15 +254,17 @@ class Sharing:
             nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
         return found
 
-    def _make_plan(self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode) -> Plan | NoPlan:
-        return make_plan(
-            token_ids,
-            nodes,
-            self.tree.segment,
-            approximate=mode is SharingMode.APPROX,
-            limits=self._limits,
-            rates=self.cost.rates,
-        )
+    def _make_plan(
+        self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode, queue: Queue
+    ) -> Plan | NoPlan:
+        approximate, segment_of = mode is SharingMode.APPROX, self.tree.segment
+
+        def make(limits: PlannerLimits, rates: Rates) -> Plan | NoPlan:
+            return make_plan(
+                token_ids, nodes, segment_of, approximate=approximate, limits=limits, rates=rates
+            )
+
+        return self._worth.plan(make, self._limits, queue)
 
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()

@@ -18,6 +18,7 @@ from operator import attrgetter
 from delta_tree import Copy, NodeId, Span, merge
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prediction
+from kvshare.sharing.rates import Estimate, PrefillWork
 
 # The fraction is for short prompts, in which 512 tokens span several documents.
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
@@ -25,19 +26,6 @@ MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
 # With more tokens behind the last copy, no repairs are chosen: vLLM computes those tokens in several steps.
 MAX_TAIL_TOKENS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """
-    Estimated seconds of a prefill, from measured rates.
-
-    The lookup is finished before a plan exists: it counts in what sharing saves, not in whether a plan pays.
-    """
-
-    full_s: float
-    shared_s: float
-    lookup_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +110,25 @@ class Plan:
         num_listening = _total(self.listeners)
         num_renewed = min(MAX_RENEWED, max(0, stale - num_listening))
         return len(self.order.probes) + num_listening + num_renewed
+
+    def work(self, *, num_extra_passes: int = 0) -> PrefillWork:
+        """
+        What carrying out the plan takes.
+
+        `num_extra_passes`: those of an approximate plan, beyond the engine's own.
+
+        Where repairs lie is not known before they are chosen: they are taken to attend to half of the prompt.
+        """
+        in_spans = _total(self.placeholders)
+        num_tokens = self.num_computed + self.num_selecting
+        pairs = sum(span.end**2 - span.start**2 for span in self.placeholders) / 2
+        extra = num_extra_passes if self.decision is Decision.APPROX else 0
+        return PrefillWork(
+            num_tokens=num_tokens,
+            num_pairs=pairs + (num_tokens - in_spans) * self.num_tokens / 2,
+            num_passes=extra + (self.order is not None),
+            num_reused=self.num_tokens - self.num_computed,
+        )
 
     @property
     def listeners(self) -> tuple[Span, ...]:

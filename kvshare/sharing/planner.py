@@ -14,9 +14,9 @@ from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, co
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.approximation import Approximation
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import PlannerLimits, exact_part, is_exact
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
+from kvshare.sharing.rates import Estimate, Rates
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
 _ABOUT_EQUAL = 0.02  # of what a plan saves
@@ -75,7 +75,7 @@ class _Search:
             return _preferred(self._accepted)
         if exact is None:
             return NoPlan(self._refusal or Reason.NOTHING_IN_COMMON, self._prediction)
-        if exact.estimate.full_s - exact.estimate.shared_s < self._limits.min_saved_s:
+        if not self._limits.threshold.pays(exact.estimate.full_s, exact.estimate.shared_s):
             return NoPlan(Reason.DOES_NOT_PAY, self._prediction)
         return replace(exact, reason=self._refusal, prediction=self._prediction)
 
@@ -162,15 +162,16 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
     length = min(composition.exact_length, num_tokens - 1)
     if length < min_length:
         return None
-    return Plan(
+    plan = Plan(
         num_tokens=num_tokens,
         exact_length=length,
         copies=within(composition.copies, Span(0, length)),
         placeholders=(Span(length, num_tokens),),
         repairs=(Span(length, num_tokens),) if composition.exact_length == num_tokens else (),
         generation=0,
-        estimate=rates.estimate(num_tokens=num_tokens, num_computed=num_tokens - length),
+        estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
     )
+    return replace(plan, estimate=rates.estimate(num_tokens, plan.work()))
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
@@ -191,6 +192,6 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
         if relocated > policy.max_relocated_fraction * plan.num_tokens:
             return Reason.TOO_MUCH_RELOCATED
     baseline = exact.estimate.shared_s if exact is not None else plan.estimate.full_s
-    if baseline - plan.estimate.shared_s < limits.min_saved_s:
+    if not limits.threshold.pays(baseline, plan.estimate.shared_s):
         return Reason.DOES_NOT_PAY
     return None

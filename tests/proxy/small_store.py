@@ -22,7 +22,8 @@ from kvshare.admin import (
     TreeQuestion,
 )
 from kvshare.engine import Engine
-from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.rates import MinSaved, Rates
 from tests.delta_tree.fake_prompts import fresh_draft
 
 _T = TypeVar("_T")
@@ -39,7 +40,9 @@ class SmallStore(Engine):
             self._tree.insert(fresh_draft(list(tokens)))
 
     async def stats(self, question: StatsQuestion) -> ServerStats:
-        costs = CostModel(Rates(1000.0, 1e9), smoothing=0.5).document(min_saved_s=0.0)
+        costs = CostModel(
+            Rates.linear(1000.0, 1e9),
+        ).document(MinSaved())
         return {**self._answer(question), "costs": costs, "pins": {"num_bytes": 0, "max_bytes": 0}}
 
     async def tree(self, question: TreeQuestion) -> TreeDocument:

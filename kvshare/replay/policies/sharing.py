@@ -23,10 +23,11 @@ from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
-from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.cost import ASSUMED_EMBEDDING, CostModel
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import Rates
 from kvshare.sharing.selection import choose_by_place
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
@@ -115,8 +116,9 @@ class SharingPolicy(CachePolicy):
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._runner.run(self._index.open())
         load_bytes_per_s = settings.cost.prior_load_bytes_per_s
-        rates = Rates(context.prefill_tokens_per_s, load_bytes_per_s, bytes_per_token=per_token)
-        cost = CostModel(rates, smoothing=0.0)  # what this machine measures must not change a result
+        rates = Rates.linear(context.prefill_tokens_per_s, load_bytes_per_s, bytes_per_token=per_token)
+        rates = replace(rates, embedding=ASSUMED_EMBEDDING)
+        cost = CostModel(rates, learns=False)  # what this machine measures must not change a result
         self._sharing = Sharing(
             keeper=self._keeper, nominator=self._nominator, limits=limits, cost=cost, executor=_Inline()
         )
@@ -193,12 +195,12 @@ class SharingPolicy(CachePolicy):
         prompt = replace(computed, token_ids=computed.token_ids[: request.num_tokens])
         stored = self._keeper.store_prompt(prompt)
         node = self._keeper.complete(stored, computed, num_prompt=request.num_tokens)
-        for _, node_id in await self._sharing.forget_evicted():
+        for _, node_id in await self._sharing.indexing.forget_evicted():
             self._owners.pop(NodeId(node_id), None)
         if node is not None:
             self._owners[node.node_id] = logged.requester
             text = prompt_text(request) if self.sharing_options.uses_embedding else None
-            await self._sharing.remember(node, text)
+            await self._sharing.indexing.remember(node, text)
         self._num_observed += 1
         if self._num_observed % _MAINTAIN_EVERY == 0:
             await self._index.maintain()

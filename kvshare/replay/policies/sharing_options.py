@@ -15,10 +15,10 @@ from delta_tree import Node, Segment, SegmentId, TokenIds
 from kvshare.served_index import nominator_settings
 from kvshare.settings import Settings
 from kvshare.sharing.calibration import of_default_model
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import PlannerLimits, Policy
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import MinSaved, Rates
 from vector_index import NominatorSettings
 
 _NEVER = 2**30  # no prompt has so many tokens, no store so many donors or generations
@@ -66,7 +66,7 @@ class SharingOptions:
         if self.open_gates:
             changes, policy = changes | _OPEN_GATES, Policy(max_generation=_NEVER)
             repair = limits.repair.model_copy(update=_NO_REPAIR)
-            limits = replace(limits, repair=repair, min_saved_s=-math.inf, dense_min_prefill_s=0.0)
+            limits = replace(limits, repair=repair, threshold=MinSaved(-math.inf), dense_max_share=None)
         return replace(limits, sharing=limits.sharing.model_copy(update=changes), policy=policy)
 
     def nominator(self, settings: Settings) -> NominatorSettings:

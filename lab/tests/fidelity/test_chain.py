@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from delta_tree import Copy, NodeId, SegmentId, Span, TokenIds, merge
-from kvshare.sharing.plan import Estimate, NoPlan, Plan, without
+from kvshare.sharing.plan import NoPlan, Plan, without
+from kvshare.sharing.rates import Estimate
 from kvshare_lab.fidelity.arms import POLICIES, _stored, _uppermost, measured, measured_chain
 from kvshare_lab.fidelity.measures import divergence
 from kvshare_lab.fidelity.rules import RULES

@@ -101,7 +101,7 @@ def test_a_stopped_store_explains_what_its_server_would_have(
             "model.dtype": "float32",
             "sharing.mode": mode,
             "cost.min_saved_s": min_saved_s,
-            "cost.smoothing": 1e-12,  # rates as good as those of config.yaml
+            "cost.learn": False,
             "index.dense": False,
             "index.search_timeout_s": 60.0,
         }

@@ -9,7 +9,8 @@ from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.prefill import Prefill
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SegmentKV, SequenceKV
-from kvshare.sharing.plan import Estimate, Plan, RepairOrder, without
+from kvshare.sharing.plan import Plan, RepairOrder, without
+from kvshare.sharing.rates import Estimate
 from kvshare.sharing.selection import probes, spans_where
 from kvshare_lab.bench.random_models import tiny_model
 from kvshare_lab.fidelity.rules import RULES

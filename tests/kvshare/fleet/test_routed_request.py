@@ -15,7 +15,8 @@ from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt
-from kvshare.sharing.plan import Estimate, NoPlan, Plan, RepairOrder
+from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
+from kvshare.sharing.rates import Estimate
 from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment, Ticket, WireSpan, digest_of
 from kvshare.vllm_protocol.salts import owner_salt, private_salt
 from vector_index import PromptText

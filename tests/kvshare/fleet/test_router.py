@@ -9,7 +9,8 @@ from kvshare.fleet.router import choose
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.lookup import Lookup
-from kvshare.sharing.plan import Estimate, NoPlan, Plan
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import Estimate
 
 SETTINGS = load_settings(overrides={"vllm.max_inflight": 10, "vllm.max_imbalance": 4}).vllm
 

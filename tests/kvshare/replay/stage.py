@@ -75,12 +75,12 @@ class Stage:
                 "model.path": str(self.model),
                 "model.dtype": "float32",
                 "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
-                "cost.smoothing": 1e-12,  # rates as good as fixed
+                "cost.learn": False,
                 "repair.rule": self.repair_rule,
                 "sharing.calibration": str(FOLDER / "smollm2-135m-instruct.json"),  # a replay has no model
                 "index.dense": self.embedder is not None,
                 "index.dense_min_tokens": 64,  # also where tokens found something
-                "index.dense_min_prefill_s": 0.0,
+                "index.dense_max_share": None,
                 "index.dense_min_uncovered": 0.1,
                 "index.search_timeout_s": 60.0,
                 "index.embed_timeout_s": 60.0,

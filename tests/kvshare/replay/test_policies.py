@@ -19,8 +19,8 @@ from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
 from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.rows import SCHEMA, RowMaker, make_row
 from kvshare.settings import load_settings
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.plan import NoPlan
+from kvshare.sharing.rates import Rates
 from tests.kvshare.replay.policy_runs import run
 from tests.kvshare.replay.synthetic import policy_context, random_tokens, request, stream
 
@@ -138,7 +138,7 @@ def test_losses_can_be_left_unexplained(monkeypatch: pytest.MonkeyPatch) -> None
     assert [outcome.hits for outcome in unexplained] == [outcome.hits for outcome in explained]
     look = LossFinder(SharingOptions(), load_settings(), DeltaTree.open(None, identity=None).segment)
     monkeypatch.setattr(sharing_options, "make_plan", lambda *_, **__: pytest.fail("planned again"))
-    rates = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
+    rates = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=1e9)
     assert look.losses(requests[0].token_ids, NoPlan(Reason.NOTHING_IN_COMMON), (), rates) == (0, 0)
 
 

@@ -9,15 +9,15 @@ from delta_tree import (
 )
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import ModelCalibration
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
 from kvshare.sharing.prediction import FEATURES, Calibration
+from kvshare.sharing.rates import Rates
 from tests.kvshare.sharing.prompts import prompt, replaced, stored
 
 SETTINGS = load_settings()
-RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e12, bytes_per_token=1)
+RATES = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e12, bytes_per_token=1)
 LIMIT = SETTINGS.sharing.max_deviation
 
 

@@ -13,9 +13,9 @@ from delta_tree import (
     new_segment_id,
     token_ids,
 )
-from kvshare.sharing.cost import Rates
+from kvshare.sharing.rates import Rates
 
-RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1000)
+RATES = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1000)
 
 
 def prompt(length: int, seed: int = 0) -> TokenIds:

@@ -2,7 +2,8 @@
 
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.sharing.keeper import _copied_to_others
-from kvshare.sharing.plan import Estimate, Plan
+from kvshare.sharing.plan import Plan
+from kvshare.sharing.rates import Estimate
 
 
 def plan_of(*copies: tuple[int, int, int, int]) -> Plan:

@@ -21,7 +21,8 @@ from delta_tree import (
 )
 from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
-from kvshare.sharing.plan import Estimate, NoPlan, Plan
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import Estimate
 from kvshare.telemetry import EvictionCause
 
 CAPACITY = 2500

@@ -34,7 +34,7 @@ def test_a_donor_that_the_plan_does_without_is_left_out(max_deviation: float, ou
         keeper=PromptKeeper(tree, EverySegment(), min_tokens=1),
         nominator=Nominator(QdrantRemoteIndex(NominatorSettings().schema(None), ":memory:")),
         limits=limits,
-        cost=CostModel(RATES, smoothing=0.2),
+        cost=CostModel(RATES),
     )
     request = Prompt(tokens, PromptText(last_user_turn="", body=""))
     (shown,) = explain_lookup(sharing, request, lookup, SharingMode.APPROX)["donors"]

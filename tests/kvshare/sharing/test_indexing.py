@@ -32,7 +32,7 @@ async def test_a_prompt_evicted_while_it_is_indexed_does_not_come_back(model: Em
     kept = store(sharing, model, prompt(100).token_ids)
     assert kept is not None
     node = kept
-    await sharing.remember(node, TEXT)
+    await sharing.indexing.remember(node, TEXT)
     assert nominator.events == ["remember", "forget True"]
 
 
@@ -52,8 +52,8 @@ async def test_the_index_hears_of_a_prompt_that_lost_its_end(model: EmbeddedMode
     assert node is not None
     assert store(sharing, model, prompt(200, seed=1).token_ids) is not None
     assert sharing.tree.node(node.node_id).num_tokens < 900
-    await sharing.forget_evicted()
-    await sharing.remember(node, TEXT)
+    await sharing.indexing.forget_evicted()
+    await sharing.indexing.remember(node, TEXT)
     assert remembered == 2 * [(sharing.tree.node(node.node_id).num_tokens, None)]
 
 
@@ -75,7 +75,7 @@ async def test_a_prompt_that_loses_its_end_while_it_is_embedded_is_indexed_short
     sharing = sharing_with(Slow(), model)
     node = store(sharing, model, prompt(900).token_ids)
     assert node is not None
-    await sharing.remember(node, TEXT)
+    await sharing.indexing.remember(node, TEXT)
     assert remembered == [(900, TEXT), (256, None)]
 
 

@@ -15,7 +15,8 @@ from kvshare.errors import RequestError
 from kvshare.reasons import Reason
 from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
-from kvshare.sharing.plan import Estimate, NoPlan, Plan
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import Estimate
 
 CAPACITY = 1000
 MOST = CAPACITY // 2

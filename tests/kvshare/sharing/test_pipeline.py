@@ -1,6 +1,7 @@
 """Looking up a plan: it changes nothing, and whatever fails serves the request unshared."""
 
 import threading
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import LoadRate
 from kvshare.telemetry import Component, FallbackReason
 from tests.kvshare.sharing.tiny_sharing import (
     FixedNominator,
@@ -143,7 +145,7 @@ async def test_only_what_is_really_unreadable_is_discarded(model: EmbeddedModel)
     assert sharing.tree.get(node.node_id) is None
 
 
-async def test_meaning_is_searched_only_where_prefill_takes_long(model: EmbeddedModel) -> None:
+async def test_meaning_is_searched_only_where_it_may_save_much_more(model: EmbeddedModel) -> None:
     """An embedding of tens of milliseconds is not paid for a prefill of a few."""
 
     class Asked(FixedNominator):
@@ -154,8 +156,10 @@ async def test_meaning_is_searched_only_where_prefill_takes_long(model: Embedded
         dense: ClassVar[list[bool]] = []
 
     nominator = Asked()
-    sharing = sharing_with(nominator, model, dense_min_prefill_s=0.5)  # 500 tokens at the prior rate
-    for length, mode in ((499, "approx"), (500, "approx"), (500, "exact")):
+    sharing = sharing_with(nominator, model, dense_max_share=0.1)  # of 900 ms that 1,000 tokens save
+    sharing.cost.observe_embedding(500, 0.05)
+    sharing.cost.rates = replace(sharing.cost.rates, embedding=LoadRate(0.05, 0.0))
+    for length, mode in ((500, "approx"), (600, "approx"), (600, "exact")):
         await sharing.find_plan("ns", prompt(length), SharingMode(mode))
     assert nominator.dense == [False, True, False]
 

@@ -18,10 +18,10 @@ from delta_tree import (
 )
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import MAX_GENERATION, PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
 from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import Rates
 from tests.kvshare.sharing.prompts import RATES, prompt, replaced, stored
 
 SETTINGS = load_settings()
@@ -202,7 +202,7 @@ def test_a_plan_of_which_repair_leaves_nothing_is_none(tree: DeltaTree) -> None:
 def test_a_plan_that_costs_more_than_it_saves_is_refused(tree: DeltaTree) -> None:
     """With a slow store, prefilling is cheaper than loading."""
     tokens = prompt(400)
-    slow = Rates(prefill_tokens_per_s=1e6, load_bytes_per_s=1e3, bytes_per_token=1000)
+    slow = Rates.linear(prefill_tokens_per_s=1e6, load_bytes_per_s=1e3, bytes_per_token=1000)
     nodes = [stored(tree, tokens)]
     recipient = replaced(tokens, (10, 20))
     plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=LIMITS, rates=slow)

@@ -11,12 +11,13 @@ from kvshare.kv.tier import MemoryTier
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
-from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import Rates
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import (
     Candidate,
@@ -56,7 +57,7 @@ def sharing_with(
     model: EmbeddedModel,
     *,
     max_bytes: int = 10**9,
-    dense_min_prefill_s: float = 0.0,
+    dense_max_share: float | None = None,
 ) -> Sharing:
     settings = load_settings()
     return Sharing(
@@ -67,9 +68,9 @@ def sharing_with(
         ),
         nominator=nominator,
         limits=PlannerLimits(
-            sharing=settings.sharing, repair=settings.repair, dense_min_prefill_s=dense_min_prefill_s
+            sharing=settings.sharing, repair=settings.repair, dense_max_share=dense_max_share
         ),
-        cost=CostModel(Rates(1000.0, 2e9, bytes_per_token=model.layout.bytes_per_token), smoothing=0.2),
+        cost=CostModel(Rates.linear(1000.0, 2e9, bytes_per_token=model.layout.bytes_per_token)),
     )
 
 

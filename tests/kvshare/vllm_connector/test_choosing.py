@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from delta_tree import Copy, NodeId, Span, gaps
-from kvshare.sharing.plan import Estimate, Plan, RepairOrder
+from kvshare.sharing.plan import Plan, RepairOrder
+from kvshare.sharing.rates import Estimate
 from kvshare.sharing.selection import probes
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt

@@ -17,18 +17,19 @@ from delta_tree import DeltaTree, Node, TokenIds
 from kvshare.replay.policies.sharing import UNLIMITED, WeightlessSequence, WeightlessTier
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import of_default_model
-from kvshare.sharing.cost import CostModel, Rates
+from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import Rates
 from kvshare_lab.bench.harness import edited, random_prompt
 from vector_index import Nominator, NominatorSettings, QdrantEdgeIndex, TextEmbedder
 
 NAMESPACE = "bench"
-RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
+RATES = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1024)
 _NO_DONOR = NoPlan()
 _VOCAB_SIZE = 32_000
 _CHANGED, _EDITS = 0.1, 5
@@ -64,7 +65,7 @@ class CountedStore:
             index = QdrantEdgeIndex(settings.schema(embedder), Path(folder))
             await index.open()
             nominator = Nominator(index, embedder=embedder, settings=settings)
-            cost = CostModel(RATES, smoothing=0.0)
+            cost = CostModel(RATES, learns=False)
             core = Sharing(keeper=self.keeper, nominator=nominator, limits=self.limits, cost=cost)
             try:
                 yield core

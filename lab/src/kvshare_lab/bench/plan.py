@@ -76,7 +76,7 @@ async def _forms(
     embedder = None if missing_modules("embeddings") else _Embedder(texts)
     settings = nominator_settings(load_settings().index)
     nomination = replace(settings, dense_min_uncovered=0.0, search_timeout_s=5.0, embed_timeout_s=5.0)
-    store.limits = replace(store.limits, dense_min_prefill_s=0.0)
+    store.limits = replace(store.limits, dense_max_share=None)
     async with store.sharing(nomination, embedder) as sharing:
         before = memory_bytes()
         variants = Variants(rng, store, num_templates=len(texts), num_tokens=prompt_tokens)
@@ -179,10 +179,10 @@ async def _fill(store: CountedStore, sharing: Sharing, prompts: AgentPrompts, nu
             again = prompts.run_again(first.token_ids)
             node = store.store(again, store.plan(again, first))
         long.append(node.token_ids)
-        await sharing.remember(node, None)
+        await sharing.indexing.remember(node, None)
     short = [token_ids(prompts.words(_SHORT_TOKENS)) for _ in range(_SHORT_STORED)]
     for tokens in short:
-        await sharing.remember(store.store(tokens), None)
+        await sharing.indexing.remember(store.store(tokens), None)
     return long, short
 
 

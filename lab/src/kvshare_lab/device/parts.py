@@ -26,7 +26,8 @@ from kvshare_lab.device.traffic import (
 Opened = Callable[..., AbstractContextManager[tuple[Server, SharingServer]]]
 """Called with settings: `servers` of a profile."""
 
-_ALWAYS_SHARE = {"cost.min_saved_s": -60.0}  # what sharing costs is measured where it does not pay, too
+# What sharing costs is measured where it does not pay, too.
+_ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0}
 # Of a server that always chooses its repairs.
 _ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 

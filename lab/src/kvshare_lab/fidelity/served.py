@@ -53,7 +53,7 @@ async def serve(
     sharing.note_use(lookup)
     node = keeper.store(Computed(namespace, prompt.token_ids, plan, kv))
     if node is not None:
-        await sharing.remember(node, prompt.text)
+        await sharing.indexing.remember(node, prompt.text)
     keeper.release(lookup.plan)
     report = lookup.report(prompt.num_tokens)
     if full is None or report.decision != "approx":

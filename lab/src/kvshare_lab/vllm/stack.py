@@ -38,7 +38,7 @@ _ROOM = 128  # tokens of context beyond the prompt
 _SHARE_OF_DEVICE = 0.42  # of a GPU's memory, for each of two vLLMs
 _SHARE_OF_HOST = 1 / 3  # of its memory, at most for the store of a model that is not the benchmark's own
 
-ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0}}
+ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0, "min_saved_fraction": 0.0}}
 """Settings of a proxy that shares even where that saves no time, as with small models."""
 
 _NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model", "out")

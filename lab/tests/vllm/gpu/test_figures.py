@@ -7,21 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvshare.admin import Costs
 from kvshare_lab.vllm.client import Answer
 from kvshare_lab.vllm.gpu import answers, inter_token, load, profile, ttft
 from kvshare_lab.vllm.gpu.inter_token import Decoded
 from kvshare_lab.vllm.prompts import unrelated_prompt
 from kvshare_lab.vllm.sequences import Load, Request, share_figures
 
-COSTS = {
-    "prefill_tokens_per_s": 1000.0,
-    "load_bytes_per_s": 1e9,
-    "lookup_s": 0.01,
-    "bytes_per_token": 100_000,
-    "context_share": 0.0,
+COSTS: Costs = {
+    "step_s": 0.0,
+    "token_s": 0.001,
+    "pair_s": 0.0,
     "pass_s": 0.05,
+    "reused_s": 0.0,
+    "loads": {"memory": {"fixed_s": 0.0, "bytes_per_s": 1e9}},
+    "full_s": {},
+    "lookup_s": {},
+    "embedding_s": {},
+    "bytes_per_token": 100_000,
     "num_extra_passes": 1,
-    "measured": ["load", "prefill"],
+    "measured": ["load", "pass", "prefill"],
     "break_even_tokens": 0,
 }
 

@@ -23,16 +23,16 @@ from delta_tree import token_ids as as_token_ids
 from delta_tree.kgrams import kgram_hashes
 from kvshare.replay.workloads import WORKLOADS, generate
 from kvshare.settings import load_settings
-from kvshare.sharing.cost import Rates
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan
 from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import Rates
 
 NUM = 60
 SETTINGS = load_settings()
 MIN_RUN = SETTINGS.sharing.min_run
 LIMITS = PlannerLimits(sharing=SETTINGS.sharing, repair=SETTINGS.repair)
-RATES = Rates(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1000)
+RATES = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1000)
 _NEVER = 2**30  # tokens: every prompt goes the way of the short ones
 
 

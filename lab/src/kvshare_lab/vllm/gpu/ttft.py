@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import takewhile
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from delta_tree import TokenIds
+from kvshare.admin import Costs
 from kvshare.errors import EngineError
-from kvshare.sharing.cost import Rates
+from kvshare.sharing.cost import LOAD, PASS, PREFILL, rates_of
 from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.figures import by_name
 from kvshare_lab.bench.harness import alternate, median
@@ -142,7 +142,6 @@ def first_that_pays(rows: Sequence[Mapping[str, Any]], changed: float) -> int | 
 
 def learned(costs: Mapping[str, Any], changed: float) -> Figures:
     """The length from which plans save time, by the proxy's rates; None unless all rates were measured."""
-    rates = Rates(**{field.name: costs[field.name] for field in fields(Rates)})
-    is_known = len(costs["measured"]) == 2
-    tokens = rates.break_even(computed=changed, min_saved_s=0.0) if is_known else None
+    is_known = {PREFILL, PASS, LOAD} <= set(costs["measured"])
+    tokens = rates_of(cast("Costs", costs)).break_even(computed=changed) if is_known else None
     return {"learned_tokens": tokens, "costs": dict(costs)}

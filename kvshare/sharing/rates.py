@@ -1,0 +1,226 @@
+"""
+What a prefill costs, as a linear function of what it computes and loads: the input of the planner.
+
+    seconds = steps x step_s + tokens x token_s + pairs x pair_s + passes x pass_s + reused x reused_s + loads
+
+A pair is a computed token and a position that it attends to: a full prefill of n tokens has n^2 / 2 of them.
+So a prefill has a fixed, a linear and a quadratic term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Self
+
+MEMORY = "memory"  # the place of all KV that is retained in host memory
+_LONGEST = 1 << 20  # tokens; a plan that does not pay at this length never does
+# By which a prior without a figure of its own follows from the rate of tokens.
+_TOKENS_PER_PAIR = 1 / 16384  # attention takes as long as everything else at twice this length
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """What the prefill of one prompt computes and reuses."""
+
+    num_tokens: int  # computed, in all passes
+    num_pairs: float  # of a computed token and a position that it attends to
+    num_steps: int = 1  # the engine's own forward passes; 0: a partial pass by itself
+    num_passes: int = 0  # partial passes beyond them
+    num_reused: int = 0  # tokens whose KV is loaded
+
+    @classmethod
+    def full(cls, num_tokens: int) -> Self:
+        """A prompt of which nothing is reused."""
+        return cls(num_tokens, num_tokens**2 / 2)
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """In the order of `Rates.coefficients`."""
+        return (self.num_steps, self.num_tokens, self.num_pairs, self.num_passes, self.num_reused)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRate:
+    """Seconds to load KV from one place: a fixed part, and one for each byte."""
+
+    fixed_s: float
+    byte_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.fixed_s + num_bytes * self.byte_s if num_bytes else 0.0
+
+
+FREE = LoadRate(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a replica has to do before it serves the next request, in seconds. Loads run beside computing."""
+
+    loading_s: float = 0.0
+    computing_s: float = 0.0
+
+    def wait_for(self, load_s: float) -> float:
+        """How long a prompt waits for its own load, once it is its turn to be computed."""
+        return max(0.0, self.loading_s + load_s - self.computing_s)
+
+
+IDLE = Queue()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """
+    Estimated seconds of a prefill, from measured rates.
+
+    The lookup is finished before a plan exists: it counts in what sharing saves, not in whether a plan pays.
+    """
+
+    full_s: float
+    shared_s: float
+    lookup_s: float = 0.0
+    load_s: float = 0.0  # to load, which may be hidden by what is computed before
+    compute_s: float = 0.0  # to compute, the part of `shared_s` that keeps others waiting
+
+    @property
+    def saved_s(self) -> float:
+        return self.full_s - self.shared_s
+
+
+@dataclass(frozen=True, slots=True)
+class MinSaved:
+    """What a plan must save to be made: so many seconds, and such a share of what it replaces; 0: any."""
+
+    min_saved_s: float = 0.0
+    min_saved_fraction: float = 0.0
+
+    def pays(self, alternative_s: float, shared_s: float) -> bool:
+        saved_s = alternative_s - shared_s
+        least = self.min_saved_fraction * alternative_s if self.min_saved_fraction > 0 else self.min_saved_s
+        return saved_s >= max(self.min_saved_s, least)
+
+
+ANYTHING = MinSaved()  # that saves time
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates at one moment, in seconds for each unit of `Work`."""
+
+    step_s: float  # fixed cost of the engine's own pass
+    token_s: float
+    pair_s: float
+    pass_s: float  # fixed cost of a partial pass beyond it
+    reused_s: float  # for a token that is loaded, beyond its bytes
+    loads: Mapping[str, LoadRate] = field(default_factory=lambda: MappingProxyType({}))  # by place
+    lookup: LoadRate = FREE  # with a token of the prompt in place of a byte
+    embedding: LoadRate = FREE  # the same
+    bytes_per_token: int = 0
+    num_extra_passes: int = 0  # partial passes of an approximate plan beyond the engine's own
+    queue: Queue = IDLE
+
+    @classmethod
+    def linear(
+        cls,
+        prefill_tokens_per_s: float,
+        load_bytes_per_s: float,
+        *,
+        bytes_per_token: int = 0,
+        num_extra_passes: int = 0,
+    ) -> Self:
+        """Rates with nothing but a time for each token and each byte."""
+        return cls(
+            step_s=0.0,
+            token_s=1 / prefill_tokens_per_s,
+            pair_s=0.0,
+            pass_s=0.0,
+            reused_s=0.0,
+            loads=MappingProxyType({MEMORY: LoadRate(0.0, 1 / load_bytes_per_s)}),
+            bytes_per_token=bytes_per_token,
+            num_extra_passes=num_extra_passes,
+        )
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return (self.step_s, self.token_s, self.pair_s, self.pass_s, self.reused_s)
+
+    def seconds(self, work: PrefillWork) -> float:
+        """Without loads."""
+        return sum(map(_times, self.coefficients, work.features))
+
+    def full_s(self, num_tokens: int) -> float:
+        """A prefill of which nothing is reused."""
+        return self.seconds(PrefillWork.full(num_tokens))
+
+    def load_s(self, num_tokens: int, *, place: str = MEMORY) -> float:
+        rate = self.loads.get(place, FREE)
+        return rate.seconds(num_tokens * self.bytes_per_token)
+
+    def estimate(self, num_tokens: int, work: PrefillWork) -> Estimate:
+        """Compare a full prefill of `num_tokens` with this work and the load of what it reuses."""
+        load_s = self.load_s(work.num_reused)
+        compute_s = self.seconds(work)
+        shared_s = compute_s + self.queue.wait_for(load_s)
+        return Estimate(self.full_s(num_tokens), shared_s, self.lookup.seconds(num_tokens), load_s, compute_s)
+
+    def unshared(self, num_tokens: int) -> Estimate:
+        """The estimate of a prompt without a plan."""
+        full_s = self.full_s(num_tokens)
+        return Estimate(full_s, full_s, self.lookup.seconds(num_tokens), compute_s=full_s)
+
+    def best_case(self, num_tokens: int, *, computed: float = 0.0, with_lookup: bool = False) -> Estimate:
+        """
+        The estimate of a plan that computes a share `computed` of a prompt, at least one token.
+
+        A plan that computes a share is approximate; with none of it computed it is a copied prefix.
+        """
+        num_computed = max(1, round(computed * num_tokens))
+        work = PrefillWork(
+            num_tokens=num_computed,
+            num_pairs=num_computed * num_tokens / 2 if computed else num_tokens,
+            num_passes=self.num_extra_passes if computed else 0,
+            num_reused=num_tokens - num_computed,
+        )
+        found = self.estimate(num_tokens, work)
+        return replace(found, shared_s=found.shared_s + found.lookup_s) if with_lookup else found
+
+    def break_even(
+        self, *, computed: float, threshold: MinSaved = ANYTHING, with_lookup: bool = False
+    ) -> int | None:
+        """
+        The shortest prompt, in tokens, for which such a plan pays; None if no length does.
+
+        `computed`: the share of the tokens that the plan computes. `with_lookup`: the lookup must pay, too.
+        """
+
+        def pays(num_tokens: int) -> bool:
+            case = self.best_case(num_tokens, computed=computed, with_lookup=with_lookup)
+            return threshold.pays(case.full_s, case.shared_s)
+
+        return _first(pays)
+
+
+def prior_pair_s(token_s: float) -> float:
+    """Seconds for a pair, where only the rate of tokens is known."""
+    return token_s * _TOKENS_PER_PAIR
+
+
+def _times(coefficient: float, feature: float) -> float:
+    return coefficient * feature
+
+
+def _first(holds: Callable[[int], bool]) -> int | None:
+    """The first length from which on this holds: longer prompts save more."""
+    if holds(1):
+        return 0
+    low, high = 1, 2
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > _LONGEST:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
