@@ -35,7 +35,8 @@ _REPORT = (
     "staff asks for a second printer, a new lamp for the hall, and more paper. The manager answers within "
     "{days} days and sends a copy to the main office."
 )
-_CONFIG = "index: {dense: false}\n"  # nothing here is about meaning
+# Nothing here is about meaning, and the prompts are too short to save time.
+_CONFIG = "index: {dense: false}\ncost: {min_saved_s: -60.0, min_saved_fraction: 0.0}\n"
 _STATES = ("ok", "warn", "fail")  # of a check
 _EDITS = ("keep", "insert", "delete", "replace")  # lines of an edit script, of which there may be any number
 _HEADERS = ("namespace", "prompt", "tokens", "edit", "positions", "node", "file")  # of tables

@@ -38,6 +38,8 @@ QUICK: dict[str, object] = {
     "vllm__journal_wait_s": 0.5,
     "vllm__connect_timeout_s": 1.0,
     "vllm__control_timeout_s": 2.0,
+    "cost__min_saved_s": -3600.0,  # a vLLM that computes nothing is always faster
+    "cost__min_saved_fraction": 0.0,
 }
 
 
