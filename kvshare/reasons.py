@@ -20,6 +20,8 @@ class Reason(StrEnum):
     OFF = auto()
     MODEL_UNSHARED = auto()
     SHORT_PROMPT = auto()
+    EXPERIMENT = auto()
+    REDUCED = auto()
     # Nothing was found, or nothing good enough.
     NO_CANDIDATES = auto()
     NOTHING_IN_COMMON = auto()

@@ -43,6 +43,30 @@ class IndexStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadStatus:
+    """How much is shared at one load, and what that rests on."""
+
+    load: str  # requests in flight at one engine: 1, 2-3, 4-7, ...
+    rung: int  # 0: everything is shared; the higher, the less
+    shared: str  # the rung in words
+    slower: (
+        float | None
+    )  # by what share requests take longer with more sharing; negative: it saves; None: not known yet
+    num_blocks_more: int  # of time that are compared now, with more sharing
+    num_blocks_less: int  # and with less
+
+
+@dataclass(frozen=True, slots=True)
+class ControlStatus:
+    """What the controller of a whole server found and decided: see `kvshare.sharing.control`."""
+
+    unshared_share: float  # of time; 0: nothing is compared
+    num_requests: Mapping[str, int]  # by how they were served: usual, unshared, trial
+    changes: Mapping[str, int]  # reduced, returned
+    loads: tuple[LoadStatus, ...]  # those that were seen
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What `/ready` and `/metrics` report: whether the engine can serve, and its load."""
 
@@ -60,3 +84,4 @@ class EngineStatus:
     num_pending_tickets: int | None = None  # requests whose replica has not reported; None: no replicas
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None
+    control: ControlStatus | None = None

@@ -9,6 +9,7 @@ The settings of a server. Every default is in config.yaml.
 from kvshare.settings.reading import default_config_path, load_settings
 from kvshare.settings.sections import (
     AuthSettings,
+    ControlSettings,
     CostSettings,
     EngineSettings,
     IndexSettings,
@@ -27,6 +28,7 @@ from kvshare.settings.sections import (
 
 __all__ = [
     "AuthSettings",
+    "ControlSettings",
     "CostSettings",
     "EngineSettings",
     "IndexSettings",

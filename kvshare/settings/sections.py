@@ -176,6 +176,13 @@ class CostSettings(_Section):
     min_saved_fraction: float = Field(ge=0, lt=1)
 
 
+class ControlSettings(_Section):
+    unshared_share: float = Field(ge=0, le=1)
+    first_requests: NonNegativeInt
+    confidence: float = Field(gt=0, lt=1)
+    block_s: PositiveFloat
+
+
 class IndexSettings(_Section):
     backend: Literal["edge", "server", "memory"]
     url: str | None
@@ -238,6 +245,7 @@ class Settings(_Section):
     sharing: SharingSettings
     repair: RepairSettings
     cost: CostSettings
+    control: ControlSettings
     index: IndexSettings
     rules: Annotated[tuple[RuleSettings, ...], AfterValidator(_with_different_names)] = Field(strict=False)
     logging: LoggingSettings

@@ -1,0 +1,105 @@
+"""
+Blocks of time: the unit of the experiment. All requests that arrive in one block are served the same way.
+
+Sharing harms mostly those beside it: copies and saves slow every request down. Requests that run at the
+same moment with and without sharing suffer alike, so a comparison of single requests cannot see that; one
+of whole blocks can (a switchback experiment). Requests of one block resemble each other, so a block counts
+as one figure of each measure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvshare.sharing.control.rungs import Rung
+
+
+class Arm(StrEnum):
+    """How a block is served."""
+
+    USUAL = "usual"  # as the rung of its load says
+    UNSHARED = "unshared"  # without sharing
+    TRIAL = "trial"  # one rung higher
+
+
+class Figures(NamedTuple):
+    """What a block says of its arm; the lower, the faster."""
+
+    throughput: float
+    times: float
+
+    def less(self, other: Figures) -> Figures:
+        """The differences."""
+        return Figures(self.throughput - other.throughput, self.times - other.times)
+
+    def towards(self, other: Figures, share: float) -> Figures:
+        """A share of the way to others."""
+        far = other.less(self)
+        return Figures(self.throughput + share * far.throughput, self.times + share * far.times)
+
+
+@dataclass(slots=True, eq=False)
+class TimeBlock:
+    """
+    One block, and the sums over its requests that are over.
+
+    The figure of a request is the seconds until its answer was complete, over the seconds that it would
+    take without sharing by the learned costs: so long prompts and long answers do not count as slow. A
+    block gives two figures. `times` is the mean of the requests' logarithms: what a user sees. `throughput`
+    is the logarithm of all seconds over all expected seconds. With a fixed number N of requests in flight
+    it is the throughput: in T seconds the requests of a block spend N T seconds together (Little's law), so
+    expected seconds of work per second, E / T, are N E over the sum of the seconds. Blocks are compared at
+    about equal N.
+    """
+
+    arm: Arm
+    rung: Rung
+    load: int  # the load level that its server had before it began
+    epoch: int  # of the load level
+    began: float
+    token_s: float  # of an answer at this load, as learned before
+    counts: bool = True  # false: it prepares the store for the blocks after it
+    is_over: bool = False  # no further request will arrive
+    num_running: int = 0
+    num_arrived: int = 0
+    sum_in_flight: int = 0
+    answering_s: float = 0.0  # of complete requests, without the expected seconds of their prefills
+    num_output: int = 0  # tokens of their answers
+    _number: int = 0
+    _seconds: float = 0.0
+    _expected: float = 0.0
+    _logarithms: float = 0.0
+
+    def add(self, seconds: float, full_s: float, num_output: int, *, counts: bool) -> None:
+        """
+        A request that is complete. `full_s`: the expected seconds of its prefill without sharing.
+
+        `counts`: most of what was in flight when it arrived was served as it was.
+        """
+        self.answering_s += max(0.0, seconds - full_s)
+        self.num_output += num_output
+        if counts:
+            expected = max(1e-6, full_s + num_output * self.token_s)
+            self._number += 1
+            self._seconds += seconds
+            self._expected += expected
+            self._logarithms += math.log(max(seconds, 1e-9) / expected)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all its requests are over."""
+        return self.is_over and not self.num_running
+
+    @property
+    def mean_in_flight(self) -> int:
+        return round(self.sum_in_flight / max(1, self.num_arrived))
+
+    @property
+    def figures(self) -> Figures | None:
+        """None if no request counted."""
+        if not self._number or not self.counts:
+            return None
+        return Figures(math.log(self._seconds / self._expected), self._logarithms / self._number)

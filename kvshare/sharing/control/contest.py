@@ -1,0 +1,83 @@
+"""
+Compares more sharing with less, by throughput and by times: two sequential tests and what follows from
+both.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvshare.sharing.control.blocks import Figures
+from kvshare.sharing.control.sequential import Finding, SequentialTest
+
+LEAST = 0.03  # a difference below 3 % does not matter
+_LEANS = 1.0  # standard errors
+
+
+class Contest:
+    """One comparison, from its first block to a finding, or until it is full; then it begins again."""
+
+    def __init__(self, confidence: float) -> None:
+        """`confidence`: of the finding; each of the two tests needs more, as either may be wrong."""
+        self._confidence = confidence
+        self.last: float | None = None  # the difference when it last ended
+        self.has_ended = False
+        self._begin()
+
+    def _begin(self) -> None:
+        each = 1 - (1 - self._confidence) / len(Figures._fields)
+        self._tests = tuple(SequentialTest(each, LEAST) for _ in Figures._fields)
+
+    def add(self, figures: Figures, *, shares_more: bool) -> Finding | None:
+        """
+        Add a block. Returns what is sure now, and begins again then, so that old traffic is forgotten.
+
+        More sharing is slower if either measure says so: a higher throughput does not excuse slower
+        answers. It is faster if one measure says so and the other does not contradict.
+        """
+        for test, figure in zip(self._tests, figures, strict=True):
+            test.add(figure, shares_more=shares_more)
+        findings = {test.finding() for test in self._tests}
+        found: Finding | None = None
+        if Finding.SLOWER in findings:
+            found = Finding.SLOWER
+        elif Finding.FASTER in findings and (self._difference or 0.0) <= LEAST:
+            found = Finding.FASTER
+        if found is not None or any(test.is_full for test in self._tests):
+            self.last = self._smallest if found is Finding.FASTER else self._difference
+            self.has_ended = True
+            self._begin()
+        return found
+
+    @property
+    def _difference(self) -> float | None:
+        """By how much more sharing takes longer: the worse of the two measures."""
+        known = [test.difference for test in self._tests if test.difference is not None]
+        return max(known, default=None)
+
+    @property
+    def _smallest(self) -> float | None:
+        return min((test.difference for test in self._tests if test.difference is not None), default=None)
+
+    @property
+    def difference(self) -> float | None:
+        """The difference so far, or of the time before while too little is known."""
+        current = self._difference
+        return self.last if current is None else current
+
+    @property
+    def slower(self) -> float | None:
+        """The same as a share of the time: .1 is 10 % slower."""
+        return None if (difference := self.difference) is None else math.expm1(difference)
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """With more and with less sharing, since it began."""
+        return self._tests[0].more.number, self._tests[0].less.number
+
+    def leans(self, finding: Finding) -> bool:
+        """Whether the figures so far speak for a finding, without being sure."""
+        leanings = [test.leaning for test in self._tests]
+        if finding is Finding.SLOWER:
+            return max(leanings) > _LEANS
+        return min(leanings) < -_LEANS

@@ -1,0 +1,163 @@
+"""
+What is shared at one load: a state machine over the rungs.
+
+    usual blocks slower than unshared ones          -> one rung lower
+    trial blocks, one rung higher, faster           -> one rung higher
+    a trial that lost, or a return that was undone  -> the next trial waits twice as long
+
+A comparison that is sure, or full, begins again: what it learned of earlier traffic is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvshare.sharing.control.blocks import Arm, Figures, TimeBlock
+from kvshare.sharing.control.contest import Contest
+from kvshare.sharing.control.rungs import Rung
+from kvshare.sharing.control.sequential import Finding
+
+_RAISED = 5  # times the share of an experiment while its result is open
+_MOST_SHARE = 0.25  # of the blocks, of a raised share
+_TRIAL_BLOCKS, _FILLING_BLOCKS = (
+    10,
+    5,
+)  # a trial's, and those of them that only store what the others may copy
+_REST_S, _MOST_REST_S = 60.0, 6 * 3600.0  # between trials
+_REMEMBERED = 16  # usual blocks, that a block is measured against
+
+
+@dataclass(frozen=True, slots=True)
+class RungChange:
+    """A load is served on another rung from now on."""
+
+    load: int
+    before: Rung
+    after: Rung
+    slower: float  # by how much more sharing took longer, as a share; negative: it saved
+
+
+class LoadLevel:
+    """One load level. Called by the controller, under its lock."""
+
+    def __init__(self, load: int, *, share: float, confidence: float) -> None:
+        self.load = load
+        self.rung = Rung.EVERYTHING
+        self.epoch = 0  # blocks of an earlier one were served on another rung
+        self._share, self._confidence = share, confidence
+        self._num_lost = 0  # trials that lost, and returns that were undone, without a success between them
+        self._trials_from = -math.inf
+        self._trial_left = 0  # blocks of the trial in progress
+        self._answering_s, self._num_output = 0.0, 0.0  # seconds and tokens of answers, of late
+        self._begin()
+
+    def _begin(self) -> None:
+        self.against_nothing = Contest(self._confidence)  # usual blocks with unshared ones
+        self.against_higher = Contest(self._confidence)  # trial blocks with usual ones
+        self._baseline = Figures(0.0, 0.0)  # the mean of the last usual blocks
+        self._num_usual = 0  # blocks of it
+        self._trial_left = 0
+
+    def arm(self, chance: Callable[[], float], now: float, *, may_experiment: bool) -> tuple[Arm, bool]:
+        """How the next block is served, and whether it counts. `chance`: a random number below 1."""
+        if self._trial_left:
+            self._trial_left -= 1
+            return Arm.TRIAL, self._trial_left < _TRIAL_BLOCKS - _FILLING_BLOCKS
+        if not may_experiment:
+            return Arm.USUAL, True
+        unshared, trial = self._unshared_share, self._trial_share(now) / _TRIAL_BLOCKS
+        drawn = chance()
+        if drawn < unshared:
+            return Arm.UNSHARED, True
+        if drawn < unshared + trial:
+            self._trial_left = _TRIAL_BLOCKS - 1
+            return Arm.TRIAL, False
+        return Arm.USUAL, True
+
+    @property
+    def _unshared_share(self) -> float:
+        """More at first, and while sharing seems to harm: the sooner that is decided, the better."""
+        if self.rung is Rung.NOTHING:
+            return 0.0
+        is_open = not self.against_nothing.has_ended or self.against_nothing.leans(Finding.SLOWER)
+        return self._raised() if is_open else self._share
+
+    def _trial_share(self, now: float) -> float:
+        """A trial may harm as what was reduced did, so there are more only while it seems to pay."""
+        if self.rung is Rung.EVERYTHING or now < self._trials_from:
+            return 0.0
+        return self._raised() if self.against_higher.leans(Finding.FASTER) else self._share
+
+    def _raised(self) -> float:
+        return max(self._share, min(_MOST_SHARE, _RAISED * self._share))
+
+    def fold(self, block: TimeBlock, now: float) -> RungChange | None:
+        """
+        Learn from a block whose requests are over, and move if it decides a comparison.
+
+        It is measured against the usual blocks before it, which follow slow changes of the traffic, and
+        which how it was served cannot have influenced.
+        """
+        figures = block.figures
+        if figures is None or block.epoch != self.epoch:
+            return None
+        own, is_known = figures.less(self._baseline), self._num_usual > 0
+        if block.arm is Arm.USUAL:
+            self._learn(block, figures)
+        if not is_known:
+            return None
+        return self._reduced(block.arm, own, now) or self._returned(block.arm, own, now)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a token of an answer takes at this load as usual, with all that it waits for."""
+        return self._answering_s / max(1.0, self._num_output)
+
+    def _learn(self, block: TimeBlock, figures: Figures) -> None:
+        """
+        Only usual blocks teach what the next ones are measured with. Else a trial would change its own measure.
+
+        The first one teaches how long answers take, without which its figures say nothing.
+        """
+        if self._num_output:
+            self._num_usual += 1
+            share = 1 / min(self._num_usual, _REMEMBERED)
+            self._baseline = self._baseline.towards(figures, share)
+        keep = 1 - 1 / _REMEMBERED
+        self._answering_s = keep * self._answering_s + block.answering_s
+        self._num_output = keep * self._num_output + block.num_output
+
+    def _reduced(self, arm: Arm, own: Figures, now: float) -> RungChange | None:
+        """One rung lower, if sharing as usual turns out slower than none."""
+        if arm is Arm.TRIAL or self.rung is Rung.NOTHING:
+            return None
+        found = self.against_nothing.add(own, shares_more=arm is Arm.USUAL)
+        if found is Finding.FASTER:
+            self._num_lost = 0
+        if found is not Finding.SLOWER:
+            return None
+        self._rest(now)
+        return self._move(self.rung.lower, self.against_nothing)
+
+    def _returned(self, arm: Arm, own: Figures, now: float) -> RungChange | None:
+        """One rung higher, if that turns out faster."""
+        if arm is Arm.UNSHARED or self.rung is Rung.EVERYTHING:
+            return None
+        found = self.against_higher.add(own, shares_more=arm is Arm.TRIAL)
+        if found is Finding.SLOWER:
+            self._trial_left = 0
+            self._rest(now)
+        return self._move(self.rung.higher, self.against_higher) if found is Finding.FASTER else None
+
+    def _rest(self, now: float) -> None:
+        self._trials_from = now + min(_MOST_REST_S, _REST_S * 2**self._num_lost)
+        self._num_lost += 1
+
+    def _move(self, rung: Rung, contest: Contest) -> RungChange:
+        change = RungChange(self.load, self.rung, rung, math.expm1(contest.last or 0.0))
+        self.rung = rung
+        self.epoch += 1
+        self._begin()
+        return change

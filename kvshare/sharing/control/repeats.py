@@ -1,0 +1,68 @@
+"""
+Remembers which stretches of text came before, so that only prompts that are likely to be copied are stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_tree import TokenIds, kgram_hashes
+
+_KGRAM = 16  # tokens
+_SAMPLED = 32  # one of so many stretches is remembered: those whose hash is a multiple
+_NUM_SLOTS = 2**20
+_MOST_FILLED = (
+    _NUM_SLOTS // 16
+)  # above, the older of two tables is emptied: together 4 million tokens of prompts
+_HALF, _QUARTER = 0.5, 0.25  # of a prompt
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Repeats:
+    """
+    Stretches of the prompts of late, as bits of two tables of 1 MiB. No token is kept. Thread-safe.
+
+    One stretch in eight at most is taken for seen that was not.
+    """
+
+    def __init__(self) -> None:
+        self._new = np.zeros(_NUM_SLOTS, dtype=np.bool_)
+        self._old = np.zeros(_NUM_SLOTS, dtype=np.bool_)
+        self._num_filled = 0
+        self._lock = threading.Lock()
+
+    def is_worth_saving(self, namespace: str, token_ids: TokenIds, *, reused: float) -> bool:
+        """
+        Whether a later prompt is likely to copy from this one, which is remembered.
+
+        Either it reuses half of itself, so it is one of a family, or a quarter of it came before and is not
+        reused, so that is text that repeats and is not stored. `reused`: the share of its tokens that is.
+        """
+        seen = self._seen(_slots(namespace, token_ids))
+        return reused >= _HALF or seen - reused >= _QUARTER
+
+    def _seen(self, slots: npt.NDArray[np.uint64]) -> float:
+        """The share of the slots that is filled; then all of them are."""
+        if not len(slots):
+            return 0.0
+        with self._lock:
+            share = float((self._new[slots] | self._old[slots]).mean())
+            self._num_filled += len(slots)
+            if self._num_filled > _MOST_FILLED:
+                self._old, self._new = self._new, np.zeros(_NUM_SLOTS, dtype=np.bool_)
+                self._num_filled = len(slots)
+            self._new[slots] = True
+        return share
+
+
+def _slots(namespace: str, token_ids: TokenIds) -> npt.NDArray[np.uint64]:
+    """Where the sampled stretches of a prompt are in the tables. Other namespaces have other slots."""
+    hashes = kgram_hashes(token_ids, _KGRAM)
+    hashes = hashes[hashes % np.uint64(_SAMPLED) == 0]
+    own = np.uint64(int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest()))
+    slots: npt.NDArray[np.uint64] = ((hashes ^ own) * _MIX) >> np.uint64(64 - 20)
+    return slots
