@@ -117,7 +117,7 @@ class LoadLevel:
 
     def _learn(self, block: TimeBlock, figures: Figures) -> None:
         """
-        Only usual blocks teach what the next ones are measured with. Else a trial would change its own measure.
+        Only usual blocks teach what the next ones are measured with, or a trial would change its own measure.
 
         The first one teaches how long answers take, without which its figures say nothing.
         """

@@ -14,19 +14,18 @@ from delta_tree import TokenIds, kgram_hashes
 
 _KGRAM = 16  # tokens
 _SAMPLED = 32  # one of so many stretches is remembered: those whose hash is a multiple
-_NUM_SLOTS = 2**20
-_MOST_FILLED = (
-    _NUM_SLOTS // 16
-)  # above, the older of two tables is emptied: together 4 million tokens of prompts
+_NUM_BITS = 22
+_NUM_SLOTS = 2**_NUM_BITS
+_MOST_FILLED = 2**16  # above, the older of two tables is emptied: together 4 million tokens of prompts
 _HALF, _QUARTER = 0.5, 0.25  # of a prompt
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Repeats:
     """
-    Stretches of the prompts of late, as bits of two tables of 1 MiB. No token is kept. Thread-safe.
+    Stretches of the prompts of late, as filled slots of two tables of 4 MiB. No token is kept. Thread-safe.
 
-    One stretch in eight at most is taken for seen that was not.
+    One stretch in 32 at most is taken for seen that was not.
     """
 
     def __init__(self) -> None:
@@ -64,5 +63,5 @@ def _slots(namespace: str, token_ids: TokenIds) -> npt.NDArray[np.uint64]:
     hashes = kgram_hashes(token_ids, _KGRAM)
     hashes = hashes[hashes % np.uint64(_SAMPLED) == 0]
     own = np.uint64(int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest()))
-    slots: npt.NDArray[np.uint64] = ((hashes ^ own) * _MIX) >> np.uint64(64 - 20)
+    slots: npt.NDArray[np.uint64] = ((hashes ^ own) * _MIX) >> np.uint64(64 - _NUM_BITS)
     return slots

@@ -25,6 +25,7 @@ class Machine:
     families: int = 50  # of similar prompts; 0: all prompts are unrelated
     load_factor: float = 0.3  # of the prefill, for a prompt that copies
     save_harm: float = 0.0  # by how much all others are slower if all that runs is saved
+    harmful_from: int = 0  # requests in flight
     noise: float = 0.3
     drift: float = 0.0  # by how much the whole server is slower after an hour
 
@@ -37,6 +38,8 @@ class SimulatedServer:
     seed: int = 1
     num_clients: int = 8
     settings: ControlSettings = CHOSEN
+    break_even: int = 600  # tokens, as learned
+    lengths: tuple[int, ...] = (400, 800, 1600, 3200)  # of prompts, in tokens
     now: float = 0.0
     num_stored: int = 0
     served: Counter[str | None] = field(default_factory=Counter)  # by the reason
@@ -46,25 +49,23 @@ class SimulatedServer:
         self.controller = Controller(
             self.settings,
             full_s=lambda num_tokens: 0.5 * num_tokens / TOKENS_PER_S,  # the learned costs are far off
-            break_even=lambda: 600,
+            break_even=lambda: self.break_even,
             clock=lambda: self.now,
             chance=random.Random(self.seed + 1).random,
         )
         self._stored: set[int] = set()
         self._saving: list[bool] = []
-        self._events: list[tuple[float, int, int, ExitStack, bool]] = []
+        self._events: list[tuple[float, int, ExitStack, bool]] = []
         self._num_sent = 0
-        self._prompts: dict[int, TokenIds] = {}
 
     def run(self, num_requests: int, *, until: int | None = None) -> int:
-        """Serve so many more requests; stop when a load is on the rung `until`. Returns how many it served."""
-        while len(self._events) < self.num_clients:
-            self._send()
+        """Serve so many more requests, or until a load is on the rung `until`. Returns how many it served."""
         for number in range(num_requests):
-            self.now, _, _, stack, saves = heapq.heappop(self._events)
+            while len(self._events) < self.num_clients:
+                self._send()
+            self.now, _, stack, saves = heapq.heappop(self._events)
             stack.close()
             self._saving.remove(saves)
-            self._send()
             if until is not None and any(load.rung == until for load in self.controller.status().loads):
                 return number
         return num_requests
@@ -86,11 +87,12 @@ class SimulatedServer:
         output = chance.randrange(1, 20)
         prefill_s = len(prompt) / TOKENS_PER_S * (machine.load_factor if copies else 1.0)
         harm = machine.save_harm * sum(self._saving) / max(1, len(self._saving))
+        harm *= len(self._saving) >= machine.harmful_from
         slow = (1 + harm) * (1 + machine.drift * self.now / 3600) * chance.lognormvariate(0, machine.noise)
         treatment.complete(output)
         self._saving.append(saves)
         ends = self.now + (prefill_s + output * TOKEN_S) * slow
-        heapq.heappush(self._events, (ends, self._num_sent, family, stack, saves))
+        heapq.heappush(self._events, (ends, self._num_sent, stack, saves))
 
     def _saves(self, treatment: Treatment, family: int, prompt: TokenIds, *, copies: bool) -> bool:
         reused = round(0.9 * len(prompt)) if copies else 0
@@ -101,10 +103,6 @@ class SimulatedServer:
         return not copies  # only what is computed is saved
 
     def _prompt(self, family: int) -> TokenIds:
-        """One of few lengths; prompts of one family are alike."""
-        if family not in self._prompts:
-            length = 400 * 2 ** (family % 4)
-            tokens = np.random.default_rng(family).integers(0, 30_000, length)
-            self._prompts = {**self._prompts, family: token_ids(tokens)} if self.machine.families else {}
-            return token_ids(tokens)
-        return self._prompts[family]
+        """Of one of few lengths; those of one family are alike, and of another one have nothing in common."""
+        length = self.lengths[family % len(self.lengths)]
+        return token_ids(np.arange(length) + 10_000 * family)
