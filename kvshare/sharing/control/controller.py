@@ -173,6 +173,8 @@ class Controller:
     def _fold(self, block: TimeBlock, now: float) -> None:
         if (change := self._level(block.load).fold(block, now)) is not None:
             self._changes["reduced" if change.after > change.before else "returned"] += 1
+            if self._block is not None and self._block.load == change.load:
+                self._block = None  # the next request is served on the other rung
             _log(change)
 
 

@@ -36,13 +36,12 @@ class Repeats:
 
     def is_worth_saving(self, namespace: str, token_ids: TokenIds, *, reused: float) -> bool:
         """
-        Whether a later prompt is likely to copy from this one, which is remembered.
+        Whether a later prompt is likely to copy from this one. `reused`: the share of it that it copies.
 
-        Either it reuses half of itself, so it is one of a family, or a quarter of it came before and is not
-        reused, so that is text that repeats and is not stored. `reused`: the share of its tokens that is.
+        Either it copies half of itself, so it is one of a family; or a quarter of it came before and is not
+        copied, so that is text that repeats and is not stored. What comes now is remembered.
         """
-        seen = self._seen(_slots(namespace, token_ids))
-        return reused >= _HALF or seen - reused >= _QUARTER
+        return reused >= _HALF or self._seen(_slots(namespace, token_ids)) - reused >= _QUARTER
 
     def _seen(self, slots: npt.NDArray[np.uint64]) -> float:
         """The share of the slots that is filled; then all of them are."""
