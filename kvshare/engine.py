@@ -91,6 +91,7 @@ class GenerationRequest:
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
     store: bool = True  # False: nothing of this request is stored
+    is_controlled: bool = True  # False: it asks to be stored, and the controller leaves it alone
     client: str = ""  # whose request it is: grammars of one client are compiled one after the other
 
 

@@ -35,6 +35,7 @@ from kvshare.engine import Engine
 from kvshare.errors import ShuttingDownError
 from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
+from kvshare.sharing.control import Controller
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.limits import PlannerLimits
@@ -54,11 +55,15 @@ Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runtime(Generic[KeeperT]):
-    """`keeper` writes the tree, `sharing` makes plans, `index` nominates candidates."""
+    """
+    `keeper` writes the tree, `sharing` makes plans, `index` nominates candidates, `control` reduces what does
+    not pay.
+    """
 
     keeper: KeeperT
     index: ServedIndex
     sharing: Sharing
+    control: Controller
     writer: ThreadPoolExecutor
     background: Background  # stores and indexes prompts and answers
     embedding: Background  # indexes stored prompts by embedding
@@ -103,6 +108,7 @@ class Runtime(Generic[KeeperT]):
             counts=self.sharing.telemetry.counts(),
             num_embedding=len(self.embedding),
             index=self.index.status(),
+            control=self.control.status(),
         )
 
     async def settle(self) -> None:
@@ -145,7 +151,12 @@ async def open_runtime(
             writer=writer,
         )
         opened.callback(sharing.close)
-        runtime = Runtime(keeper, index, sharing, writer, Background(), Background())
+        control = Controller(
+            settings.control,
+            full_s=lambda num_tokens: cost.rates.full_s(num_tokens),
+            break_even=lambda: sharing.shortest_that_pays,
+        )
+        runtime = Runtime(keeper, index, sharing, control, writer, Background(), Background())
         opened.push_async_callback(runtime.settle)
         yield runtime
 

@@ -168,6 +168,11 @@ def parse_kvshare(document: Mapping[str, Any]) -> KVShareObject | None:
     return validated(_Body, document).kvshare
 
 
+def is_controlled(given: KVShareObject | None) -> bool:
+    """Whether the controller may serve a request without sharing: not if it says that it is to be stored."""
+    return given is None or given.no_store is not False
+
+
 def request_options(request: web.Request, given: KVShareObject | None) -> tuple[SharingMode, bool]:
     """
     How `request`, whose body has `given`, may be shared, and whether its prompt may be stored.

@@ -2,6 +2,7 @@
 The embedded engine: torch and transformers in the proxy's own process, on CPU or one GPU.
 
     engine.py          EmbeddedEngine: admits requests, plans, starts tasks, stores the computed KV
+    admission.py       which requests run, and which wait
     server.py          what is open between start and stop, and its threads
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
@@ -14,6 +15,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     decoder.py         the interface of a model, and its checks
     model.py           a model whose KV is shared, with partial attention
     unshared.py        a model that is served without sharing
+    embeddings.py      texts of clients as vectors
     loading.py         which of the two a network becomes
     stored_model.py    what the files of a model say, without loading it
 

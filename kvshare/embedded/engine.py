@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvshare.conversation.chat import Chat
 from kvshare.conversation.tools import ToolFormat
+from kvshare.embedded.admission import Admission
 from kvshare.embedded.choice import Decoding
+from kvshare.embedded.embeddings import embeddings
 from kvshare.embedded.grammar import Constraint
 from kvshare.embedded.retention import Retention
 from kvshare.embedded.sampling import resolve
@@ -26,19 +28,17 @@ from kvshare.engine import (
     GenerationRequest,
     Started,
 )
-from kvshare.errors import ContextLengthError, EngineError, ErrorCode, OverloadedError, RequestError
+from kvshare.errors import ContextLengthError, EngineError, ErrorCode, RequestError
 from kvshare.namespace import Namespace
-from kvshare.requests import Prompt
+from kvshare.requests import Prompt, SharingReport
 from kvshare.runtime import ServedEngine
 from kvshare.settings import Settings
 from kvshare.sharing.arrivals import Arrivals
+from kvshare.sharing.control import Treatment
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.plan import NoPlan
 from kvshare.status import EngineStatus, ModelCard
-from vector_index import EmbedderError
-
-if TYPE_CHECKING:
-    from vector_index import Embedder, TokenCount
 
 _MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; above, new requests wait
 _SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
@@ -102,37 +102,63 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
                 code=ErrorCode.NO_EMBEDDER,
             )
         # Not in the executor that tokenizes: the embedder computes one call at a time and would block it.
-        return await asyncio.to_thread(_embeddings, embedder, texts)
+        return await asyncio.to_thread(embeddings, embedder, texts)
 
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         decoding = self._decoding(request)
-        # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
-        async with self._constraint(request) as constraint, self._admission.slot():
-            server, decoding = self.server, replace(decoding, constraint=constraint)
-            # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
-            await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
-            lookup = await self._look_up(request)
-            report = lookup.report(request.prompt.num_tokens)
-            loop = asyncio.get_running_loop()
-            retention = Retention(server, request, self._arrivals)
+        with self._treated(request) as treatment:
+            # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
+            async with self._constraint(request) as constraint, self._admission.slot():
+                await self._answer(request, replace(decoding, constraint=constraint), treatment, emit)
 
-            def emit_delta(delta: Delta) -> None:
-                server.runtime.keeper.telemetry.generated(delta.num_tokens)
-                loop.call_soon_threadsafe(emit, delta)
+    def _treated(self, request: GenerationRequest) -> AbstractContextManager[Treatment]:
+        """As the controller decides, which sees the request from its arrival to its end: while inside."""
+        runtime, admission = self.server.runtime, self._admission
+        if not request.is_controlled or not runtime.sharing.may_share(request.prompt, request.mode):
+            return nullcontext(Treatment())
+        num_in_flight = admission.num_running + admission.num_waiting + 1
+        return runtime.control.take(request.prompt.num_tokens, num_in_flight)
 
-            task = Task(
-                request=request,
-                lookup=lookup,
-                model=server.model,
-                decoding=decoding,
-                cost=server.runtime.sharing.cost,
-                emit=emit_delta,
-                on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
-            )
-            retention.watch(task)
-            del lookup  # the task releases the donors' KV when it has been copied
-            await self._compute(task, emit, Started(report, retention.stored), retention)
-            emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        decoding: Decoding,
+        treatment: Treatment,
+        emit: Callable[[Event], None],
+    ) -> None:
+        """Look up, compute and emit. The caller has a slot."""
+        server = self.server
+        # Ended requests hold their KV until it is stored, so new ones wait if storing is too slow.
+        await server.runtime.background.wait_below(_MAX_PENDING * self._settings.engine.max_running)
+        lookup = await self._look_up(request, treatment)
+        report = lookup.report(request.prompt.num_tokens)
+        loop = asyncio.get_running_loop()
+        request = replace(request, store=request.store and self._may_save(request, treatment, report))
+        retention = Retention(server, request, self._arrivals)
+
+        def emit_delta(delta: Delta) -> None:
+            server.runtime.keeper.telemetry.generated(delta.num_tokens)
+            loop.call_soon_threadsafe(emit, delta)
+
+        task = Task(
+            request=request,
+            lookup=lookup,
+            model=server.model,
+            decoding=decoding,
+            cost=server.runtime.sharing.cost,
+            emit=emit_delta,
+            on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
+        )
+        retention.watch(task)
+        del lookup  # the task releases the donors' KV when it has been copied
+        await self._compute(task, emit, Started(report, retention.stored), retention)
+        treatment.complete(task.num_completion_tokens)
+        emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+
+    def _may_save(self, request: GenerationRequest, treatment: Treatment, report: SharingReport) -> bool:
+        namespace, tokens = request.namespace.digest, request.prompt.token_ids
+        control = self.server.runtime.control
+        return control.may_save(treatment, namespace, tokens, num_reused=report.num_cached)
 
     @asynccontextmanager
     async def _constraint(self, request: GenerationRequest) -> AsyncIterator[Constraint | None]:
@@ -158,7 +184,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             max_tokens=_max_tokens(request, server.model.max_model_len),
         )
 
-    async def _look_up(self, request: GenerationRequest) -> Lookup:
+    async def _look_up(self, request: GenerationRequest, treatment: Treatment) -> Lookup:
         """
         The plan of a request, which counts as a use of its donors.
 
@@ -166,6 +192,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         """
         server, prompt, namespace = self.server, request.prompt, request.namespace.digest
         runtime = server.runtime
+        if treatment.refusal is not None:
+            return Lookup(NoPlan(treatment.refusal))
         if not runtime.sharing.may_share(prompt, request.mode) or not runtime.sharing.pays_lookup(prompt):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
@@ -218,58 +246,6 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         prompt, mode = request.prompt, request.mode
         lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
         return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
-
-
-class Admission:
-    """Limits how many requests run and how many wait; they start in order of arrival."""
-
-    def __init__(self, *, max_running: int, max_waiting: int) -> None:
-        self.num_running = 0
-        self.num_waiting = 0
-        self._max_waiting = max_waiting
-        self._slots = asyncio.Semaphore(max_running)
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot. Raises OverloadedError if none is free and the queue is full."""
-        if self._slots.locked() and self.num_waiting >= self._max_waiting:
-            raise OverloadedError(f"{self.num_waiting} requests are waiting already; try again later")
-        self.num_waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.num_waiting -= 1
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self._slots.release()
-
-
-def _embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
-    """Raises RequestError for the first text that is too long, before any is embedded; EngineError."""
-    num_tokens = []
-    try:
-        for index, count in enumerate(embedder.count_tokens(texts)):
-            if embedder.max_tokens is not None and count.num_tokens > embedder.max_tokens:
-                param = "input" if len(texts) == 1 else f"input[{index}]"
-                raise _too_long(param, count, embedder.max_tokens)
-            num_tokens.append(count.num_tokens)
-        return Embeddings(embedder.name, embedder.embed(texts), tuple(num_tokens))
-    except EmbedderError as exc:
-        raise EngineError(str(exc)) from exc
-
-
-def _too_long(param: str, count: TokenCount, limit: int) -> RequestError:
-    """In OpenAI's words."""
-    number = f"at least {count.num_tokens}" if count.is_bound else count.num_tokens
-    return RequestError(
-        f"This model's maximum context length is {limit} tokens, however you requested {number} tokens "
-        f"({number} in '{param}'; 0 for the completion). Please reduce your input.",
-        param=param,
-        code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-    )
 
 
 def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:

@@ -195,7 +195,7 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
-        router = Router(runtime.sharing, fleet, in_flight, chosen)
+        router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen)
         reconciler = Reconciler(runtime, fleet, in_flight)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]

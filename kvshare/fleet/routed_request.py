@@ -4,6 +4,7 @@ One request in the fleet, from the client to the journal, cut by who writes it.
     Incoming           what the client asks for                 frozen, made by the relay
     Routed             which plan and ticket it is sent with    frozen, replaced by the router for another try
     RequestProgress    what was observed of it                  each field has one writer
+    Treatment          how the controller lets it be served     see `kvshare.sharing.control`
     Execution          where it ran, and the report of that     outlives the request and holds no tokens
 
 docs/architecture.md names the writer of each field.
@@ -20,6 +21,7 @@ from kvshare.namespace import Owner
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
 from kvshare.sharing.arrivals import Arrival
+from kvshare.sharing.control import Treatment
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_protocol.messages import TICKET_KEY, FinishedReport, Ticket
@@ -36,6 +38,7 @@ class Incoming:
     prompt: Prompt | None = None
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
+    is_controlled: bool = True  # false: it asks to be stored, and the controller leaves it alone
     unique_id: str = ""  # in the access log and `GET /admin/requests`
 
 
@@ -58,6 +61,8 @@ class RequestProgress:
 
     # By the relay.
     has_failed: bool = False  # it did not reach vLLM, or vLLM answered with an error
+    num_output: int = 0  # tokens of the answer, about
+    is_complete: bool = False  # the answer reached its end
     prefill_s: float | None = None  # from sending to the first token of a streamed answer
     is_prefilled: bool = False  # as far as a stream or the journal has shown
 
@@ -82,12 +87,13 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """One request and its state. Only `routed` is ever replaced."""
+    """One request and its state. Only `routed` and `treatment` are ever replaced, by the router."""
 
     incoming: Incoming
     routed: Routed = field(default_factory=Routed)
     progress: RequestProgress = field(default_factory=RequestProgress)
     execution: Execution = field(default_factory=Execution)
+    treatment: Treatment = field(default_factory=Treatment)
 
     @property
     def replica(self) -> str:

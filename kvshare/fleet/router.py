@@ -25,6 +25,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
+from kvshare.sharing.control import Controller
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
@@ -47,17 +48,40 @@ class Route:
 class Router:
     """Called for every request: plans it, chooses its replica, counts it while it runs."""
 
-    def __init__(self, sharing: Sharing, fleet: Fleet, in_flight: InFlight, settings: VllmSettings) -> None:
+    def __init__(
+        self,
+        sharing: Sharing,
+        control: Controller,
+        fleet: Fleet,
+        in_flight: InFlight,
+        settings: VllmSettings,
+    ) -> None:
         self._sharing = sharing
+        self._control = control
         self._fleet = fleet
         self._in_flight = in_flight
         self._settings = settings
+
+    @contextmanager
+    def controlled(self, request: RoutedRequest) -> Iterator[None]:
+        """Let the controller decide how a request is served, from its arrival to its end: while inside."""
+        incoming, progress, sharing = request.incoming, request.progress, self._fleet.sharing()
+        if incoming.prompt is None or not (sharing and incoming.is_controlled and self._may_share(incoming)):
+            yield
+            return
+        num_in_flight = 1 + round(sum(replica.num_inflight for replica in sharing) / len(sharing))
+        with self._control.take(incoming.prompt.num_tokens, num_in_flight) as request.treatment:
+            yield
+            if progress.is_complete and request.routed.plan.reason is not Reason.REPLICA_GONE:
+                request.treatment.complete(progress.num_output)
 
     async def route(self, request: RoutedRequest) -> Replica:
         """Plan a request and choose its replica; unshared if planning fails. Raises NoReplicaError."""
         incoming, prompt = request.incoming, request.incoming.prompt
         reason = Reason.OFF if incoming.mode is SharingMode.OFF else Reason.SHORT_PROMPT
-        if prompt is not None and incoming.mode is not SharingMode.OFF:
+        if (refusal := request.treatment.refusal) is not None:
+            reason = refusal
+        elif prompt is not None and incoming.mode is not SharingMode.OFF:
             # Short prompts are planned, too: prompt and answer together may be long enough to be stored.
             if self._may_share(incoming):
                 await self._in_flight.wait_reconciled(
@@ -68,7 +92,9 @@ class Router:
                 route = await self._find_or_wait(incoming)
                 if route.replica is not None and route.replica.shares:
                     self._sharing.note_use(route.lookup)
-                    request.routed = self._planned(incoming, route.replica, route.lookup)
+                    request.routed = self._planned(
+                        self._as_controlled(request, route), route.replica, route.lookup
+                    )
                     return route.replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 what = classes_and_places(exc)
@@ -148,6 +174,19 @@ class Router:
         return await self._sharing.find_plan(
             namespace, incoming.prompt, incoming.mode, by_embedding=embed, queue=queue
         )
+
+    def _as_controlled(self, request: RoutedRequest, route: Route) -> Incoming:
+        """What is asked for; it is stored only if the controller lets it."""
+        incoming, prompt, replica = request.incoming, request.incoming.prompt, route.replica
+        assert prompt is not None, "a lookup has a prompt"
+        assert replica is not None, "found by the lookup"
+        may_save = self._control.may_save(
+            request.treatment,
+            replica.namespace(incoming.owner).digest,
+            prompt.token_ids,
+            num_reused=route.lookup.report(prompt.num_tokens).num_cached,
+        )
+        return replace(incoming, may_store=incoming.may_store and may_save)
 
     def _planned(self, incoming: Incoming, replica: Replica, lookup: Lookup) -> Routed:
         """Plan and ticket. A ticket carries a plan, or asks the connector to retain KV, or both."""

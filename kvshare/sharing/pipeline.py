@@ -192,6 +192,11 @@ class Sharing:
         """Whether a prompt is so long that a lookup may save more than it takes, by the measured rates."""
         return self._worth.lookup(prompt.num_tokens, self._limits)
 
+    @property
+    def shortest_that_pays(self) -> float:
+        """The tokens of the shortest prompt for which a lookup pays; infinite if none does."""
+        return self._worth.shortest(self._limits)
+
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
     ) -> Nomination:

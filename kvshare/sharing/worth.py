@@ -28,14 +28,18 @@ class Worth:
         self._cost = cost
         self._shortest: tuple[Rates, MinSaved, float] | None = None  # computed once for the same rates
 
-    def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """Whether a prompt is so long that a lookup may save more than it takes."""
+    def shortest(self, limits: PlannerLimits) -> float:
+        """The tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
         rates, threshold = self._cost.rates, limits.threshold
         known = self._shortest
         if known is None or known[0] is not rates or known[1] is not threshold:
             shortest = rates.break_even(computed=0.0, threshold=threshold, with_lookup=True)
             known = self._shortest = (rates, threshold, math.inf if shortest is None else shortest)
-        return num_tokens >= known[2]
+        return known[2]
+
+    def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
+        """Whether a prompt is so long that a lookup may save more than it takes."""
+        return num_tokens >= self.shortest(limits)
 
     def lookup_now(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """The same, or whether one is due to measure what it takes."""

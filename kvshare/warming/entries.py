@@ -25,7 +25,8 @@ _OF_THE_ANSWER = ("label", "stream", "stream_options", "max_completion_tokens", 
 _SHORTEST_ANSWER = {"max_tokens": 1, "temperature": 0}
 _LITELLM = "call_type"  # in rows of its spend log, next to its own model's name
 _ASKED = ("messages", "prompt", "tools")
-_EXACT = {"mode": "exact"}  # KV that is copied for others should not be off itself
+# KV that is copied for others should not be off itself. It is to be stored, whatever the controller tries.
+_WANTED = {"mode": "exact", "no_store": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +119,4 @@ def _why_no_prompt(row: Mapping[str, Any]) -> RowFault | None:
 def _entry(place: Place, row: Mapping[str, Any]) -> WarmingEntry:
     body = {name: value for name, value in row.items() if name not in _OF_THE_ANSWER}
     path = "v1/chat/completions" if "messages" in row else "v1/completions"
-    return WarmingEntry(place, path, {"kvshare": _EXACT, **body, **_SHORTEST_ANSWER})
+    return WarmingEntry(place, path, {"kvshare": _WANTED, **body, **_SHORTEST_ANSWER})

@@ -19,7 +19,7 @@ from kvshare.engine import GeneratingEngine, GenerationRequest, SamplingParams
 from kvshare.errors import ModelNotFoundError
 from kvshare.requests import Prompt
 from proxy.generate.fields import Body
-from proxy.request_body import KVShareField, read_object, request_options, validated
+from proxy.request_body import KVShareField, is_controlled, read_object, request_options, validated
 from proxy.request_record import RECORD, client_of
 
 ENGINE: web.AppKey[GeneratingEngine] = web.AppKey("generating_engine", GeneratingEngine)
@@ -99,6 +99,7 @@ async def engine_requests(
             sampling=sampling,
             mode=mode,
             store=store,
+            is_controlled=is_controlled(kvshare),
             client=client_of(request),
         )
         for number, prompt in enumerate(prompts)

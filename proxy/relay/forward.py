@@ -26,6 +26,7 @@ from kvshare.safe_logging import class_and_place
 from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import HttpError, is_anthropic, to_reply
+from proxy.relay.answer_size import AnswerSize
 from proxy.relay.anthropic_errors import MAX_BODY, ErrorEvents, reply_of
 from proxy.relay.dialects import Dialect
 from proxy.relay.sanitize import (
@@ -57,6 +58,7 @@ class RelayedRequest:
     dialect: Dialect | None = None  # of a route that generates
     _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
     _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far, or of an error
+    _size: AnswerSize = field(default_factory=AnswerSize, init=False)
     _last: bytes = field(default=b"\n\n", init=False)  # what was written last
 
     async def forward(self) -> web.StreamResponse:
@@ -67,7 +69,8 @@ class RelayedRequest:
         """
         try:
             async with self.request.app[SERVER].lifecycle.running():
-                return await self._try_replicas(await self.router.route(self.routed))
+                with self.router.controlled(self.routed):
+                    return await self._try_replicas(await self.router.route(self.routed))
         except KVShareError as exc:
             return await self._break_off(exc)
 
@@ -125,6 +128,8 @@ class RelayedRequest:
             if self.routed.progress.has_failed:
                 self.request[RECORD].answer.broken_off = _failure_of(self._beginning)
             await answer.write_eof()
+            self.routed.progress.num_output = self._size.num_tokens
+            self.routed.progress.is_complete = not self.routed.progress.has_failed
         except ConnectionError:
             self.request[RECORD].answer.disconnected = True
         return answer
@@ -167,6 +172,7 @@ class RelayedRequest:
 
     def _note_chunk(self, chunk: bytes) -> None:
         record, progress = self.request[RECORD], self.routed.progress
+        self._size.feed(chunk, is_stream=self._is_stream)
         if progress.has_failed:
             self._beginning = (self._beginning + chunk)[:_MAX_ERROR]
         if record.answer.first_token_s is not None or progress.has_failed or not self._has_token(chunk):

@@ -32,7 +32,15 @@ from proxy.relay.dialects import DIALECTS, Dialect, Unplannable, prompt_of
 from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanitized
-from proxy.request_body import api_of, check_is_json, parse_kvshare, read_object, read_raw, request_options
+from proxy.request_body import (
+    api_of,
+    check_is_json,
+    is_controlled,
+    parse_kvshare,
+    read_object,
+    read_raw,
+    request_options,
+)
 from proxy.request_history import stored_documents
 from proxy.request_record import RECORD, client_of
 
@@ -134,12 +142,14 @@ def _executed(execution: Execution) -> dict[str, Any]:
 
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
     """What a request says of itself. Raises RequestError."""
-    mode, may_store = request_options(request, parse_kvshare(document))
+    given = parse_kvshare(document)
+    mode, may_store = request_options(request, given)
     return Incoming(
         owner=request[RECORD].owner,
         unique_id=request[RECORD].unique_id,
         mode=mode,
         may_store=may_store,
+        is_controlled=is_controlled(given),
     )
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvshare.background import Background
-from kvshare.embedded.engine import Admission
+from kvshare.embedded.admission import Admission
 from kvshare.errors import OverloadedError
 
 

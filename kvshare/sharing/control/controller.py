@@ -45,13 +45,13 @@ class Controller:
         settings: ControlSettings,
         *,
         full_s: Callable[[int], float],
-        break_even: Callable[[], int | None],
+        break_even: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
         """
         `full_s`: seconds that the prefill of so many tokens takes without sharing, by the learned costs.
-        `break_even`: the shortest prompt, in tokens, for which sharing pays by them; None if none does.
+        `break_even`: the shortest prompt, in tokens, for which sharing pays by them; infinite if none does.
         """
         self._settings = settings
         self._full_s, self._break_even = full_s, break_even

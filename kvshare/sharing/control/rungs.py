@@ -51,15 +51,14 @@ class Rung(IntEnum):
         """Whether a prompt is stored even if none that came before resembles it."""
         return self is Rung.EVERYTHING
 
-    def shares(self, num_tokens: int, break_even: Callable[[], int | None]) -> bool:
+    def shares(self, num_tokens: int, break_even: Callable[[], float]) -> bool:
         """
         Whether a prompt of this length is looked up and stored.
 
-        `break_even` gives the shortest prompt for which sharing pays by the learned costs; None if none does.
+        `break_even` gives the shortest prompt for which sharing pays by the learned costs, or infinity.
         """
         if self is Rung.NOTHING:
             return False
         if (factor := _FACTORS.get(self)) is None:
             return True
-        length = break_even()
-        return length is not None and num_tokens >= factor * max(length, _SHORTEST_TOKENS)
+        return num_tokens >= factor * max(break_even(), _SHORTEST_TOKENS)
