@@ -12,12 +12,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 from delta_tree import DeltaTree, Node
 from kvshare.admin import (
     Command,
+    ControlDocument,
     DiffDocument,
     DiffQuestion,
     EvictionDocument,
@@ -93,7 +94,8 @@ class Runtime(Generic[KeeperT]):
     async def stats(self, question: StatsQuestion) -> ServerStats:
         stored = await self.ask(question)
         pins = await self.write(self.keeper.pins)
-        return {**stored, "costs": self.sharing.costs(), "pins": pins}
+        control = cast(ControlDocument, asdict(self.control.status()))
+        return {**stored, "costs": self.sharing.costs(), "control": control, "pins": pins}
 
     def status(self) -> EngineStatus:
         """What is stored, in constant time and without a lock. The engine adds the running requests."""

@@ -158,6 +158,11 @@ def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
         circuits = index.circuits.items()
         states = [((part, state), state is now) for part, now in circuits for state in CircuitState]
         yield "kvshare_circuit_state", states
+    if (control := status.control) is not None:
+        loads = control.loads
+        yield "kvshare_control_rung", [((each.load,), each.rung) for each in loads]
+        slower = [((each.load,), each.slower) for each in loads if each.slower is not None]
+        yield "kvshare_control_slowdown_ratio", slower
     if replicas := status.replicas:
         yield "kvshare_replica_up", [((each.name,), each.serves) for each in replicas]
         yield "kvshare_replica_sharing", [((each.name,), each.shares) for each in replicas]
@@ -176,6 +181,9 @@ def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
     failures = [(("replica", name), count) for name, count in counts.replica_failures.items()]
     yield "kvshare_fallback", [*counts.fallbacks.items(), *failures]
     yield "kvshare_evictions", [((cause,), counts.evictions[cause]) for cause in EvictionCause]
+    if (control := status.control) is not None:
+        yield "kvshare_control_requests", [((arm,), count) for arm, count in control.num_requests.items()]
+        yield "kvshare_control_changes", [((way,), count) for way, count in control.changes.items()]
     executions = counts.executions.items()
     plans = [((planned, done, reason or ""), count) for (planned, done, reason), count in executions]
     yield "kvshare_plans_executed", plans

@@ -10,6 +10,7 @@ What administrators ask of a store and change in it, on a running server or the 
 from kvshare.admin.arguments import checked
 from kvshare.admin.commands import Command, CommandResult, Evict, Pin, Unpin
 from kvshare.admin.documents import (
+    ControlDocument,
     Costs,
     DiffDocument,
     EvictionDocument,
@@ -25,6 +26,7 @@ from kvshare.admin.questions import DiffQuestion, NodeQuestion, StatsQuestion, S
 __all__ = [
     "Command",
     "CommandResult",
+    "ControlDocument",
     "Costs",
     "DiffDocument",
     "DiffQuestion",

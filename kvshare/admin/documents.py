@@ -61,10 +61,31 @@ class PinnedBytes(TypedDict):
     max_bytes: int
 
 
+class LoadControl(TypedDict):
+    """See `kvshare.status.LoadStatus`."""
+
+    load: str
+    rung: int
+    shared: str
+    slower: float | None
+    num_blocks_more: int
+    num_blocks_less: int
+
+
+class ControlDocument(TypedDict):
+    """What the controller found and decided: see `kvshare.status.ControlStatus`."""
+
+    unshared_share: float
+    num_requests: dict[str, int]
+    changes: dict[str, int]
+    loads: list[LoadControl]
+
+
 class ServerStats(StoreStats):
-    """The same of a running server, with its rates and the KV of its pinned prompts."""
+    """The same of a running server: with its rates, its controller, and the KV of its pinned prompts."""
 
     costs: Costs
+    control: ControlDocument
     pins: PinnedBytes
 
 

@@ -17,6 +17,8 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     prediction.py      how far the answer will deviate, by the model's calibration.py
     repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
 
+    control/           whether sharing pays on the whole server, and what is shared where it does not
+
     keeper.py          writes nodes and evicts; memory_keeper.py: for KV in this process
     node_draft.py      a computed sequence -> a node of the tree
     budget.py          how much of a memory is used, and may be pinned

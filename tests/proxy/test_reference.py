@@ -14,7 +14,8 @@ from kvshare.engine import Finished
 from kvshare.errors import ErrorCode
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
-from kvshare.status import EngineStatus, IndexStatus, ReplicaStatus
+from kvshare.sharing.control.blocks import Arm
+from kvshare.status import ControlStatus, EngineStatus, IndexStatus, LoadStatus, ReplicaStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
 from proxy.metrics import Metrics
 from proxy.request_record import AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
@@ -83,7 +84,9 @@ def statuses(circuits: Mapping[str, CircuitState]) -> Iterator[EngineStatus]:
         paused=None, num_waiting=0, free_bytes=1, store_bytes=1, num_foreign_hits=0, circuits=circuits
     )
     counts = counted().counts()
-    yield EngineStatus(True, "", index=index, counts=counts, num_embedding=0)
+    load = LoadStatus("2-3", 1, "less", slower=0.1, num_blocks_more=9, num_blocks_less=9)
+    control = ControlStatus(0.02, dict.fromkeys(Arm, 1), {"reduced": 1, "returned": 0}, (load,))
+    yield EngineStatus(True, "", index=index, counts=counts, num_embedding=0, control=control)
     replica = ReplicaStatus("replica-1", serves=True, shares=True, num_inflight=0, num_segments=0, kv_bytes=0)
     yield EngineStatus(True, "", index=index, counts=counts, replicas=(replica,), num_pending_tickets=0)
 
@@ -161,6 +164,7 @@ _FIXED = {
     ("kvshare_circuit_state", "state"): [*CircuitState],
     ("kvshare_plans_executed_total", "planned"): [*Decision],
     ("kvshare_plans_executed_total", "executed"): [*Decision],
+    ("kvshare_control_requests_total", "arm"): [*Arm],
     ("kvshare_engine_events_total", "event"): [*TicketEvent, "tickets:pending", "unshared:REASON"],
 }
 

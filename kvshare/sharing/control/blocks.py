@@ -25,20 +25,20 @@ class Arm(StrEnum):
     TRIAL = "trial"  # one rung higher
 
 
-class Figures(NamedTuple):
+class BlockFigures(NamedTuple):
     """What a block says of its arm; the lower, the faster."""
 
     throughput: float
     times: float
 
-    def less(self, other: Figures) -> Figures:
+    def less(self, other: BlockFigures) -> BlockFigures:
         """The differences."""
-        return Figures(self.throughput - other.throughput, self.times - other.times)
+        return BlockFigures(self.throughput - other.throughput, self.times - other.times)
 
-    def towards(self, other: Figures, share: float) -> Figures:
+    def towards(self, other: BlockFigures, share: float) -> BlockFigures:
         """A share of the way to others."""
         far = other.less(self)
-        return Figures(self.throughput + share * far.throughput, self.times + share * far.times)
+        return BlockFigures(self.throughput + share * far.throughput, self.times + share * far.times)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +98,8 @@ class TimeBlock:
         return round(self.sum_in_flight / max(1, self.num_arrived))
 
     @property
-    def figures(self) -> Figures | None:
+    def figures(self) -> BlockFigures | None:
         """None if no request counted."""
         if not self._number or not self.counts:
             return None
-        return Figures(math.log(self._seconds / self._expected), self._logarithms / self._number)
+        return BlockFigures(math.log(self._seconds / self._expected), self._logarithms / self._number)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from kvshare.sharing.control.blocks import Figures
+from kvshare.sharing.control.blocks import BlockFigures
 from kvshare.sharing.control.sequential import Finding, SequentialTest
 
 LEAST = 0.03  # a difference below 3 % does not matter
@@ -25,10 +25,10 @@ class Contest:
         self._begin()
 
     def _begin(self) -> None:
-        each = 1 - (1 - self._confidence) / len(Figures._fields)
-        self._tests = tuple(SequentialTest(each, LEAST) for _ in Figures._fields)
+        each = 1 - (1 - self._confidence) / len(BlockFigures._fields)
+        self._tests = tuple(SequentialTest(each, LEAST) for _ in BlockFigures._fields)
 
-    def add(self, figures: Figures, *, shares_more: bool) -> Finding | None:
+    def add(self, figures: BlockFigures, *, shares_more: bool) -> Finding | None:
         """
         Add a block. Returns what is sure now, and begins again then, so that old traffic is forgotten.
 

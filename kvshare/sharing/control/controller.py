@@ -160,8 +160,8 @@ class Controller:
         with self._lock:
             block.num_running -= 1
             self._num_running[block.arm] -= 1
-            if treatment.num_output is not None:
-                self._learn(treatment, block, now - treatment.began, treatment.num_output)
+            if treatment.completed_tokens is not None:
+                self._learn(treatment, block, now - treatment.began, treatment.completed_tokens)
             if block.is_settled:
                 self._fold(block, now)
 

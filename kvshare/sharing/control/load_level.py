@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvshare.sharing.control.blocks import Arm, Figures, TimeBlock
+from kvshare.sharing.control.blocks import Arm, BlockFigures, TimeBlock
 from kvshare.sharing.control.contest import Contest
 from kvshare.sharing.control.rungs import Rung
 from kvshare.sharing.control.sequential import Finding
@@ -56,7 +56,7 @@ class LoadLevel:
     def _begin(self) -> None:
         self.against_nothing = Contest(self._confidence)  # usual blocks with unshared ones
         self.against_higher = Contest(self._confidence)  # trial blocks with usual ones
-        self._baseline = Figures(0.0, 0.0)  # the mean of the last usual blocks
+        self._baseline = BlockFigures(0.0, 0.0)  # the mean of the last usual blocks
         self._num_usual = 0  # blocks of it
         self._trial_left = 0
 
@@ -115,7 +115,7 @@ class LoadLevel:
         """Seconds that a token of an answer takes at this load as usual, with all that it waits for."""
         return self._answering_s / max(1.0, self._num_output)
 
-    def _learn(self, block: TimeBlock, figures: Figures) -> None:
+    def _learn(self, block: TimeBlock, figures: BlockFigures) -> None:
         """
         Only usual blocks teach what the next ones are measured with, or a trial would change its own measure.
 
@@ -129,7 +129,7 @@ class LoadLevel:
         self._answering_s = keep * self._answering_s + block.answering_s
         self._num_output = keep * self._num_output + block.num_output
 
-    def _reduced(self, arm: Arm, own: Figures, now: float) -> RungChange | None:
+    def _reduced(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
         """One rung lower, if sharing as usual turns out slower than none."""
         if arm is Arm.TRIAL or self.rung is Rung.NOTHING:
             return None
@@ -141,7 +141,7 @@ class LoadLevel:
         self._rest(now)
         return self._move(self.rung.lower, self.against_nothing)
 
-    def _returned(self, arm: Arm, own: Figures, now: float) -> RungChange | None:
+    def _returned(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
         """One rung higher, if that turns out faster."""
         if arm is Arm.UNSHARED or self.rung is Rung.EVERYTHING:
             return None

@@ -46,7 +46,7 @@ class Moments:
 @dataclass(slots=True)
 class SequentialTest:
     """
-    The difference of two groups' means: `more` shares more than `less`. Figures are logarithms of times.
+    The difference of two groups' means: `more` shares more than `less`. BlockFigures are logarithms of times.
 
     `confidence`: 1 less the chance that a difference is found where there is none.
     `least`: a difference that is not larger does not matter.

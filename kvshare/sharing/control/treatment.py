@@ -18,8 +18,8 @@ class Treatment:
     num_tokens: int = 0
     began: float = 0.0
     counts: bool = False  # most of what was in flight when it arrived was served the same way
-    num_output: int | None = None  # tokens of its answer; None: it did not end well, and says nothing
+    completed_tokens: int | None = None  # tokens of its answer; None: it did not end well, and says nothing
 
-    def complete(self, num_output: int) -> None:
-        """Its answer is complete; called before it is over."""
-        self.num_output = num_output
+    def complete(self, num_tokens: int) -> None:
+        """Its answer is complete, with so many tokens; called before it is over."""
+        self.completed_tokens = num_tokens
