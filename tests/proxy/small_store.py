@@ -43,7 +43,12 @@ class SmallStore(Engine):
         costs = CostModel(
             Rates.linear(1000.0, 1e9),
         ).document(MinSaved())
-        return {**self._answer(question), "costs": costs, "pins": {"num_bytes": 0, "max_bytes": 0}}
+        return {
+            **self._answer(question),
+            "costs": costs,
+            "control": {"unshared_share": 0.02, "num_requests": {}, "changes": {}, "loads": []},
+            "pins": {"num_bytes": 0, "max_bytes": 0},
+        }
 
     async def tree(self, question: TreeQuestion) -> TreeDocument:
         return self._answer(question)

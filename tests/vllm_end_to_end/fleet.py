@@ -104,7 +104,8 @@ def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
     config = folder / "config.yaml"
     # What is fast on a busy machine is no question here: every plan that is right is made.
     always = {"min_saved_s": -3600.0, "min_saved_fraction": 0.0}
-    settings = {"auth": {"keys": keys}, "cost": always, "index": {"dense": False}}
+    off = {"unshared_share": 0.0}
+    settings = {"auth": {"keys": keys}, "cost": always, "control": off, "index": {"dense": False}}
     config.write_text(yaml.safe_dump(settings))
     port = free_ports(1)[0]
     ends = [

@@ -51,6 +51,7 @@ class LoadLevel:
         self._trials_from = -math.inf
         self._trial_left = 0  # blocks of the trial in progress
         self._answering_s, self._num_output = 0.0, 0.0  # seconds and tokens of answers, of late
+        self._knows_answers = False
         self._begin()
 
     def _begin(self) -> None:
@@ -121,13 +122,14 @@ class LoadLevel:
 
         The first one teaches how long answers take, without which its figures say nothing.
         """
-        if self._num_output:
+        if self._knows_answers:
             self._num_usual += 1
             share = 1 / min(self._num_usual, _REMEMBERED)
             self._baseline = self._baseline.towards(figures, share)
         keep = 1 - 1 / _REMEMBERED
         self._answering_s = keep * self._answering_s + block.answering_s
         self._num_output = keep * self._num_output + block.num_output
+        self._knows_answers = True
 
     def _reduced(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
         """One rung lower, if sharing as usual turns out slower than none."""
