@@ -299,7 +299,8 @@ async def test_the_kv_of_an_ended_request_goes_without_a_collection(
 
 async def test_a_block_of_time_without_sharing(tmp_path: Path) -> None:
     """Nothing is looked up and nothing is stored, and requests say why; those that ask to be stored are."""
-    engine = engine_at(tmp_path, **{"control.unshared_share": 1.0, "control.first_requests": 0})
+    own: dict[str, Any] = {"control.unshared_share": 1.0, "control.first_requests": 0}
+    engine = engine_at(tmp_path, **own)
     await engine.start()
     try:
         wanted = await request(engine, prompt(200))

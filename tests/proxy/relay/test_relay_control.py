@@ -15,8 +15,9 @@ from tests.proxy.relay.relay_server import LOCAL_SALT, Relay, chat_body, running
 @pytest.fixture
 async def unshared(tmp_path: Path, vllm: FakeVllm) -> AsyncIterator[Relay]:
     """Every block of time is served without sharing."""
-    own = {"control__unshared_share": 1.0, "control__first_requests": 0}
-    async with running_relay(tmp_path / "store", vllm, **own) as server:
+    async with running_relay(
+        tmp_path / "store", vllm, control__unshared_share=1.0, control__first_requests=0
+    ) as server:
         yield server
 
 

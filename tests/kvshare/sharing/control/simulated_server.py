@@ -17,6 +17,8 @@ from kvshare.sharing.control import Controller, Treatment
 TOKENS_PER_S, TOKEN_S = 10_000.0, 0.02
 CHOSEN = ControlSettings(unshared_share=0.02, first_requests=0, confidence=0.99, block_s=2.0)
 
+_LOOK = 16  # requests between two looks at the rungs
+
 
 @dataclass
 class Machine:
@@ -55,6 +57,7 @@ class SimulatedServer:
         )
         self._stored: set[int] = set()
         self._saving: list[bool] = []
+        self._prompts: dict[int, TokenIds] = {}
         self._events: list[tuple[float, int, ExitStack, bool]] = []
         self._num_sent = 0
 
@@ -66,7 +69,7 @@ class SimulatedServer:
             self.now, _, stack, saves = heapq.heappop(self._events)
             stack.close()
             self._saving.remove(saves)
-            if until is not None and any(load.rung == until for load in self.controller.status().loads):
+            if until is not None and not number % _LOOK and until in self.rungs.values():
                 return number
         return num_requests
 
@@ -104,5 +107,8 @@ class SimulatedServer:
 
     def _prompt(self, family: int) -> TokenIds:
         """Of one of few lengths; those of one family are alike, and of another one have nothing in common."""
-        length = self.lengths[family % len(self.lengths)]
-        return token_ids(np.arange(length) + 10_000 * family)
+        if family not in self._prompts:
+            length = self.lengths[family % len(self.lengths)]
+            tokens = token_ids(np.arange(length) + 10_000 * family)
+            self._prompts = {**self._prompts, family: tokens} if self.machine.families else {family: tokens}
+        return self._prompts[family]
