@@ -60,6 +60,7 @@ class TimeBlock:
     load: int  # the load level that its server had before it began
     epoch: int  # of the load level
     began: float
+    first_in_flight: int  # requests when it began, with its first one
     token_s: float  # of an answer at this load, as learned before
     counts: bool = True  # false: it prepares the store for the blocks after it
     is_over: bool = False  # no further request will arrive
@@ -77,7 +78,7 @@ class TimeBlock:
         """
         A request that is complete. `full_s`: the expected seconds of its prefill without sharing.
 
-        `counts`: most of what was in flight when it arrived was served as it was.
+        `counts`: most of what was in flight when it arrived was of this block.
         """
         self.answering_s += max(0.0, seconds - full_s)
         self.num_output += num_output

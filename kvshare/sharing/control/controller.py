@@ -32,7 +32,8 @@ from kvshare.status import ControlStatus, LoadStatus
 log = logging.getLogger(__name__)
 
 _DURATIONS = 3  # blocks are at least as long as so many requests take, so that most of their own is in flight
-_MOST_BLOCK_S = 600.0
+_MOST_BLOCK_S = 120.0
+_CROWD = 4  # a block ends early once more than twice its first requests in flight, and so many, are there
 _HIGHEST_LOAD = 13  # 4096 requests in flight, and more
 _DURATION_WEIGHT = 1 / 32  # of the newest request
 
@@ -61,7 +62,7 @@ class Controller:
         self._block: TimeBlock | None = None
         self._duration_s = 0.0  # of a request, of late
         self._num_requests: Counter[Arm] = Counter()
-        self._num_running: Counter[Arm] = Counter()
+        self._num_running = 0
         self._changes = {"reduced": 0, "returned": 0}
         self._repeats = Repeats()
 
@@ -107,13 +108,14 @@ class Controller:
                 refusal = Reason.EXPERIMENT
             elif not rung.shares(num_tokens, self._break_even):
                 refusal = Reason.REDUCED
-            # What was begun in the block before still runs: its arm's effects are in what is measured first.
-            is_representative = 2 * self._num_running[arm] >= self._num_running.total()
+            # At first most of what runs is from blocks before. Also where those were served the same way this
+            # request does not count, as it does not in other arms: loads rise and fall within a block.
+            is_representative = 2 * block.num_running >= self._num_running
             block.num_running += 1
             block.num_arrived += 1
             block.sum_in_flight += max(1, num_in_flight)
             self._num_requests[arm] += 1
-            self._num_running[arm] += 1
+            self._num_running += 1
             return Treatment(
                 refusal=refusal,
                 saves_all=rung.saves_all,
@@ -130,10 +132,12 @@ class Controller:
         block, load = self._block, _load_of(num_in_flight)
         if block is not None:
             age_s = now - block.began
-            if age_s < self._block_s:
+            # An arm that cannot keep up is left before the queue is long.
+            is_crowded = num_in_flight > 2 * block.first_in_flight + _CROWD
+            if age_s < self._block_s and not is_crowded:
                 return block
             block.is_over = True
-            if age_s < 2 * self._block_s:  # the mean says more than one moment
+            if age_s < 2 * self._block_s and not is_crowded:  # the mean says more than one moment
                 load = _load_of(block.mean_in_flight)
             if not block.num_running:
                 self._fold(block, now)
@@ -141,7 +145,7 @@ class Controller:
         may_experiment = self._num_requests.total() >= self._settings.first_requests
         arm, counts = level.arm(self._chance, now, may_experiment=may_experiment)
         rung = level.rung.higher if arm is Arm.TRIAL else level.rung
-        self._block = TimeBlock(arm, rung, load, level.epoch, now, level.token_s, counts)
+        self._block = TimeBlock(arm, rung, load, level.epoch, now, num_in_flight, level.token_s, counts)
         return self._block
 
     @property
@@ -159,7 +163,7 @@ class Controller:
         assert block is not None, "given by `_begin`"
         with self._lock:
             block.num_running -= 1
-            self._num_running[block.arm] -= 1
+            self._num_running -= 1
             if treatment.completed_tokens is not None:
                 self._learn(treatment, block, now - treatment.began, treatment.completed_tokens)
             if block.is_settled:

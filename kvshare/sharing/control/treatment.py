@@ -17,7 +17,7 @@ class Treatment:
     block: TimeBlock | None = None
     num_tokens: int = 0
     began: float = 0.0
-    counts: bool = False  # most of what was in flight when it arrived was served the same way
+    counts: bool = False  # most of what was in flight when it arrived was of its own block
     completed_tokens: int | None = None  # tokens of its answer; None: it did not end well, and says nothing
 
     def complete(self, num_tokens: int) -> None:

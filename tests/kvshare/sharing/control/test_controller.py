@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 import pytest
 
 from kvshare.reasons import Reason
 from kvshare.settings import ControlSettings
-from kvshare.sharing.control import Controller, Rung
+from kvshare.sharing.control import Controller, Rung, Treatment
+from kvshare.sharing.control.blocks import Arm, TimeBlock
+from kvshare.sharing.control.load_level import LoadLevel
 from tests.kvshare.sharing.control.simulated_server import CHOSEN, Machine, SimulatedServer
 
 OFTEN = CHOSEN.model_copy(update={"unshared_share": 0.2})  # so that tests are short
@@ -155,3 +158,80 @@ def test_a_request_that_failed_says_nothing() -> None:
     assert [(load.num_blocks_more, load.num_blocks_less, load.slower) for load in status.loads] == [
         (0, 0, None)
     ]
+
+
+class Blocks:
+    """A controller whose blocks are drawn by the test; requests are in flight until they are ended."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.drawn = 0.99
+        self.controller = Controller(
+            settings_with(unshared_share=0.2),
+            full_s=lambda _: 1.0,
+            break_even=lambda: 0,
+            clock=lambda: self.now,
+            chance=lambda: self.drawn,
+        )
+        self.running: list[ExitStack] = []
+
+    def take(self) -> Treatment:
+        stack = ExitStack()
+        treatment = stack.enter_context(self.controller.take(1000, len(self.running) + 1))
+        self.running.append(stack)
+        return treatment
+
+    def end(self, number: int) -> None:
+        for stack in self.running[:number]:
+            stack.close()
+        del self.running[:number]
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.99])
+def test_requests_count_once_most_in_flight_are_of_their_block(drawn: float) -> None:
+    """In either arm: loads rise and fall within a block, so both are measured at the same part of it."""
+    blocks = Blocks()
+    for _ in range(4):
+        blocks.take()
+    blocks.now, blocks.drawn = 3.0, drawn
+    counts = [blocks.take().counts for _ in range(6)]
+    assert counts == [False] * 4 + [True] * 2
+    blocks.end(4)
+    assert blocks.take().counts
+
+
+def test_a_block_that_cannot_keep_up_ends_early() -> None:
+    """Requests pile up without sharing, where that is what makes the load bearable."""
+    blocks = Blocks()
+    blocks.drawn = 0.0
+    first = blocks.take()
+    assert first.refusal is Reason.EXPERIMENT
+    blocks.drawn = 0.99
+    refused = [blocks.take().refusal is Reason.EXPERIMENT for _ in range(10)]
+    assert refused == [True] * 5 + [False] * 5
+
+
+def test_a_block_is_as_long_as_its_requests_need() -> None:
+    """Of requests that take ten seconds most of a block of two would have begun before it."""
+    blocks = Blocks()
+    for number in range(200):
+        treatment = blocks.take()
+        blocks.now = 10.0 * (number + 1)
+        treatment.complete(10)
+        blocks.end(1)
+    blocks.drawn, blocks.now = 0.0, 3000.0
+    assert blocks.take().refusal is Reason.EXPERIMENT
+    blocks.drawn, blocks.now = 0.99, 3025.0
+    assert blocks.take().refusal is Reason.EXPERIMENT
+    blocks.now = 3035.0
+    assert blocks.take().refusal is None
+
+
+def test_a_trial_does_not_change_what_it_is_measured_with() -> None:
+    """How long answers take is learned from usual blocks, and measures the blocks after them."""
+    level = LoadLevel(1, share=0.02, confidence=0.99)
+    for arm, token_s in ((Arm.USUAL, 0.1), (Arm.TRIAL, 0.1), (Arm.UNSHARED, 0.1)):
+        block = TimeBlock(arm, Rung.EVERYTHING, 1, level.epoch, 0.0, 1, level.token_s)
+        block.add(2.0 if arm is Arm.USUAL else 20.0, full_s=1.0, num_output=10, counts=True)
+        level.fold(block, 0.0)
+        assert level.token_s == pytest.approx(token_s)
