@@ -61,7 +61,7 @@ def test_a_row_is_sent_as_it_is_but_for_the_answer(tmp_path: Path) -> None:
         "model": "mine",
         "tools": tools,
         "chat_template_kwargs": {"enable_thinking": False},
-        "kvshare": {"mode": "exact"},
+        "kvshare": {"mode": "exact", "no_store": False},
         "max_tokens": 1,
         "temperature": 0,
     }
@@ -80,11 +80,16 @@ def test_a_row_is_sent_as_it_is_but_for_the_answer(tmp_path: Path) -> None:
 )
 def test_of_a_log_only_the_request_is_sent(tmp_path: Path, row: object) -> None:
     """A body in a row, or as JSON text; not what the log says of it, nor its answer."""
-    assert body_of(tmp_path, row) == {**CHAT, "kvshare": {"mode": "exact"}, "max_tokens": 1, "temperature": 0}
+    assert body_of(tmp_path, row) == {
+        **CHAT,
+        "kvshare": {"mode": "exact", "no_store": False},
+        "max_tokens": 1,
+        "temperature": 0,
+    }
 
 
 def test_what_is_stored_for_others_is_exact_unless_a_row_says_otherwise(tmp_path: Path) -> None:
-    assert body_of(tmp_path, CHAT)["kvshare"] == {"mode": "exact"}
+    assert body_of(tmp_path, CHAT)["kvshare"] == {"mode": "exact", "no_store": False}
     assert body_of(tmp_path, {**CHAT, "kvshare": {"mode": "approx"}})["kvshare"] == {"mode": "approx"}
 
 
