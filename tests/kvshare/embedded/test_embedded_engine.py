@@ -20,7 +20,6 @@ from kvshare.engine import (
     Started,
 )
 from kvshare.kv.sequence import SequenceKV
-from kvshare.reasons import Reason
 from kvshare.requests import SharingMode
 from kvshare.settings import load_settings
 from kvshare.telemetry import Component, EvictionCause, FallbackReason
@@ -295,23 +294,3 @@ async def test_the_kv_of_an_ended_request_goes_without_a_collection(
         assert len(alive) <= 1  # the worker's last
     finally:
         gc.enable()
-
-
-async def test_a_block_of_time_without_sharing(tmp_path: Path) -> None:
-    """Nothing is looked up and nothing is stored, and requests say why; those that ask to be stored are."""
-    own: dict[str, Any] = {"control.unshared_share": 1.0, "control.first_requests": 0}
-    engine = engine_at(tmp_path, **own)
-    await engine.start()
-    try:
-        wanted = await request(engine, prompt(200))
-        for _ in range(2):
-            report = report_of((await events(engine, wanted))[0])
-            assert (report.num_cached, report.reason) == (0, Reason.EXPERIMENT)
-        assert not engine.sharing.tree.nodes()
-        await events(engine, replace(wanted, is_controlled=False))
-        assert len(engine.sharing.tree.nodes()) == 1
-        control = engine.status().control
-        assert control is not None
-        assert control.num_requests == {"usual": 0, "unshared": 2, "trial": 0}
-    finally:
-        await engine.stop()
