@@ -3,7 +3,7 @@ What is shared at one load: a state machine over the rungs.
 
     usual blocks slower than unshared ones          -> one rung lower
     trial blocks, one rung higher, faster           -> one rung higher
-    a trial that lost, or a return that was undone  -> the next trial waits twice as long
+    a trial that lost, or a return that was undone  -> the next trial of that rung waits twice as long
 
 A comparison that is sure, or full, begins again: what it learned of earlier traffic is forgotten.
 """
@@ -11,6 +11,7 @@ A comparison that is sure, or full, begins again: what it learned of earlier tra
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +22,9 @@ from kvshare.sharing.control.sequential import Finding
 
 _RAISED = 5  # times the share of an experiment while its result is open
 _MOST_SHARE = 0.25  # of the blocks, of a raised share
-_TRIAL_BLOCKS, _FILLING_BLOCKS = (
-    10,
-    5,
-)  # a trial's, and those of them that only store what the others may copy
-_REST_S, _MOST_REST_S = 60.0, 6 * 3600.0  # between trials
+_TRIAL_BLOCKS = 10
+_FILLING_BLOCKS = 5  # of a trial's: they store what the others may copy, and do not count
+_REST_S, _MOST_REST_S = 60.0, 6 * 3600.0  # between trials of one rung
 _REMEMBERED = 16  # usual blocks, that a block is measured against
 
 
@@ -47,8 +46,8 @@ class LoadLevel:
         self.rung = Rung.EVERYTHING
         self.epoch = 0  # blocks of an earlier one were served on another rung
         self._share, self._confidence = share, confidence
-        self._num_lost = 0  # trials that lost, and returns that were undone, without a success between them
-        self._trials_from = -math.inf
+        self._num_lost: Counter[Rung] = Counter()  # how often a rung lost, as a trial too, since it last paid
+        self._tried_from: dict[Rung, float] = {}  # when a rung that lost may be tried again
         self._trial_left = 0  # blocks of the trial in progress
         self._answering_s, self._num_output = 0.0, 0.0  # seconds and tokens of answers, of late
         self._knows_answers = False
@@ -87,7 +86,7 @@ class LoadLevel:
 
     def _trial_share(self, now: float) -> float:
         """A trial may harm as what was reduced did, so there are more only while it seems to pay."""
-        if self.rung is Rung.EVERYTHING or now < self._trials_from:
+        if self.rung is Rung.EVERYTHING or now < self._tried_from.get(self.rung.higher, now):
             return 0.0
         return self._raised() if self.against_higher.leans(Finding.FASTER) else self._share
 
@@ -137,10 +136,10 @@ class LoadLevel:
             return None
         found = self.against_nothing.add(own, shares_more=arm is Arm.USUAL)
         if found is Finding.FASTER:
-            self._num_lost = 0
+            self._num_lost[self.rung] = 0
         if found is not Finding.SLOWER:
             return None
-        self._rest(now)
+        self._rest(self.rung, now)
         return self._move(self.rung.lower, self.against_nothing)
 
     def _returned(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
@@ -150,12 +149,12 @@ class LoadLevel:
         found = self.against_higher.add(own, shares_more=arm is Arm.TRIAL)
         if found is Finding.SLOWER:
             self._trial_left = 0
-            self._rest(now)
+            self._rest(self.rung.higher, now)
         return self._move(self.rung.higher, self.against_higher) if found is Finding.FASTER else None
 
-    def _rest(self, now: float) -> None:
-        self._trials_from = now + min(_MOST_REST_S, _REST_S * 2**self._num_lost)
-        self._num_lost += 1
+    def _rest(self, lost: Rung, now: float) -> None:
+        self._tried_from[lost] = now + min(_MOST_REST_S, _REST_S * 2 ** min(20, self._num_lost[lost]))
+        self._num_lost[lost] += 1
 
     def _move(self, rung: Rung, contest: Contest) -> RungChange:
         change = RungChange(self.load, self.rung, rung, math.expm1(contest.last or 0.0))
