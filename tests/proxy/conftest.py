@@ -84,7 +84,7 @@ def chat(text: str = "hello", /, **extra: object) -> dict[str, object]:
 def settings_with(**overrides: object) -> Settings:
     """The defaults, with `server__port=0` meaning server.port."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
-    return load_settings(overrides={"server.port": 0, **changes})
+    return load_settings(overrides={"server.port": 0, "cost.measure_at_start": False, **changes})
 
 
 @asynccontextmanager

@@ -84,7 +84,13 @@ async def serving(overrides: Mapping[str, object]) -> AsyncIterator[tuple[Client
 
 def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
     """Defaults with the demo model in float32, this store, and the overrides that are not None."""
-    defaults = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
+    # Costs are learned from the requests of the benchmark, not measured at start.
+    defaults = {
+        "store.path": folder,
+        "model.path": DEMO,
+        "model.dtype": "float32",
+        "cost.measure_at_start": False,
+    }
     given = {key: value for key, value in overrides.items() if value is not None}
     return load_settings(overrides={**defaults, **given})
 
