@@ -53,7 +53,7 @@ def doctor(
         raise typer.BadParameter("give --vllm-url too", param_hint="--vllm-control-url")
     else:
         checks = run_checks(config, url)
-    checks.append(_check_break_even(config, url, key))
+    checks += _check_costs(config, url, key)
     healthy = all(check.state is not CheckState.FAIL for check in checks)
     show("doctor", {"ok": healthy, "checks": [asdict(check) for check in checks]}, output_format)
     if not healthy:
@@ -114,7 +114,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
     return server_checks.check_replicas(settings.vllm.replicas)
 
 
-def _check_break_even(config: Path | None, url: str | None, key: str | None) -> Check:
+def _check_costs(config: Path | None, url: str | None, key: str | None) -> list[Check]:
     """What the server at `url` has measured; by default the one that the config names."""
     from kvshare.cli import checks, server_checks
     from kvshare.settings import load_settings
@@ -123,4 +123,4 @@ def _check_break_even(config: Path | None, url: str | None, key: str | None) -> 
         server = (checks.check_config(config)[0] or load_settings()).server
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
-    return server_checks.check_break_even(url, key or os.environ.get("KVSHARE_ADMIN_KEY"))
+    return server_checks.check_costs(url, key or os.environ.get("KVSHARE_ADMIN_KEY"))
