@@ -31,6 +31,7 @@ from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import Incoming
 from kvshare.fleet.router import Router
+from kvshare.fleet.start_measurement import StartMeasurement
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
 from kvshare.namespace import Owner
@@ -59,6 +60,7 @@ class FleetServer:
     router: Router
     reconciler: Reconciler
     watchers: Sequence[Watcher]
+    measurement: StartMeasurement
     formats: FormatGuard
 
 
@@ -196,17 +198,20 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
         router = Router(runtime.sharing, fleet, in_flight, chosen)
-        reconciler = Reconciler(runtime, fleet, in_flight)
+        measurement = StartMeasurement(runtime, fleet, is_on=settings.cost.measure_at_start)
+        reconciler = Reconciler(runtime, fleet, in_flight, measurement)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
         watching = Background()
         opened.push_async_callback(watching.cancel)
+        watching.spawn(measurement.run())
         for watcher in watchers:
             watching.spawn(watcher.watch_health())
             watching.spawn(watcher.watch_journal())
         formats = FormatGuard(fleet)
         opened.callback(formats.close)
-        yield FleetServer(runtime, in_flight, Renderer(fleet), router, reconciler, watchers, formats)
+        renderer = Renderer(fleet)
+        yield FleetServer(runtime, in_flight, renderer, router, reconciler, watchers, measurement, formats)
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:

@@ -267,10 +267,11 @@ class ReplicaInfo(Message):
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
     data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
+    device: str = ""  # of its ranks, in words
 
     _protocol = PROTOCOL
     _optional = frozenset(
-        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size"}
+        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
     )
 
     @property
