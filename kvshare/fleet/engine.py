@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,28 +171,9 @@ def _refuse_own_address(settings: Settings) -> None:
 async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetServer]:
     """Open the parts in order. They are closed in reverse order, also if a later part fails to open."""
 
-    def new_tree() -> tuple[DeltaTree, Forgotten]:
-        """The prompts of the last run. Their namespaces contain model and replica."""
-        loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
-        return open_tree(settings.store.path, identity=IDENTITY, loss=loss), ()
-
-    def new_keeper(tree: DeltaTree) -> ReplicaKeeper:
-        tier = RemoteTier(replica.name for replica in fleet.replicas)
-        return ReplicaKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
-
     chosen = settings.vllm
     async with AsyncExitStack() as opened:
-        runtime = await opened.enter_async_context(
-            open_runtime(
-                settings,
-                open_tree=new_tree,
-                new_keeper=new_keeper,
-                # The model is known once a replica is connected.
-                limits=PlannerLimits.from_settings(settings, can_probe=True),
-                # An approximate plan has a pass of the connector before that of vLLM.
-                cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
-            )
-        )
+        runtime = await opened.enter_async_context(_runtime(settings, fleet))
         for replica in fleet.replicas:
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
@@ -210,8 +191,30 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
             watching.spawn(watcher.watch_journal())
         formats = FormatGuard(fleet)
         opened.callback(formats.close)
-        renderer = Renderer(fleet)
-        yield FleetServer(runtime, in_flight, renderer, router, reconciler, watchers, measurement, formats)
+        yield FleetServer(
+            runtime, in_flight, Renderer(fleet), router, reconciler, watchers, measurement, formats
+        )
+
+
+def _runtime(settings: Settings, fleet: Fleet) -> AbstractAsyncContextManager[Runtime[ReplicaKeeper]]:
+    def new_tree() -> tuple[DeltaTree, Forgotten]:
+        """The prompts of the last run. Their namespaces contain model and replica."""
+        loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
+        return open_tree(settings.store.path, identity=IDENTITY, loss=loss), ()
+
+    def new_keeper(tree: DeltaTree) -> ReplicaKeeper:
+        tier = RemoteTier(replica.name for replica in fleet.replicas)
+        return ReplicaKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
+
+    return open_runtime(
+        settings,
+        open_tree=new_tree,
+        new_keeper=new_keeper,
+        # The model is known once a replica is connected.
+        limits=PlannerLimits.from_settings(settings, can_probe=True),
+        # An approximate plan has a pass of the connector before that of vLLM.
+        cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
+    )
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:

@@ -3,9 +3,10 @@ Keeps what was measured over restarts: a file next to the metadata store, with t
 machine and model.
 
     damaged, or of another version    moved aside, replacing an earlier one; it is measured again
-    not readable or writable          left unchanged; what is measured is lost at the end
+    not readable                      left unchanged; what is measured is lost at the end
+    not writable                      the same; the store in its folder warns of that
 
-Each case is one warning. The file has times and sizes of prefills, no tokens. All methods block.
+Each of the first two is one warning. The file has times and sizes of prefills, no tokens. All methods block.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class KeptCosts:
             _write(self._path, document.model_dump_json().encode())
         except OSError as exc:
             if not self._has_failed:
-                log.warning("%s cannot be written, measured costs are not kept: %s", self._path, exc.strerror)
+                log.info("%s cannot be written, measured costs are not kept: %s", self._path, exc.strerror)
             self._has_failed = True
         else:
             self._written, self._has_failed = rows, False

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 
-from tests.vllm_end_to_end.fleet import Fleet, ask, donate, pair
+from kvshare.cli.client import AdminClient
+from tests.conftest import Server as EmbeddedServer
+from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair
 
 
 def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
@@ -22,6 +25,20 @@ def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
     ]
     assert len(served) == 2
     assert all(served)
+
+
+def test_costs_are_measured_before_clients_teach_them(fleet: Fleet) -> None:
+    """By requests of the proxy's own: prefills, loads and passes. Nothing of them is stored."""
+    deadline = time.monotonic() + 90
+    while "requests of our own" not in log_tail(fleet.proxy, 10**6):
+        assert time.monotonic() < deadline, log_tail(fleet.proxy)
+        time.sleep(0.2)
+    stats = AdminClient(fleet.proxy.url, key=EmbeddedServer.key("root")).stats()
+    costs = stats["costs"]
+    assert {"prefill", "load", "pass"} <= set(costs["measured"])
+    assert costs["machine"]
+    assert 0 < costs["full_s"]["1024"] < costs["full_s"]["8192"]
+    assert {each["namespace"] for each in stats["namespaces"]} <= set(stats["owners"])
 
 
 def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -173,16 +174,18 @@ def test_a_file_that_cannot_be_read_stays_as_it_is(
     assert "Permission denied" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(
+def test_a_folder_that_cannot_be_written_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often it is tried. When it can be written again, it is."""
+    """However often it is tried, and no warning: the store there gives one. Once it can be written, it is."""
+    caplog.set_level(logging.INFO)
     kept = KeptCosts(str(tmp_path / "later"), cost := fresh())
     kept.use(HERE)
     for seconds in (0.5, 0.6):
         cost.observe_prefill(1000, seconds)
         kept.save()
     (record,) = caplog.records
+    assert record.levelname == "INFO"
     assert "are not kept" in record.getMessage()
     (tmp_path / "later").mkdir()
     kept.save()
