@@ -13,11 +13,12 @@ import secrets
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from delta_tree import TokenIds
 from kvshare.errors import UpstreamError
-from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
+from kvshare.fleet.routed_request import Incoming, RequestProgress, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
 from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 _SCOPE = "measurement"  # no key has it
 _ANSWER_S = 120.0
 _REPORT_S = 30.0  # of the connector, after the answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answered:
+    """A request of our own, its times, and the connector's report."""
+
+    routed: Routed
+    progress: RequestProgress
+    finished: FinishedReport
 
 
 class OwnRequests:
@@ -49,9 +59,7 @@ class OwnRequests:
             report.set_result(event)
         return True
 
-    async def send(
-        self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool
-    ) -> tuple[RoutedRequest, FinishedReport]:
+    async def send(self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool) -> Answered:
         """
         Send a prompt that is answered with one token, and wait for the connector's report.
 
@@ -75,9 +83,10 @@ class OwnRequests:
         with self._expecting(ticket.ticket_id) as report:
             with replica.computing(request):
                 async with asyncio.timeout(_ANSWER_S):
-                    request.progress.prefill_s = await replica.vllm.complete(body, headers=replica.headers)
+                    prefill_s = await replica.vllm.complete(body, headers=replica.headers)
             async with asyncio.timeout(_REPORT_S):
-                return request, await report
+                finished = await report
+        return Answered(request.routed, replace(request.progress, prefill_s=prefill_s), finished)
 
     @contextmanager
     def _expecting(self, ticket_id: str) -> Iterator[asyncio.Future[FinishedReport]]:

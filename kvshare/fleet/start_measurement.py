@@ -18,10 +18,9 @@ import numpy as np
 from delta_tree import Copy, NodeId, Span, TokenIds, gaps, token_ids
 from kvshare.errors import UpstreamError
 from kvshare.fleet.observation import observe
-from kvshare.fleet.own_requests import OwnRequests
+from kvshare.fleet.own_requests import Answered, OwnRequests
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
-from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.runtime import Runtime
 from kvshare.sharing.cost import LOAD, PASS, PREFILL
 from kvshare.sharing.kept_costs import Fingerprint
@@ -134,30 +133,30 @@ class StartMeasurement:
         has_room = 2 * length * info.bytes_per_token <= info.budget_bytes - info.num_bytes
         for _ in range(_TRIES):  # each with tokens that vLLM has not seen
             tokens = self._tokens(length)
-            request, finished = await self._observed(replica, tokens, NoPlan(), store=has_room)
+            whole = await self._observed(replica, tokens, NoPlan(), store=has_room)
             try:
-                if finished.stored and request.progress.was_alone:
-                    plan = plan_of_copies(length, finished.stored)
+                if whole.finished.stored and whole.progress.was_alone:
+                    plan = plan_of_copies(length, whole.finished.stored)
                     edited = with_edits(tokens, self._tokens(length))
-                    _, shared = await self._observed(replica, edited, plan, store=True)
-                    await self._drop(replica, shared)
+                    near = await self._observed(replica, edited, plan, store=True)
+                    await self._drop(replica, near.finished)
             finally:
-                await self._drop(replica, finished)
-            if request.progress.was_alone:
+                await self._drop(replica, whole.finished)
+            if whole.progress.was_alone:
                 break
-        return request.progress.prefill_s or 0.0
+        return whole.progress.prefill_s or 0.0
 
     async def _observed(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool
-    ) -> tuple[RoutedRequest, FinishedReport]:
+    ) -> Answered:
         """Raises UpstreamError, TimeoutError, _BusyError."""
-        request, finished = await self._send(replica, tokens, plan, store=store)
-        observe(self._cost, request.routed, request.progress, finished)
-        return request, finished
+        answered = await self._send(replica, tokens, plan, store=store)
+        observe(self._cost, answered.routed, answered.progress, answered.finished)
+        return answered
 
     async def _send(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool = False
-    ) -> tuple[RoutedRequest, FinishedReport]:
+    ) -> Answered:
         """When the replica is idle."""
         await self._idle([replica])
         self._num_sent += 1
