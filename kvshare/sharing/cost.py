@@ -174,8 +174,11 @@ class CostModel:
         """
         Go on with the observations of an earlier run on the same machine, with the same model.
 
-        They replace those so far. Raises ValueError, and changes nothing, for rows of another form.
+        They replace those so far; rates that are not learned stay as they are.
+        Raises:  ValueError, and changes nothing, for rows of another form
         """
+        if not self._learns:
+            return
         with self._lock:
             for name, regression in self._regressions():
                 regression.check(rows.get(name, ()))

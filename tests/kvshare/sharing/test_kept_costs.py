@@ -23,8 +23,9 @@ ELSEWHERE = [
 ]
 
 
-def fresh() -> CostModel:
-    return CostModel.from_settings(load_settings().cost, bytes_per_token=100)
+def fresh(*, learns: bool = True) -> CostModel:
+    settings = load_settings(overrides={"cost.learn": learns})
+    return CostModel.from_settings(settings.cost, bytes_per_token=100)
 
 
 def measured(seconds: float = 0.5) -> CostModel:
@@ -51,6 +52,16 @@ def test_costs_are_known_after_a_restart(tmp_path: Path) -> None:
     assert cost.measured == {PREFILL, LOAD}
     assert cost.machine == "a CPU, 2 cores"
     assert cost.rates == measured().rates
+
+
+def test_rates_that_are_not_learned_are_not_restored(tmp_path: Path) -> None:
+    """`cost.learn: false`: always as config.yaml says. What was kept stays for when it is on again."""
+    write(tmp_path)
+    kept = KeptCosts(str(tmp_path), cost := fresh(learns=False))
+    kept.use(HERE)
+    kept.save()
+    assert cost.rates == fresh().rates
+    assert KeptCosts(str(tmp_path), fresh()).use(HERE)
 
 
 @pytest.mark.parametrize("other", ELSEWHERE)
