@@ -84,7 +84,8 @@ class StartMeasurement:
                 if not self._is_known:  # by requests meanwhile
                     await self._measure(replica)
             except _BusyError:
-                log.info("costs are learned from requests: no replica was idle for %g s", _PATIENCE_S)
+                if not self._is_known:
+                    log.info("costs are learned from requests: no replica was idle for %g s", _PATIENCE_S)
             except (TimeoutError, UpstreamError) as exc:
                 problem = str(exc) or type(exc).__name__
                 log.warning("costs could not be measured, they are learned from requests: %s", problem)
