@@ -243,3 +243,22 @@ async def test_it_can_be_switched_off(setting: str, vllm: FakeVllm, tmp_path: Pa
     async with running_relay(tmp_path, vllm, **{**MEASURING, setting: False}):
         await asyncio.sleep(0.2)
     assert vllm.generated == []
+
+
+async def test_of_several_replicas_one_is_measured(vllm: FakeVllm, tmp_path: Path) -> None:
+    """They are alike, and there is one set of costs."""
+    async with running_vllm() as other, running_relay(tmp_path, vllm, other, **MEASURING) as relay:
+        await eventually(lambda: len(vllm.generated) + len(other.generated) == 7)
+        await eventually(lambda: relay.engine.sharing.cost.measured == ALL)
+        await eventually(lambda: not vllm.segments and not other.segments)
+        await asyncio.sleep(0.2)
+        assert sorted([len(vllm.generated), len(other.generated)]) == [0, 7]
+
+
+async def test_a_proxy_stops_in_the_middle_of_it(vllm: FakeVllm, tmp_path: Path) -> None:
+    """At once: it waits for no answer to its own request."""
+    vllm.prefill.clear()
+    async with asyncio.timeout(10), running_relay(tmp_path, vllm, **MEASURING):
+        await eventually(lambda: len(vllm.generated) == 1)
+    vllm.prefill.set()
+    assert len(vllm.generated) == 1
