@@ -39,6 +39,7 @@ from kvshare.settings import Settings
 from kvshare.sharing.control import Controller
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.keeper import PromptKeeper
+from kvshare.sharing.kept_costs import KeptCosts
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
 from kvshare.status import EngineStatus
@@ -50,6 +51,7 @@ _Arguments = TypeVarTuple("_Arguments")
 KeeperT = TypeVar("KeeperT", bound=PromptKeeper[Any])
 
 _MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
+_COSTS_KEPT_S = 60.0  # so often what was measured is written, if there is anything new
 
 Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
 
@@ -68,6 +70,7 @@ class Runtime(Generic[KeeperT]):
     writer: ThreadPoolExecutor
     background: Background  # stores and indexes prompts and answers
     embedding: Background  # indexes stored prompts by embedding
+    kept_costs: KeptCosts  # the engine says of which machine and model
 
     async def write(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Call a function that changes tree or tier in the writer thread. Does not update the index."""
@@ -158,9 +161,29 @@ async def open_runtime(
             full_s=lambda num_tokens: cost.rates.full_s(num_tokens),
             break_even=lambda: sharing.shortest_that_pays,
         )
-        runtime = Runtime(keeper, index, sharing, control, writer, Background(), Background())
+        kept_costs = KeptCosts(settings.store.path, cost)
+        await opened.enter_async_context(_saving(kept_costs))
+        runtime = Runtime(keeper, index, sharing, control, writer, Background(), Background(), kept_costs)
         opened.push_async_callback(runtime.settle)
         yield runtime
+
+
+@asynccontextmanager
+async def _saving(kept_costs: KeptCosts) -> AsyncIterator[None]:
+    """Write measured costs now and then, and at the end, in a thread: never on the event loop."""
+
+    async def save_often() -> None:
+        while True:
+            await asyncio.sleep(_COSTS_KEPT_S)
+            await asyncio.to_thread(kept_costs.save)
+
+    saving = Background()
+    saving.spawn(save_often())
+    try:
+        yield
+    finally:
+        await saving.cancel()
+        await asyncio.to_thread(kept_costs.save)
 
 
 class Server(Protocol):

@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     document = {
         "auth": {"keys": _keys()},
         "store": {"path": str(folder / "store")},
-        "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0},
+        "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False},
         "control": {"unshared_share": 0.0},
         # Of prompts that come together one must not be stored while another is looked up.
         "index": {"dense": False},

@@ -38,6 +38,8 @@ class ConnectorBehaviour:
     stores: bool = True
     prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
+    max_bytes: int = 10**7
+    device: str = "a device"
 
 
 class FakeConnector:
@@ -155,10 +157,11 @@ class FakeConnector:
                 "rope": "none",
             },
             bytes_per_token=BYTES_PER_TOKEN,
-            max_bytes=10**7,
+            max_bytes=self.behaviour.max_bytes,
             num_bytes=sum(len(tokens) * BYTES_PER_TOKEN for _, tokens in self.segments.values()),
             num_segments=len(self.segments),
             max_model_len=4096,
+            device=self.behaviour.device,
             data_parallel_rank=self.behaviour.rank,
             data_parallel_size=1 if self.behaviour.rank is None else 2,
         )

@@ -85,7 +85,8 @@ def front(tmp_path: Path) -> Iterator[Server]:
 
     port, proxy_port = port_with_next(), free_ports(1)[0]
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"cost": {"min_saved_s": -60.0, "min_saved_fraction": 0.0}}))
+    cost = {"min_saved_s": -60.0, "min_saved_fraction": 0.0, "measure_at_start": False}
+    config.write_text(yaml.safe_dump({"cost": cost}))
     vllm = Server(
         name="vLLM",
         command=[*_KVSHARE, "vllm", str(export(tmp_path / "model")), "--port", str(port)],

@@ -52,6 +52,7 @@ class Costs(TypedDict):
     embedding_s: dict[str, float]
     bytes_per_token: int
     num_extra_passes: int
+    machine: str  # that they are measured on, in words; empty until it is known
     measured: list[str]
     break_even_tokens: int | None
 

@@ -124,4 +124,4 @@ def _check_running(config: Path | None, url: str | None, key: str | None) -> lis
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
     key = key or os.environ.get("KVSHARE_ADMIN_KEY")
-    return [server_checks.check_break_even(url, key), control_check.check_control(url, key)]
+    return [*server_checks.check_costs(url, key), control_check.check_control(url, key)]

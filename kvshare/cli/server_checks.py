@@ -18,6 +18,7 @@ from kvshare import __version__
 from kvshare.addresses import SERVER_NAME
 from kvshare.cli.checks import Check, first_line, found
 from kvshare.cli.client import AdminClient, AnswerError, JsonClient
+from kvshare.cli.costs import in_words
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongServerError
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.grammar_pool.vllm_formats import has_xgrammar
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings
 
 _LOCKED = (401, 403)
-_RATES = ("load", "prefill")
 _TIMEOUT_S = 3.0  # of our own server
 _JUDGED = {
     "kv_load_failure_policy": ("policy", "recompute"),
@@ -180,27 +180,24 @@ def _probe_details(server: JsonClient, model: str) -> Check:
     return _judged("prompt_tokens_details", reported)
 
 
-def check_break_even(url: str, key: str | None) -> Check:
+def check_costs(url: str, key: str | None) -> list[Check]:
     """
-    From how many tokens on a plan pays, by the rates that this server has measured.
+    What prefills and loads take, and from how many tokens on a plan pays, by what this server has measured.
 
-    Nothing is measured here: what a prefill and a load take depends on the machine under the load it has.
+    Nothing is measured here: it depends on the machine under the load that it has.
     """
     try:
-        costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats()["costs"]
-        missing = [rate for rate in _RATES if rate not in costs["measured"]]
-        tokens, pass_ms = costs["break_even_tokens"], 1e3 * costs["pass_s"]
-        full_ms = 1e3 * costs["full_s"]["8192"]
-        load = costs["loads"]["memory"]["bytes_per_s"] / 1e9
+        said = in_words(AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats().get("costs"))
     except UnreachableError as exc:
-        return found("break-even.unknown", problem=f"none answers at {url} ({exc.problem})")
+        return [found("break-even.unknown", problem=f"none answers at {url} ({exc.problem})")]
     except KVShareError as exc:
-        return found("break-even.unknown", problem=first_line(exc))
-    except (KeyError, TypeError):
+        return [found("break-even.unknown", problem=first_line(exc))]
+    if said is None:
         problem = f"{url} does not say; is that a KVShare server of this version?"
-        return found("break-even.unknown", problem=problem)
-    if missing:
-        return found("break-even.unmeasured", url=url, missing=" and ".join(missing))
-    if tokens is None:
-        return found("break-even.never", url=url, full_ms=full_ms, load=load, pass_ms=pass_ms)
-    return found("break-even.known", url=url, tokens=tokens, full_ms=full_ms, load=load, pass_ms=pass_ms)
+        return [found("break-even.unknown", problem=problem)]
+    words = {"origin": said.origin, "rates": said.rates, "said": said.break_even, "url": url}
+    if said.missing:
+        unmeasured = found("break-even.unmeasured", url=url, missing=" and ".join(said.missing))
+        return [found("costs.assumed", **words), unmeasured]
+    kind = "known" if said.ever_pays else "never"
+    return [found("costs.measured", **words), found(f"break-even.{kind}", **words)]

@@ -23,6 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kvshare.cli.costs import in_words
+
 Document = Mapping[str, Any]
 
 _WIDTH = 80  # columns of a terminal; tables that would need more stand closer together
@@ -148,6 +150,14 @@ def _findings(checks: Iterable[Document]) -> Table:
     return table
 
 
+def _stats(document: Document) -> Document:
+    """With the costs of a running server; those of another version are not shown."""
+    said = in_words(document.get("costs"))
+    if said is None:
+        return {"cost_lines": []}
+    return {"cost_lines": [said.origin, said.rates, f"{said.break_even} if a tenth is computed"]}
+
+
 def _tree(document: Document) -> Document:
     """The rows of each namespace; prompts are indented below those that they were edited from."""
     namespaces: dict[str, list[Document]] = {}
@@ -221,6 +231,7 @@ def _replay(document: Document) -> Document:
 
 
 _PREPARED: Mapping[str, Callable[[Document], Document]] = {
+    "stats": _stats,
     "tree": _tree,
     "verify": _verified,
     "version": _versions,

@@ -31,6 +31,7 @@ from kvshare.embedded.grammar import Grammars
 from kvshare.embedded.loading import context_share, served
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.scheduler import Scheduler
+from kvshare.embedded.start_measurement import fingerprint_of, measure
 from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
@@ -111,6 +112,8 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
             on_release=lambda task, error: loop.call_soon_threadsafe(task.end, error),
         )
         await loop.run_in_executor(executor, _warm_up, model)
+        if isinstance(model, EmbeddedModel):
+            await loop.run_in_executor(executor, _know_costs, settings, model, runtime, stopping.is_set)
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
         yield EmbeddedServer(executor, model, encoder, fields, runtime, grammars, scheduler)
 
@@ -180,3 +183,16 @@ def _warm_up(model: DecoderModel[Any]) -> None:
     """Run the first forward pass, which allocates and compiles, before requests come."""
     tokens = token_ids([0] * _WARM_UP_TOKENS)
     model.prefill(tokens, NoPlan(), model.new_sequence(_WARM_UP_TOKENS)).advance(max_queries=_WARM_UP_TOKENS)
+
+
+def _know_costs(
+    settings: Settings,
+    model: EmbeddedModel,
+    runtime: Runtime[MemoryKeeper[SegmentKV]],
+    is_stopping: Callable[[], bool],
+) -> None:
+    """Those that an earlier run has kept, else measured now."""
+    runtime.kept_costs.use(fingerprint_of(model))
+    if settings.cost.measure_at_start:
+        chunk = settings.engine.prefill_chunk_tokens
+        measure(model, runtime.sharing.cost, chunk_tokens=chunk, is_stopping=is_stopping)

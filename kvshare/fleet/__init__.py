@@ -11,6 +11,7 @@ Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connecto
     watcher.py         health and journal of one replica, all the time
     reconciler.py      applies journals to tree, index and requests in flight
     observation.py     what a finished request teaches about costs
+    start_measurement.py  measures them before requests do, by own_requests.py
     in_flight.py       requests whose replica has not reported yet
     replica_keeper.py  stores and evicts prompts whose KV is in the replicas
     remote_tier.py     which replica holds which segment

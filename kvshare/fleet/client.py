@@ -11,6 +11,7 @@ import asyncio
 import io
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +151,29 @@ class VllmClient(_Client):
             if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ConnectionTimeoutError):
                 raise  # connected, but no answer
             raise UpstreamError(f"{self.url}: {_describe(exc)}") from exc
+
+    async def complete(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> float:
+        """
+        The seconds until the first token of a streamed completion, when all of it has come.
+
+        Raises:  UpstreamError; TimeoutError if vLLM does not answer in time
+        """
+        path, raw = "/v1/completions", json.dumps(body).encode()
+        began = time.perf_counter()
+        response = await self.send(
+            "POST", path, headers={"Content-Type": "application/json", **headers}, body=raw
+        )
+        try:
+            first = await response.content.readany()
+            seconds = time.perf_counter() - began
+            whole = first + await response.content.read()
+        except (aiohttp.ClientError, OSError) as exc:
+            raise self._failed(path, _describe(exc)) from exc
+        finally:
+            response.close()
+        if response.status != 200 or not whole.rstrip().endswith(b"[DONE]"):
+            raise self._failed(path, f"it was not answered, status {response.status}", status=response.status)
+        return seconds
 
     async def check_health(self) -> None:
         """Raises UpstreamError unless vLLM accepts requests."""

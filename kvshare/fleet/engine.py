@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import Incoming
 from kvshare.fleet.router import Router
+from kvshare.fleet.start_measurement import StartMeasurement
 from kvshare.fleet.watcher import Watcher
 from kvshare.metadata import open_tree
 from kvshare.namespace import Owner
@@ -59,6 +60,7 @@ class FleetServer:
     router: Router
     reconciler: Reconciler
     watchers: Sequence[Watcher]
+    measurement: StartMeasurement
     formats: FormatGuard
 
 
@@ -169,6 +171,32 @@ def _refuse_own_address(settings: Settings) -> None:
 async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetServer]:
     """Open the parts in order. They are closed in reverse order, also if a later part fails to open."""
 
+    chosen = settings.vllm
+    async with AsyncExitStack() as opened:
+        runtime = await opened.enter_async_context(_runtime(settings, fleet))
+        for replica in fleet.replicas:
+            await opened.enter_async_context(replica.vllm)
+            await opened.enter_async_context(replica.control)
+        in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
+        router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen)
+        measurement = StartMeasurement(runtime, fleet, is_on=settings.cost.measure_at_start)
+        reconciler = Reconciler(runtime, fleet, in_flight, measurement)
+        opened.push_async_callback(reconciler.close)
+        watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
+        watching = Background()
+        opened.push_async_callback(watching.cancel)
+        watching.spawn(measurement.run())
+        for watcher in watchers:
+            watching.spawn(watcher.watch_health())
+            watching.spawn(watcher.watch_journal())
+        formats = FormatGuard(fleet)
+        opened.callback(formats.close)
+        yield FleetServer(
+            runtime, in_flight, Renderer(fleet), router, reconciler, watchers, measurement, formats
+        )
+
+
+def _runtime(settings: Settings, fleet: Fleet) -> AbstractAsyncContextManager[Runtime[ReplicaKeeper]]:
     def new_tree() -> tuple[DeltaTree, Forgotten]:
         """The prompts of the last run. Their namespaces contain model and replica."""
         loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
@@ -178,35 +206,15 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         tier = RemoteTier(replica.name for replica in fleet.replicas)
         return ReplicaKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
 
-    chosen = settings.vllm
-    async with AsyncExitStack() as opened:
-        runtime = await opened.enter_async_context(
-            open_runtime(
-                settings,
-                open_tree=new_tree,
-                new_keeper=new_keeper,
-                # The model is known once a replica is connected.
-                limits=PlannerLimits.from_settings(settings, can_probe=True),
-                # An approximate plan has a pass of the connector before that of vLLM.
-                cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
-            )
-        )
-        for replica in fleet.replicas:
-            await opened.enter_async_context(replica.vllm)
-            await opened.enter_async_context(replica.control)
-        in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
-        router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen)
-        reconciler = Reconciler(runtime, fleet, in_flight)
-        opened.push_async_callback(reconciler.close)
-        watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
-        watching = Background()
-        opened.push_async_callback(watching.cancel)
-        for watcher in watchers:
-            watching.spawn(watcher.watch_health())
-            watching.spawn(watcher.watch_journal())
-        formats = FormatGuard(fleet)
-        opened.callback(formats.close)
-        yield FleetServer(runtime, in_flight, Renderer(fleet), router, reconciler, watchers, formats)
+    return open_runtime(
+        settings,
+        open_tree=new_tree,
+        new_keeper=new_keeper,
+        # The model is known once a replica is connected.
+        limits=PlannerLimits.from_settings(settings, can_probe=True),
+        # An approximate plan has a pass of the connector before that of vLLM.
+        cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
+    )
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:

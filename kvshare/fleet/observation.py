@@ -15,8 +15,10 @@ def observe(cost: CostModel, routed: Routed, progress: RequestProgress, finished
     load_s = _observe_load(cost, routed.ticket, finished)
     if finished.num_local:
         return
-    # It waited for no other request.
-    prefill_s = progress.prefill_s if progress.was_alone else None
+    # Of an answer that is not streamed only the connector knows when its first token came.
+    prefill_s = finished.first_token_s if progress.prefill_s is None else progress.prefill_s
+    if not progress.was_alone:  # it was computed together with other requests, or waited for them
+        prefill_s = None
     plan, is_full = routed.plan, finished.decision == "full"
     if prefill_s is not None and is_full:
         cost.observe_prefill(routed.ticket.num_tokens, prefill_s)

@@ -23,6 +23,7 @@ from kvshare.fleet.observation import observe
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import RoutedRequest
+from kvshare.fleet.start_measurement import StartMeasurement, fingerprint_of
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.runtime import Runtime
@@ -40,11 +41,18 @@ _ORPHAN_GRACE_S = 30.0  # a replica holds a segment some time before it reports 
 class Reconciler:
     """Called by the watchers. Calls for one replica are sequential, in the order of its journal."""
 
-    def __init__(self, runtime: Runtime[ReplicaKeeper], fleet: Fleet, in_flight: InFlight) -> None:
+    def __init__(
+        self,
+        runtime: Runtime[ReplicaKeeper],
+        fleet: Fleet,
+        in_flight: InFlight,
+        measurement: StartMeasurement,
+    ) -> None:
         self._runtime = runtime
         self._sharing = runtime.sharing
         self._keeper = runtime.keeper
         self._in_flight = in_flight
+        self._measurement = measurement
         self._fingerprint: str | None = None  # of the model whose calibration is used
         self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
         self._replicas = {replica.name: replica for replica in fleet.replicas}
@@ -71,6 +79,13 @@ class Reconciler:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._remember_claimed(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
+        await self._know_costs()
+
+    async def _know_costs(self) -> None:
+        """Those that were kept of the first replica of the settings: there is one cost model."""
+        known = next(each.info for each in self._replicas.values() if each.info is not None)
+        await asyncio.to_thread(self._runtime.kept_costs.use, fingerprint_of(known))
+        self._measurement.want()
 
     def _use_model_of(self, info: ReplicaInfo) -> None:
         """All replicas serve one model. Plans are made for all of them: they are what each can carry out."""
@@ -99,6 +114,8 @@ class Reconciler:
         )
 
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
+        if not isinstance(event, Dropped) and self._measurement.own_requests.take(event):
+            return
         if isinstance(event, Dropped):
             await self._runtime.write(self._keeper.forget, event.segment_ids)
             self._update_index(self._forget_evicted())

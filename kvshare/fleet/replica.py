@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from kvshare.errors import NoReplicaError
@@ -53,6 +55,20 @@ class Replica:
             elif (prompt := request.incoming.prompt) is not None:
                 computing_s += rates.full_s(prompt.num_tokens)
         return Queue(loading_s, computing_s)
+
+    @contextmanager
+    def computing(self, request: RoutedRequest) -> Iterator[None]:
+        """It is sent here, and its answer comes, while inside. Notes which prefills were alone."""
+        others = self.being_prefilled()
+        for other in others:
+            other.progress.was_alone = False
+        request.progress.was_alone = not others
+        request.progress.sent_at = time.perf_counter()
+        self.requests.add(request)
+        try:
+            yield
+        finally:
+            self.requests.discard(request)
 
     def being_prefilled(self) -> list[RoutedRequest]:
         """The requests in flight whose first token has not come."""

@@ -55,8 +55,8 @@ class Routed:
 class RequestProgress:
     """What was observed of a request."""
 
-    # By the router, when it is sent.
-    was_alone: bool = False  # the replica prefilled no other request then
+    # By the replica, when this or another request is sent there.
+    was_alone: bool = False  # it prefilled no other request meanwhile
     sent_at: float = 0.0
 
     # By the relay.

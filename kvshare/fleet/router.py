@@ -121,16 +121,13 @@ class Router:
         """Count the request at its replica while inside. With a ticket, its report is expected afterwards."""
         self._fleet.advance_rotation()
         request.execution.replica = replica.name
-        request.progress.was_alone = not replica.being_prefilled()
-        request.progress.sent_at = time.perf_counter()
         replica.num_inflight += 1
-        replica.requests.add(request)
         self._in_flight.add(request)
         try:
-            yield
+            with replica.computing(request):
+                yield
         finally:
             replica.num_inflight -= 1
-            replica.requests.discard(request)
             self._in_flight.end(request)
 
     async def find(self, incoming: Incoming) -> Route:

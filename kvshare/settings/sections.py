@@ -172,6 +172,7 @@ class CostSettings(_Section):
     prior_prefill_tokens_per_s: PositiveFloat
     prior_load_bytes_per_s: PositiveFloat
     learn: bool
+    measure_at_start: bool
     min_saved_s: float
     min_saved_fraction: float = Field(ge=0, lt=1)
 

@@ -43,6 +43,7 @@ class CostModel:
     def __init__(self, rates: Rates, *, learns: bool = True) -> None:
         """`rates`: used until something is measured; unless it `learns`, always."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
+        self.machine = ""  # that the rates are measured on, in words; set by `KeptCosts`
         self._learns = learns
         self._work = _regression(rates.coefficients)
         lines = {**rates.loads, LOOKUP: rates.lookup, EMBEDDING: rates.embedding}
@@ -83,6 +84,11 @@ class CostModel:
         return cls(rates, learns=settings.learn)
 
     @property
+    def is_learning(self) -> bool:
+        """Whether measurements change the rates."""
+        return self._learns
+
+    @property
     def measured(self) -> frozenset[str]:
         """Which of "prefill", "pass", "load", "lookup" and "embedding" were measured; others are priors."""
         with self._lock:
@@ -108,6 +114,7 @@ class CostModel:
             "embedding_s": {str(length): rates.embedding.seconds(length) for length in _EXAMPLES},
             "bytes_per_token": rates.bytes_per_token,
             "num_extra_passes": rates.num_extra_passes,
+            "machine": self.machine,
             "measured": sorted(self.measured),
             "break_even_tokens": rates.break_even(computed=_CHANGED, threshold=threshold),
         }
@@ -159,13 +166,22 @@ class CostModel:
         return due
 
     def rows(self) -> dict[str, list[Row]]:
-        """The observations that the rates follow from, for `restore`."""
+        """The observations that the rates follow from, for `restore`; by what they are of."""
         with self._lock:
             return {name: regression.rows() for name, regression in self._regressions()}
 
     def restore(self, rows: dict[str, list[Row]]) -> None:
-        """Go on with the observations of an earlier run on the same machine, with the same model."""
+        """
+        Go on with the observations of an earlier run on the same machine, with the same model.
+
+        They replace those so far; rates that are not learned stay as they are.
+        Raises:  ValueError, and changes nothing, for rows of another form
+        """
+        if not self._learns:
+            return
         with self._lock:
+            for name, regression in self._regressions():
+                regression.check(rows.get(name, ()))
             for name, regression in self._regressions():
                 regression.restore(rows.get(name, ()))
             self._update()

@@ -39,7 +39,18 @@ class Regression:
         """What `restore` takes: the observations that are kept, of each kind and size from old to new."""
         return [row for window in self._windows.values() for row in window]
 
+    def check(self, rows: Iterable[Row]) -> None:
+        """Raises ValueError for rows that `restore` cannot take."""
+        expected = len(self._priors)
+        for kind, features, seconds in rows:
+            if len(features) != expected:
+                raise ValueError(f"has {kind!r} with {len(features)} features, expected {expected}")
+            if not any(features) or not seconds > 0:
+                raise ValueError(f"has {kind!r} that took {seconds:g} s for nothing")
+
     def restore(self, rows: Iterable[Row]) -> None:
+        """These observations in place of those so far."""
+        self._windows.clear()
         for row in rows:
             self._keep(row)
         self._solve()

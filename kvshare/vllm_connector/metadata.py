@@ -146,3 +146,4 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     bytes_per_token: int = 0  # of this rank
     weights: str = ""  # digest of a sample of this rank's weights
     fingerprint: str = ""  # of the model, the same on all ranks
+    device: str = "unknown"  # that it computes on, in words

@@ -192,6 +192,8 @@ class FinishedReport(Message):
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
     generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
     into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
+    `first_token_s`: from its first blocks to its first token, loads and placeholders included; None if it has
+    no token, or was preempted before.
     """
 
     ticket_id: Text
@@ -204,7 +206,10 @@ class FinishedReport(Message):
     stored: tuple[StoredSegment, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    first_token_s: float | None = None
     kind: Literal["finished"] = "finished"
+
+    _optional = frozenset({"first_token_s"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +267,11 @@ class ReplicaInfo(Message):
     settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
     data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
+    device: str = ""  # of its ranks, in words
 
     _protocol = PROTOCOL
     _optional = frozenset(
-        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size"}
+        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
     )
 
     @property

@@ -84,7 +84,8 @@ def chat(text: str = "hello", /, **extra: object) -> dict[str, object]:
 def settings_with(**overrides: object) -> Settings:
     """The defaults without a controller, with `server__port=0` meaning server.port."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
-    return load_settings(overrides={"server.port": 0, "control.unshared_share": 0.0, **changes})
+    defaults = {"server.port": 0, "control.unshared_share": 0.0, "cost.measure_at_start": False}
+    return load_settings(overrides={**defaults, **changes})
 
 
 @asynccontextmanager

@@ -27,8 +27,8 @@ TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
 
 
-def log_tail(server: Server) -> str:
-    return server.log_path.read_text(errors="replace")[-4000:]
+def log_tail(server: Server, length: int = 4000) -> str:
+    return server.log_path.read_text(errors="replace")[-length:]
 
 
 @dataclass(frozen=True)

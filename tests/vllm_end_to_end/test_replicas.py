@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 
-from tests.vllm_end_to_end.fleet import Fleet, ask, donate, pair
+from kvshare.cli.client import AdminClient, JsonClient
+from kvshare_lab.vllm.servers import Server
+from tests.conftest import Server as EmbeddedServer
+from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair
 
 
 def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
@@ -22,6 +26,34 @@ def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
     ]
     assert len(served) == 2
     assert all(served)
+
+
+def num_segments(fleet: Fleet) -> int:
+    """That the proxy's prompts point to."""
+    stats = AdminClient(fleet.proxy.url, key=EmbeddedServer.key("root")).stats()
+    return int(stats["totals"]["num_segments"])
+
+
+def num_held(replica: Server) -> int:
+    """By a connector."""
+    token = replica.environment["KVSHARE_VLLM_TOKEN"]
+    info = JsonClient(str(replica.control_url), key=token).call("/info")
+    return int(info["num_segments"])
+
+
+def test_costs_are_measured_before_clients_teach_them(fleet: Fleet) -> None:
+    """By requests of the proxy's own: prefills, loads and passes. Nothing of them is stored."""
+    deadline = time.monotonic() + 90
+    while "requests of our own" not in log_tail(fleet.proxy, 10**6):
+        assert time.monotonic() < deadline, log_tail(fleet.proxy)
+        time.sleep(0.2)
+    costs = AdminClient(fleet.proxy.url, key=EmbeddedServer.key("root")).stats()["costs"]
+    assert {"prefill", "load", "pass"} <= set(costs["measured"])
+    assert costs["machine"]
+    assert 0 < costs["full_s"]["1024"] < costs["full_s"]["8192"]
+    while (known := num_segments(fleet)) != (held := sum(map(num_held, fleet.replicas))):
+        assert time.monotonic() < deadline, f"the proxy knows {known} segments, the replicas hold {held}"
+        time.sleep(0.2)
 
 
 def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:

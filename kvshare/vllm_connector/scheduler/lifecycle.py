@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -129,6 +130,7 @@ class SchedulerSide:
             namespace_fields={} if is_starting else self._namespace_fields(),
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
+            device=_named(worker.device for worker in self._handshakes),
             bytes_per_token=self.scheduler.saving.bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
@@ -166,3 +168,9 @@ class SchedulerSide:
             "structured_outputs_backend": config.structured_outputs_config.backend,
             "attention_backend": self._handshakes[0].attention_backend if self._handshakes else "",
         }
+
+
+def _named(devices: Iterable[str]) -> str:
+    """Each device once, with the number of ranks that have one if those are several."""
+    counted = Counter(devices)
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())

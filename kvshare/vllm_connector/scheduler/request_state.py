@@ -94,6 +94,11 @@ class TicketedRequest:
     num_prompt: int = 0  # known at the end
     retention: RequestRetention = field(default_factory=RequestRetention)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    first_token_s: float | None = None  # since it got blocks; None if it was preempted meanwhile
+
+    @property
+    def was_admitted(self) -> bool:
+        return self.num_first_local is not None
 
     @property
     def may_load(self) -> bool:
@@ -219,6 +224,7 @@ class TicketedRequest:
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
             stage_seconds=dict(self.stage_seconds),
+            first_token_s=self.first_token_s,
         )
         retention = self.retention
         used, repaired = tuple(sorted(retention.copies)), _wire(retention.repaired)

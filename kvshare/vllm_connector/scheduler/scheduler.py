@@ -20,6 +20,7 @@ from kvshare.sharing.plan import MAX_TAIL_TOKENS, RepairOrder
 from kvshare.vllm_connector.metadata import LoadRequest, StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.saving import Saving
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
@@ -47,6 +48,7 @@ class ConnectorScheduler:
         self._cancelled: list[str] = []  # loads of aborted requests
         self.drops = Drops(self.segments, self.events)
         self.saving = Saving(self.segments, self.events, self.drops)
+        self._prefill_times = PrefillTimes()
 
     def use(self, workers: Sequence[WorkerHandshake]) -> None:
         """Plan with what these workers, one for each rank, can do together."""
@@ -99,6 +101,7 @@ class ConnectorScheduler:
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or (request.num_computed_tokens and not num_external):
             return  # vLLM calls this again after an asynchronous load
+        self._prefill_times.begin(request, ticketed)
         end = ticketed.num_found + num_external
         held = self.segments.held_copies(ticketed.ticket, end=end)
         ticketed.admit(held, loads=num_external > 0)
@@ -124,6 +127,7 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All requests since the last call; `step` is what vLLM itself has scheduled."""
+        self._prefill_times.look()
         self.saving.save_prompts(self._requests, step)
         drops = self.drops.take()
         loads, self._loads = tuple(self._loads), []
@@ -139,6 +143,7 @@ class ConnectorScheduler:
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """The request has ended or was aborted. Returns whether its blocks must stay until they are saved."""
+        self._prefill_times.end(request)
         ticketed = self._requests.pop(request.request_id, None)
         if ticketed is None:
             return False

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from delta_tree import SegmentId, Span
+from kvshare import machine
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
 from kvshare.vllm_connector.worker.copying import Work
 from kvshare.vllm_connector.worker.cuda import CudaGpu
@@ -171,3 +172,10 @@ def device_of_this_worker() -> Device:
         return Device()
     # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
     return GpuDevice(CudaGpu(torch.device("cuda", torch.cuda.current_device())))
+
+
+def name_of_this_device() -> str:
+    """In words, with all that its speed depends on."""
+    if current_platform.device_type == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{machine.processor()}, {machine.num_cores()} cores, {torch.get_num_threads()} threads"

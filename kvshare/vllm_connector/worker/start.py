@@ -21,7 +21,7 @@ from kvshare.kv.parameters import model_fingerprint
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.worker.copy_test import CopyTest
-from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.device import Device, name_of_this_device
 from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
@@ -101,6 +101,7 @@ class WorkerStart:
             fingerprint=model_fingerprint(
                 model.named_parameters(), num_layers=layout.num_layers, head_dim=keys.dim
             ),
+            device=name_of_this_device(),
         )
 
     def _read_model(self, model: torch.nn.Module) -> tuple[PagedCache, PartialForward]:

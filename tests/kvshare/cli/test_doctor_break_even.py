@@ -1,46 +1,60 @@
-"""The prompt length from which sharing pays, as `kvshare doctor` reports it."""
+"""What a server has measured, and from which length on sharing pays, as `kvshare doctor` reports it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from kvshare.cli.server_checks import check_break_even
+from kvshare.cli.server_checks import check_costs
 from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.costs import COSTS
 from tests.kvshare.cli.fake_vllm import Fake, connector, vllm
 from tests.kvshare.cli.findings import Start, nowhere
 
-COSTS = {
-    "break_even_tokens": 1234,
-    "measured": ["load", "prefill"],
-    "prefill_tokens_per_s": 30000.0,
-    "load_bytes_per_s": 2e10,
-    "pass_s": 0.005,
-}
+RATES = (
+    "a full prefill of 1,024 tokens 30 ms, 8,192 tokens 222 ms, loads from memory 20.0 GB/s, a pass 5.0 ms, "
+    "the lookup of 8,192 tokens 5.8 ms, their embedding 38 ms"
+)
+ALL = ["embedding", "load", "lookup", "pass", "prefill"]
+LOADS = {**COSTS["loads"], "disk": {"fixed_s": 0.01, "bytes_per_s": 1.5e9}}
 
 
 @pytest.mark.parametrize(
-    ("costs", "state", "words"),
+    ("changes", "of_costs", "of_break_even"),
     [
-        (COSTS, "ok", ("from 1,234 tokens on", "prefill 30,000 tokens/s", "load 20.0 GB/s", "5.0 ms a pass")),
-        ({**COSTS, "break_even_tokens": None}, "warn", ("never pays", "20.0 GB/s")),
-        ({**COSTS, "measured": ["prefill"]}, "ok", ("unknown", "has not measured load")),
-        ({**COSTS, "measured": []}, "ok", ("unknown", "load and prefill")),
-        ({}, "ok", ("unknown", "is that a KVShare server")),
+        ({}, "measured: prefill, load; assumed: pass, lookup, embedding (on a CPU)", "from 1,234 tokens on"),
+        ({"measured": ALL}, "measured: prefill, pass, load, lookup, embedding (on a CPU)", "from 1,234"),
+        ({"break_even_tokens": None}, "measured: prefill, load; assumed: pass", "a plan never pays"),
+        ({"measured": ["prefill"]}, "measured: prefill; assumed: pass, load", "has not measured load"),
+        ({"measured": [], "machine": ""}, "assumed: prefill, pass, load", "not measured load and prefill"),
+        ({"loads": LOADS}, "loads from memory 20.0 GB/s, loads from disk 1.5 GB/s", "from 1,234"),
     ],
 )
-def test_the_break_even_length_comes_from_a_running_server(
-    start: Start, costs: Mapping[str, Any], state: str, words: Sequence[str]
+def test_costs_come_from_a_running_server(
+    start: Start, changes: Mapping[str, Any], of_costs: str, of_break_even: str
 ) -> None:
-    """What it has measured, with its rates; what it has not is unknown."""
-    server = start(Fake({"/admin/stats": (200, {"costs": costs})}))
-    check = check_break_even(server.url, None)
-    assert (check.name, check.state) == ("break-even", state)
-    assert all(word in check.detail for word in words), check.detail
-    if "unknown" not in words:
-        assert server.url in check.detail
+    """What it has measured and what it assumes, in times of prompts; then from where on sharing pays."""
+    server = start(Fake({"/admin/stats": (200, {"costs": {**COSTS, **changes}})}))
+    costs, break_even = check_costs(server.url, None)
+    assert (costs.name, break_even.name) == ("costs", "break-even")
+    assert of_costs in costs.detail
+    assert costs.detail.startswith(RATES) or "loads" in changes
+    assert of_break_even in break_even.detail
+    assert (break_even.state == "warn") == ("break_even_tokens" in changes)
+    assert server.url in costs.detail
+    assert server.url in break_even.detail
+
+
+@pytest.mark.parametrize(
+    "costs", [{}, [], None, {"measured": []}, {**COSTS, "full_s": 1}, {**COSTS, "loads": {"m": 1}}]
+)
+def test_a_server_of_another_version_has_no_costs(start: Start, costs: object) -> None:
+    """Which is no failure."""
+    (check,) = check_costs(start(Fake({"/admin/stats": (200, {"costs": costs})})).url, None)
+    assert (check.name, check.state) == ("break-even", "ok")
+    assert "is that a KVShare server of this version" in check.detail
 
 
 def test_without_a_server_the_break_even_length_is_unknown(cli: Cli, start: Start) -> None:

@@ -63,7 +63,7 @@ def test_a_cache_of_something_else_does_not_keep_it_down(tmp_path: Path) -> None
             server.complete(range(300, 400))
             assert server.stop() == 0
     files = [path for path in store.iterdir() if path.is_file() and path.stat().st_size]
-    assert {path.name for path in files} == {"tree.sqlite3", "tree.sqlite3.old"}
+    assert {path.name for path in files} == {"tree.sqlite3", "tree.sqlite3.old", "costs.json"}
     assert (store / "tree.sqlite3.old").read_bytes().startswith(b"SQLite format 3")
 
 

@@ -11,7 +11,21 @@ import pytest
 from delta_tree import DeltaTree, NodeId
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import Cli
+from tests.kvshare.cli.costs import COSTS
 from tests.kvshare.cli.family import IDENTITY, OURS, THEIRS, Family
+
+NO_TOTALS = dict.fromkeys(
+    (
+        "num_nodes",
+        "num_pinned",
+        "max_depth",
+        "num_tokens",
+        "num_stored_tokens",
+        "num_segments",
+        "num_bytes",
+    ),
+    0,
+)
 
 
 def set_pragma(store: Path, assignment: str) -> None:
@@ -172,36 +186,38 @@ def test_wrong_usage_is_exit_code_2(cli: Cli, arguments: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(700, "a plan pays from 700 tokens on"), (None, "never pays")])
-def test_what_a_running_server_has_measured_is_shown(
-    capsys: pytest.CaptureFixture[str], tokens: int | None, said: str
-) -> None:
-    totals = dict.fromkeys(
+@pytest.mark.parametrize(
+    ("measured", "origin"),
+    [
+        ([], "assumed: prefill, pass, load, lookup, embedding (on a CPU)"),
+        (["prefill"], "measured: prefill; assumed: pass, load, lookup, embedding (on a CPU)"),
+        (["load", "prefill"], "measured: prefill, load; assumed: pass, lookup, embedding (on a CPU)"),
         (
-            "num_nodes",
-            "num_pinned",
-            "max_depth",
-            "num_tokens",
-            "num_stored_tokens",
-            "num_segments",
-            "num_bytes",
+            ["embedding", "load", "lookup", "pass", "prefill"],
+            "measured: prefill, pass, load, lookup, embedding (on a CPU)",
         ),
-        0,
-    )
-    costs = {
-        "prefill_tokens_per_s": 8000.0,
-        "load_bytes_per_s": 2e9,
-        "pass_s": 0.0041,
-        "break_even_tokens": tokens,
-        "measured": ["load", "prefill"],
-    }
-    draw("stats", {"totals": totals, "namespaces": [], "costs": costs})
+    ],
+)
+def test_what_a_running_server_has_measured_is_shown(
+    capsys: pytest.CaptureFixture[str], tokens: int | None, said: str, measured: list[str], origin: str
+) -> None:
+    """Each rate in times of prompts, and which of them are measured."""
+    costs = {**COSTS, "break_even_tokens": tokens, "measured": measured}
+    draw("stats", {"totals": NO_TOTALS, "namespaces": [], "costs": costs})
     shown = " ".join(capsys.readouterr().out.split())
-    assert "prefill 8,000 tokens/s, load 2.0 GB/s, 4.1 ms a pass" in shown
+    assert origin in shown
+    assert "a full prefill of 1,024 tokens 30 ms, 8,192 tokens 222 ms" in shown
+    assert "loads from memory 20.0 GB/s, a pass 5.0 ms, the lookup of 8,192 tokens 5.8 ms" in shown
     assert said in shown
-    assert "measured: prefill" in shown
-    for measured, origin in ((["prefill"], "only prefill measured:"), ([], "assumed until measured:")):
-        draw("stats", {"totals": totals, "namespaces": [], "costs": {**costs, "measured": measured}})
-        assert origin in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("costs", [{}, None, {"pass_s": 0.1}, {**COSTS, "loads": 1.0}])
+def test_costs_of_another_version_are_not_shown(
+    capsys: pytest.CaptureFixture[str], costs: dict[str, object] | None
+) -> None:
+    """The rest is."""
+    draw("stats", {"totals": NO_TOTALS, "namespaces": [], "costs": costs})
+    assert "all" in capsys.readouterr().out
 
 
 def test_pins_of_a_stopped_store_are_undone_and_not_made(cli: Cli, store: Path, family: Family) -> None:

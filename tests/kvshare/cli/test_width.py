@@ -15,6 +15,7 @@ from kvshare.cli import views
 from kvshare.cli.checks import found
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
+from tests.kvshare.cli.costs import COSTS
 from tests.kvshare.replay.report.small_results import results
 
 WIDTH = 80
@@ -30,13 +31,6 @@ MANY = {
     "num_bytes": 123_456_789_012,
 }
 PINS = {"num_bytes": 12_345_678_901, "max_bytes": 23_456_789_012}
-COSTS = {
-    "measured": ["load", "prefill"],
-    "prefill_tokens_per_s": 123_456.0,
-    "load_bytes_per_s": 12.3e9,
-    "pass_s": 0.0123,
-    "break_even_tokens": 1234,
-}
 
 
 def prompt(*children: Any, num_children: int | None = None) -> dict[str, Any]:

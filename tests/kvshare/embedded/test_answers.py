@@ -45,7 +45,8 @@ JSON = Grammar(f"start: json\njson: %json {json.dumps(SCHEMA)}")
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedEngine]:
-    settings = {"model.path": DEMO, "store.path": str(tmp_path), "index.dense": False}
+    settings: dict[str, object] = {"model.path": DEMO, "store.path": str(tmp_path), "index.dense": False}
+    settings["cost.measure_at_start"] = False
     engine = EmbeddedEngine(load_settings(overrides={**settings, "sharing.min_prompt_tokens": 8}))
     await engine.start()
     yield engine

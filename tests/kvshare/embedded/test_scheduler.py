@@ -24,7 +24,8 @@ TEXT = '{"name":"Ann","age":41}'
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedEngine]:
-    settings = {"model.path": DEMO, "store.path": str(tmp_path), "index.dense": False}
+    settings: dict[str, object] = {"model.path": DEMO, "store.path": str(tmp_path), "index.dense": False}
+    settings["cost.measure_at_start"] = False
     engine = EmbeddedEngine(load_settings(overrides=settings))
     await engine.start()
     yield engine

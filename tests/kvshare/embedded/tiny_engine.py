@@ -35,8 +35,14 @@ def prompt(length: int, seed: int = 0) -> TokenIds:
 
 def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngine:
     """A tiny Llama behind the demo model's tokenizer. Plans are made however little they save."""
-    always = {"cost.min_saved_s": -3600.0, "cost.min_saved_fraction": 0.0, "control.unshared_share": 0.0}
-    settings = load_settings(overrides={"store.path": str(path), "index.dense": False, **always, **overrides})
+    defaults: dict[str, object] = {
+        "index.dense": False,
+        "cost.min_saved_s": -3600.0,
+        "cost.min_saved_fraction": 0.0,
+        "cost.measure_at_start": False,
+        "control.unshared_share": 0.0,
+    }
+    settings = load_settings(overrides={"store.path": str(path), **defaults, **overrides})
 
     def load(_: Settings, stopping: threading.Event) -> tuple[EmbeddedModel, PromptEncoder]:
         return EmbeddedModel(tiny_model("llama", seed=seed), name="tiny"), PromptEncoder.load(MODEL_PATH)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvshare.fleet.client import ServedModels
 from kvshare.fleet.replica import Fleet, Replica
+from kvshare.fleet.routed_request import Incoming, RoutedRequest
+from kvshare.namespace import Owner
 
 
 def fleet_of(*names: str) -> Fleet:
@@ -57,3 +59,21 @@ def test_the_idlest_replica_comes_first() -> None:
     fleet.replicas[0].num_inflight = 1
     fleet.replicas[1].models = None
     assert names(fleet) == "ca"
+
+
+def test_a_prefill_is_alone_if_no_other_one_overlaps_it() -> None:
+    """Whichever of the two began first. One whose first token has come disturbs no other."""
+    (replica,) = fleet_of("a").replicas
+    requests = [RoutedRequest(Incoming(Owner("t", "tenant"))) for _ in range(4)]
+    first, second, third, fourth = requests
+    with replica.computing(first):
+        with replica.computing(second):
+            assert not first.progress.was_alone
+            second.note_prefilled()
+        first.note_prefilled()
+        with replica.computing(third):
+            pass
+        with replica.computing(fourth):
+            assert fourth.progress.sent_at > third.progress.sent_at > 0
+    assert [each.progress.was_alone for each in requests] == [False, False, True, True]
+    assert not replica.requests

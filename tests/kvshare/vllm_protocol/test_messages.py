@@ -72,6 +72,7 @@ finished = st.builds(
     stored=st.lists(stored, max_size=4).map(tuple),
     repaired=st.lists(st.builds(WireSpan, numbers, numbers), max_size=3).map(tuple),
     stage_seconds=st.dictionaries(words, st.floats(0, 10), max_size=3),
+    first_token_s=st.none() | st.floats(0, 10),
 )
 dropped = st.builds(Dropped, st.lists(ids, max_size=4).map(tuple))
 journals = st.builds(

@@ -87,8 +87,13 @@ def bench_settings(folder: str, overrides: Mapping[str, object]) -> Settings:
     Defaults with the demo model in float32, without a controller, this store, and the overrides that are not
     None.
     """
-    defaults: dict[str, object] = {"store.path": folder, "model.path": DEMO, "model.dtype": "float32"}
-    defaults["control.unshared_share"] = 0.0  # a benchmark compares by itself
+    defaults: dict[str, object] = {
+        "store.path": folder,
+        "model.path": DEMO,
+        "model.dtype": "float32",
+        "control.unshared_share": 0.0,  # a benchmark compares by itself
+        "cost.measure_at_start": False,  # costs are learned from its requests
+    }
     given = {key: value for key, value in overrides.items() if value is not None}
     return load_settings(overrides={**defaults, **given})
 

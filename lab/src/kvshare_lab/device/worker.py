@@ -22,6 +22,7 @@ from kvshare.kv.listening import ListeningRows
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
+from kvshare.vllm_connector.scheduler import prefill_times
 from kvshare.vllm_connector.worker import copying, device
 from kvshare.vllm_connector.worker.block_layout import find_layout
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
@@ -45,7 +46,7 @@ _WorkT = TypeVar("_WorkT", bound=Work)
 _ROWS_AT_ONCE = 128
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
 # The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
-_VIRTUAL = {copying: ("threading", "time"), device: ("time",)}
+_VIRTUAL = {copying: ("threading", "time"), device: ("time",), prefill_times: ("time",)}
 
 
 class SimulatedDevice(GpuDevice):

@@ -258,7 +258,9 @@ def proxy(
     assert upstream.control_url is not None
     config = folder / "config.yaml"
     unwatched = {"control": {"unshared_share": 0.0}}  # a benchmark compares by itself
-    config.write_text(json.dumps({**unwatched, **settings}))  # JSON is YAML
+    # Benchmarks read the connector's reports, and would take those of a measurement for their own.
+    cost = {"measure_at_start": False, **settings.get("cost", {})}
+    config.write_text(json.dumps({**unwatched, **settings, "cost": cost}))  # JSON is YAML
     port = free_ports(1)[0]
     own = ["--engine", "vllm", "--port", str(port), "--config", str(config), "--store", str(folder / "store")]
     ends = ["--vllm-url", upstream.url, "--vllm-control-url", upstream.control_url]

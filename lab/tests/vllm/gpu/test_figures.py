@@ -26,6 +26,7 @@ COSTS: Costs = {
     "embedding_s": {},
     "bytes_per_token": 100_000,
     "num_extra_passes": 1,
+    "machine": "a GPU",
     "measured": ["load", "pass", "prefill"],
     "break_even_tokens": 0,
 }

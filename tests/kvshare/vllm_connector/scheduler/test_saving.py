@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvshare.vllm_protocol.messages import FinishedReport, Prefilled
-from tests.kvshare.vllm_connector.scheduler.test_scheduler import TOKENS, new_request, new_scheduler
+from tests.kvshare.vllm_connector.scheduler.one_segment import TOKENS, new_request, new_scheduler
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import SaveRequest

@@ -1,0 +1,68 @@
+"""What a server has measured and what it assumes, in words: for `kvshare stats` and `kvshare doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KINDS = ("prefill", "pass", "load", "lookup", "embedding")  # of kvshare/sharing/cost.py, which imports numpy
+_NEEDED = ("load", "prefill")  # before these are measured, it is not known from where on sharing pays
+_EXAMPLE = "8192"  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SaidCosts:
+    """Sentences without a full stop."""
+
+    origin: str  # which rates were measured, and on what
+    rates: str  # the times that they come to
+    break_even: str  # from which length on sharing pays
+    ever_pays: bool
+    missing: tuple[str, ...]  # not measured, and needed to know from where on it pays
+
+
+def in_words(costs: object) -> SaidCosts | None:
+    """None for what no server of this version sends."""
+    try:
+        return _said(costs)  # type: ignore[arg-type]  # if it is none, an error says so
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _said(costs: Mapping[str, Any]) -> SaidCosts:
+    tokens, measured = costs["break_even_tokens"], costs["measured"]
+    never = tokens is None
+    return SaidCosts(
+        origin=_origin(measured, costs["machine"]),
+        rates=_rates(costs),
+        break_even="a plan never pays" if never else f"a plan pays from {tokens:,} tokens on",
+        ever_pays=not never,
+        missing=tuple(kind for kind in _NEEDED if kind not in measured),
+    )
+
+
+def _origin(measured: list[str], machine: str) -> str:
+    known = [kind for kind in _KINDS if kind in measured]
+    assumed = [kind for kind in _KINDS if kind not in known]
+    parts = {"measured": known, "assumed": assumed}
+    said = "; ".join(f"{how}: {', '.join(kinds)}" for how, kinds in parts.items() if kinds)
+    return f"{said} (on {machine})" if machine else said
+
+
+def _rates(costs: Mapping[str, Any]) -> str:
+    full = [f"{int(length):,} tokens {_ms(seconds)}" for length, seconds in costs["full_s"].items()]
+    loads = [
+        f"loads from {place} {load['bytes_per_s'] / 1e9:.1f} GB/s" for place, load in costs["loads"].items()
+    ]
+    others = [
+        f"a pass {_ms(costs['pass_s'])}",
+        f"the lookup of {int(_EXAMPLE):,} tokens {_ms(costs['lookup_s'][_EXAMPLE])}",
+        f"their embedding {_ms(costs['embedding_s'][_EXAMPLE])}",
+    ]
+    return "a full prefill of " + ", ".join([*full, *loads, *others])
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"

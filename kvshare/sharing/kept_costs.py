@@ -1,0 +1,159 @@
+"""
+Keeps what was measured over restarts: a file next to the metadata store, with the observations of each
+machine and model.
+
+    damaged, or of another version    moved aside, replacing an earlier one; it is measured again
+    not readable                      left unchanged; what is measured is lost at the end
+    not writable                      the same; the store in its folder warns of that
+
+Each of the first two is one warning. The file has times and sizes of prefills, no tokens. All methods block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvshare.safe_logging import classes_and_places
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.regression import Row
+
+log = logging.getLogger(__name__)
+
+COSTS_FILE = "costs.json"
+_VERSION: Literal[1] = 1  # another one wherever the features of an observation change
+_MAX_KEPT = 8  # machines and models
+_MAX_BYTES = 8 * 2**20  # of the file; one machine and model take some 50 kB
+
+_Feature = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=1e-9, le=1e6, allow_inf_nan=False)]
+_Row = tuple[Annotated[str, Field(max_length=32)], tuple[_Feature, ...], _Seconds]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Fingerprint(_Document):
+    """What a cost depends on, in words. Costs of another fingerprint are not used."""
+
+    machine: str
+    model: str
+    versions: str
+
+
+class _Entry(_Document):
+    fingerprint: Fingerprint
+    rows: dict[str, list[_Row]]
+
+
+class _File(_Document):
+    version: Literal[1]
+    kept: Annotated[list[_Entry], Field(max_length=_MAX_KEPT)]  # those used last at the end
+
+
+class KeptCosts:
+    """The file of one server, and what its `CostModel` has of it. Thread-safe."""
+
+    def __init__(self, folder: str | None, cost: CostModel) -> None:
+        """`folder`: of the store; None: nothing is kept."""
+        self._path = None if folder is None else Path(folder) / COSTS_FILE
+        self._cost = cost
+        self._fingerprint: Fingerprint | None = None
+        self._others: list[_Entry] = []  # of other fingerprints
+        self._written: dict[str, list[Row]] = {}
+        self._has_failed = False  # a write; that was logged
+        self._lock = threading.Lock()
+
+    def use(self, fingerprint: Fingerprint) -> bool:
+        """
+        What is measured from now on is of this machine and model: go on with what was kept of it.
+
+        Returns: whether anything was
+        """
+        with self._lock:
+            if fingerprint == self._fingerprint:
+                return bool(self._written)
+            self._keep()  # of the model before
+            self._fingerprint = fingerprint
+            self._cost.machine = fingerprint.machine
+            kept = self._take(fingerprint)
+            try:
+                self._cost.restore(kept)
+            except ValueError as exc:
+                self._set_aside(str(exc))
+                kept = {}
+            self._written = kept
+            return bool(kept)
+
+    def save(self) -> None:
+        """Write what was measured, if there is anything new. Never raises."""
+        with self._lock:
+            self._keep()
+
+    def _keep(self) -> None:
+        rows = self._cost.rows()
+        if self._path is None or self._fingerprint is None or rows == self._written or not any(rows.values()):
+            return
+        entry = _Entry(fingerprint=self._fingerprint, rows=rows)
+        document = _File(version=_VERSION, kept=[*self._others[1 - _MAX_KEPT :], entry])
+        try:
+            _write(self._path, document.model_dump_json().encode())
+        except OSError as exc:
+            if not self._has_failed:
+                log.info("%s cannot be written, measured costs are not kept: %s", self._path, exc.strerror)
+            self._has_failed = True
+        else:
+            self._written, self._has_failed = rows, False
+
+    def _take(self, fingerprint: Fingerprint) -> dict[str, list[Row]]:
+        """What the file has of a fingerprint; the rest becomes that of the others."""
+        kept = self._read()
+        self._others = [entry for entry in kept if entry.fingerprint != fingerprint]
+        return next((entry.rows for entry in kept if entry.fingerprint == fingerprint), {})
+
+    def _read(self) -> list[_Entry]:
+        if self._path is None or not self._path.exists():
+            return []
+        try:
+            if not self._path.is_file() or self._path.stat().st_size > _MAX_BYTES:
+                self._set_aside("is no file of this program")
+                return []
+            return _File.model_validate_json(self._path.read_bytes()).kept
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the document"
+            self._set_aside(f"is damaged or of another version ({place}: {first['msg']})")
+        except OSError as exc:
+            log.warning("%s cannot be read, measured costs are not kept: %s", self._path, exc.strerror)
+            self._path = None
+        return []
+
+    def _set_aside(self, problem: str) -> None:
+        assert self._path is not None, "it was read"
+        aside = self._path.with_name(f"{COSTS_FILE}.old")
+        try:
+            self._path.replace(aside)
+        except OSError as exc:
+            log.warning("%s %s; it is not used: %s", self._path, problem, classes_and_places(exc))
+        else:
+            log.warning("%s %s: moved to %s, costs are measured again", self._path, problem, aside.name)
+
+
+def _write(path: Path, raw: bytes) -> None:
+    """Replace a file as a whole, so that a crash leaves the old one or the new one. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

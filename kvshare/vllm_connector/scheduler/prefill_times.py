@@ -1,0 +1,52 @@
+"""
+How long the prefills of requests take in vLLM: from their first blocks to their first token, with their loads
+and without waiting for blocks before.
+
+The proxy sees the first token of a streamed answer only; this is for the others. vLLM plans its next step
+when it has read what the last one sampled: with the token, or with the end of the request, comes its time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvshare.vllm_connector.scheduler.request_state import TicketedRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefill:
+    request: Request
+    ticketed: TicketedRequest
+    began: float
+
+
+class PrefillTimes:
+    """Of the requests with a ticket that have no token yet. Used on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, _Prefill] = {}
+
+    def begin(self, request: Request, ticketed: TicketedRequest) -> None:
+        """It got blocks. One that got them before was preempted, and is computed twice."""
+        if ticketed.was_admitted:
+            self._running.pop(request.request_id, None)
+        else:
+            self._running[request.request_id] = _Prefill(request, ticketed, time.perf_counter())
+
+    def look(self) -> None:
+        """Note the times of those that have their first token by now. Called before each step."""
+        now = time.perf_counter()
+        done = [each for each in self._running.values() if each.request.num_output_tokens]
+        for each in done:
+            del self._running[each.request.request_id]
+            each.ticketed.first_token_s = now - each.began
+
+    def end(self, request: Request) -> None:
+        """The request has ended, maybe with its first token, maybe without one."""
+        self.look()
+        self._running.pop(request.request_id, None)
