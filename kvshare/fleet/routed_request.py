@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delta_tree import Node
+from kvshare.fleet.client import RenderedPrompt
 from kvshare.namespace import Owner
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
@@ -37,6 +38,7 @@ class Incoming:
     mode: SharingMode = SharingMode.OFF
     may_store: bool = False
     unique_id: str = ""  # in the access log and `GET /admin/requests`
+    rendered: RenderedPrompt | None = None  # the prompt as vLLM wrote it, if that may be given back to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +124,18 @@ class RoutedRequest:
         if not ticket.is_exact and (report := self.report) is not None:
             params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": report.num_cached}
         return params
+
+    def rendered_for(self, vllm_url: str) -> bytes | None:
+        """
+        The prompt as a list of token ids in JSON, for vLLM's `kv_transfer_params.prompt_token_ids`.
+
+        vLLM then computes these tokens and does not apply template and tokenizer once more. Only for requests
+        with a ticket, and for the vLLM that rendered them: another one may have another template.
+        """
+        rendered = self.incoming.rendered
+        if self.routed.ticket is None or rendered is None or rendered.vllm_url != vllm_url:
+            return None
+        return rendered.tokens.raw
 
     def note_prefilled(self) -> None:
         """Its first token arrived, or its prompt is reported: similar ones only wait until it is stored."""

@@ -13,7 +13,6 @@ import logging
 import re
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -23,6 +22,7 @@ from kvshare.fleet.replica import Replica
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
+from kvshare.vllm_protocol.messages import PROMPT_KEY
 from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import HttpError, is_anthropic, to_reply
@@ -36,7 +36,7 @@ from proxy.relay.sanitize import (
     with_members,
 )
 from proxy.request_record import RECORD, RequestFailure
-from proxy.sse import KEEP_ALIVE
+from proxy.sse import KEEP_ALIVE, dump
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +97,13 @@ class RelayedRequest:
         headers["X-Request-Id"] = record.request_id
         headers.update(replica.headers)
         path = upstream_path(request.rel_url.raw_path_qs)
-        added: dict[str, Any] = {}  # the salt and the ticket of this try
+        added: dict[str, bytes] = {}  # the salt and the ticket of this try
         if self.is_json and takes_salt(path):
-            added["cache_salt"] = self.routed.salt
+            added["cache_salt"] = dump(self.routed.salt)
         if (params := self.routed.transfer_params) is not None:
-            added["kv_transfer_params"] = params
+            rendered = self.routed.rendered_for(replica.vllm.url)
+            given_back = {} if rendered is None else {PROMPT_KEY: rendered}
+            added["kv_transfer_params"] = with_members(dump(params), given_back)
         body = with_members(self.body, added)
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=body)
