@@ -12,6 +12,7 @@ docs/architecture.md names the writer of each field.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,8 @@ class Routed:
 class RequestProgress:
     """What was observed of a request."""
 
-    # By the router, when it is sent.
+    # By the router, when it is planned, and when it is sent.
+    lookup_seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
     was_alone: bool = False  # the replica prefilled no other request then
     sent_at: float = 0.0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -67,7 +68,9 @@ class RelayedRequest:
         """
         try:
             async with self.request.app[SERVER].lifecycle.running():
-                return await self._try_replicas(await self.router.route(self.routed))
+                replica = await self.router.route(self.routed)
+                self._note_stages(self.routed.progress.lookup_seconds)
+                return await self._try_replicas(replica)
         except KVShareError as exc:
             return await self._break_off(exc)
 
@@ -91,6 +94,7 @@ class RelayedRequest:
             tried.append(replica)
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
+        began = perf_counter()
         request, record, report = self.request, self.request[RECORD], self.routed.report
         record.answer.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
@@ -105,12 +109,17 @@ class RelayedRequest:
             given_back = {} if rendered is None else {PROMPT_KEY: rendered}
             added["kv_transfer_params"] = with_members(dump(params), given_back)
         body = with_members(self.body, added)
+        self._note_stages({"ticket": perf_counter() - began})
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=body)
         except TimeoutError as exc:
             read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
             message = f"The model server said nothing for {read_timeout_s:g} s."
             raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
+
+    def _note_stages(self, seconds: Mapping[str, float]) -> None:
+        if self.dialect is not None:  # other routes prepare nothing
+            self.request[RECORD].preparation.stage_seconds.update(seconds)
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.progress.has_failed = response.status >= 400
@@ -177,6 +186,7 @@ class RelayedRequest:
         self.routed.note_prefilled()
         if self._is_stream:
             progress.prefill_s = perf_counter() - progress.sent_at
+            self._note_stages({"engine": progress.prefill_s})
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""

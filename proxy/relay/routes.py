@@ -93,6 +93,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body, document = await _read_json(request)
     await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
     incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
+    prepared.body_s = request[RECORD].duration_s
     prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
     if incoming.mode is SharingMode.OFF:
         prepared.unplanned = Reason.OFF
