@@ -68,7 +68,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "auth": {"keys": _keys()},
         "store": {"path": str(folder / "store")},
         "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0},
-        "index": {"dense": False},  # of prompts that come together one must not be stored while another is looked up
+        "index": {
+            "dense": False
+        },  # of prompts that come together one must not be stored while another is looked up
     }
     config.write_text(yaml.safe_dump(document))
     kvshare = Path(sys.executable).with_name("kvshare")
