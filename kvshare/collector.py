@@ -1,4 +1,4 @@
-"""Settings of Python's interpreter for a server: its cyclic garbage collector, and the turns of its threads."""
+"""Settings of Python's interpreter for a server: its cyclic garbage collector, and its threads' turns."""
 
 import gc
 import sys
@@ -11,8 +11,8 @@ def take_short_turns() -> None:
     """
     Let a thread that wants to run wait at most half a millisecond for another one, instead of five.
 
-    numpy gives up the interpreter's lock in each larger operation, of which a plan has hundreds, and must wait
-    for it again if meanwhile another thread stores a prompt or reads a body.
+    numpy gives up the interpreter's lock in each larger operation, of which a plan has hundreds, and must
+    wait for it again if meanwhile another thread stores a prompt or reads a body.
     """
     sys.setswitchinterval(_TURN_S)
 
