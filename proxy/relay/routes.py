@@ -150,6 +150,8 @@ async def _rendered(
     engine, record = request.app[ENGINE], request[RECORD]
     began = time.perf_counter()
     try:
+        if not engine.fleet.sharing():  # nothing can be planned: rendering would only take time
+            raise Unplannable(Reason.NO_CONNECTOR)
         read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except (
         *(Unplannable, UpstreamError, NoReplicaError),

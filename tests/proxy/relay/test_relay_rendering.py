@@ -123,6 +123,18 @@ async def test_content_that_is_nested_without_end_costs_the_plan_only(relay: Rel
     assert len(vllm.generated) == 1
 
 
+async def test_where_no_replica_shares_nothing_is_rendered(tmp_path: Path) -> None:
+    """It would only take time: vLLM renders for itself."""
+    async with (
+        running_vllm(Behaviour(refusals=("not today",))) as vllm,
+        running_relay(tmp_path, vllm, wait=False) as relay,
+    ):
+        await eventually(lambda: bool(relay.engine.fleet.serving()))
+        assert (await relay.send("/v1/messages", body_of("/v1/messages", "Rome"))).status == 200
+        assert (vllm.rendered, len(vllm.generated)) == ([], 1)
+        assert relay.counts.unshared[Reason.NO_CONNECTOR] == 1
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_rules_act_before_a_body_is_rendered(vllm: FakeVllm, tmp_path: Path, path: str) -> None:
     """What vLLM renders is what it computes, on every route."""
