@@ -7,7 +7,8 @@ prefix cache:
     given        the same with the tokens beside the text, which vLLM then does not render
     through      the same text through the proxy, which renders, plans and sends it; `added`: what that takes
     shared       an edited text through the proxy: by stage, from the proxy's and the connector's own clocks
-and `render`, vLLM's /render of the text by itself. `template` and `tokens` are measured in this process.
+and `render`, vLLM's /render of the text by itself, and `step`, one step of vLLM. `template` and `tokens`
+are measured in this process.
 
     client -> body -> tokenize -> prefix, fingerprint, plan, fetch -> ticket -> engine -> first token
                       (render)    (or a wait)                                   (verify, write, pass; the
@@ -22,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from kvshare_lab.vllm.session import Session, run_benchmark
 from kvshare_lab.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 
 _WARM_UP = 2
+_STEPS = 32  # of vLLM after the first token, whose mean is `step`
 _HEADER = 64  # tokens of the template, at most
 _ROOM = 256  # tokens of context beyond the longest prompt
 _INSIDE = ("verify", "write", "pass")  # stages of the connector before the first token
@@ -131,9 +132,9 @@ class _Length:
     async def _repeat(self, text: str, rendered: Sequence[int]) -> None:
         bench, seconds = self._bench, self._seconds
         given = {"kv_transfer_params": {"prompt_token_ids": list(rendered)}}
-        straight = await bench.shared.chat(text, max_tokens=4)
+        straight = await bench.shared.chat(text, max_tokens=_STEPS + 1)
         seconds["straight"].append(straight.ttft_s)
-        seconds["step"].append(median(straight.gaps_s))
+        seconds["step"].append((straight.token_times_s[-1] - straight.ttft_s) / _STEPS)
         seconds["given"].append((await bench.shared.chat(text, extra=given)).ttft_s)
         through = await bench.proxy.chat(text, extra={"kvshare": {"mode": "exact", "no_store": True}})
         seconds["through"].append(through.ttft_s)
