@@ -58,4 +58,5 @@ from delta_tree.spans import token_ids as token_ids
 from delta_tree.storage import aside_path as aside_path
 from delta_tree.storage import check_unlocked as check_unlocked
 from delta_tree.storage import set_aside as set_aside
+from delta_tree.target import Target as Target
 from delta_tree.tree import DeltaTree as DeltaTree

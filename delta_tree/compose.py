@@ -15,10 +15,11 @@ import numpy as np
 from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.donors import Donor
 from delta_tree.edits import Match
-from delta_tree.kgrams import CandidateKGrams, Hashes, Sieve, quick_hashes
+from delta_tree.kgrams import CandidateKGrams, Sieve, hashes_of_all
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair
-from delta_tree.spans import Span, TokenIds, token_ids, true_spans
+from delta_tree.spans import Span, TokenIds, true_spans
+from delta_tree.target import Look, Target
 
 # Alignment is the most expensive step. Only the three most promising donors are aligned, and none that can
 # cover hardly more than the best so far: `fill` takes runs from all donors anyway.
@@ -29,7 +30,7 @@ _MAX_ROUNDS = 8
 
 
 def compose(
-    target: TokenIds,
+    target: TokenIds | Target,
     candidates: Sequence[Node],
     segment_of: Callable[[SegmentId], Segment],
     *,
@@ -46,16 +47,17 @@ def compose(
     because it costs no fidelity. With `may_move` False, KV is copied only to the positions it was computed
     for. Where `segment_of` raises UnknownSegmentError, the donor is left out. Among equally good donors the
     first in `candidates` wins.
-    Shapes:  target (T,) int32
+    Shapes:  target (T,) int32; a `Target` where the same prompt is composed again, with the same `min_run`
     """
-    if min_run < 1:
-        raise ValueError(f"min_run must be at least 1, got {min_run}")
-    target = token_ids(target)
+    if not isinstance(target, Target):
+        target = Target(target, min_run=min_run)
+    elif target.min_run != min_run:
+        raise ValueError(f"the target was made for a min_run of {target.min_run}, got {min_run}")
     donors = [
-        Donor(node, place, target, segment_of, max_generation=max_generation, may_move=may_move)
+        Donor(node, place, target.tokens, segment_of, max_generation=max_generation, may_move=may_move)
         for place, node in enumerate(candidates)
     ]
-    layout = _Layout(target, donors, min_run=min_run, max_donors=max_donors)
+    layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors)
     sharing = layout.sharing(allow_approximate)
     best = layout.place_best_donor(sharing)
     layout.place_exact_prefix(preferred=best)
@@ -66,31 +68,24 @@ def compose(
 class _Layout:
     """The new prompt while it is being covered."""
 
-    def __init__(self, target: TokenIds, donors: Sequence[Donor], *, min_run: int, max_donors: int) -> None:
-        self._target = target
+    def __init__(self, target: Target, donors: Sequence[Donor], *, may_move: bool, max_donors: int) -> None:
+        self._shared, self._target = target, target.tokens
+        self._may_move = may_move
         self._donors = donors
         self._usable = [donor for donor in donors if donor.usable]
         self._exact_length = max((donor.exact_length for donor in donors), default=0)
-        self._rest = Span(self._exact_length, len(target))
-        self._min_run = min_run
+        self._rest = Span(self._exact_length, len(self._target))
+        self._min_run = target.min_run
         self._max_donors = max_donors
+        self._looks: dict[Donor, Look] = {}  # of the usable ones
         self._copies: list[Copy] = []
-        self._is_open = np.ones(len(target), dtype=np.bool_)
+        self._is_open = np.ones(len(self._target), dtype=np.bool_)
         self._mixed: set[Donor] = set()  # donors of approximate copies
 
     @cached_property
-    def _hashes(self) -> Hashes:
-        """Of all k-grams of the prompt; not computed where only its exact prefix is wanted."""
-        return quick_hashes(self._target, self._min_run)
-
-    @cached_property
-    def _anywhere(self) -> Sieve:
-        """Of all k-grams of the prompt; only needed for donors that share nothing after the exact prefix."""
-        return Sieve(self._hashes)
-
-    @cached_property
     def _kgrams(self) -> CandidateKGrams:
-        return CandidateKGrams([donor.visible for donor in self._usable], self._min_run)
+        looks = (self._looks[donor] for donor in self._usable)
+        return CandidateKGrams([look.hashes for look in looks], [donor.places for donor in self._usable])
 
     def sharing(self, allow_approximate: bool) -> list[Donor]:
         """
@@ -102,18 +97,46 @@ class _Layout:
             for donor in self._usable:
                 donor.reason = DonorReason.EXACT_ONLY
             return []
-        if len(self._rest) >= self._min_run:
-            self._narrow([self._rest])
-        known = np.sort(self._hashes)
+        self._look_at_all()
         found: list[Donor] = []
-        for donor, hashes in zip(self._usable, self._kgrams.hashes, strict=True):
-            donor.pair = pair = Pair(donor.visible, self._target, hashes, self._hashes, self._min_run)
-            if pair.has_common_run(donor.places, known):
+        for donor in self._usable:
+            look = self._looks[donor]
+            donor.pair, donor.places = self._pair(look), look.places
+            if look.shares:
                 found.append(donor)
-                donor.reason = DonorReason.NOTHING_LEFT
-            elif pair.has_common_run(self._anywhere.passing(hashes), known):
+            if look.shares or look.shares_before:
                 donor.reason = DonorReason.NOTHING_LEFT
         return found
+
+    def _pair(self, look: Look) -> Pair:
+        return Pair(look.visible, self._target, look.hashes, self._shared.hashes, self._min_run)
+
+    def _look_at_all(self) -> None:
+        """Find what each usable donor shares, unless an earlier composition has."""
+        rest, may_move = self._rest, self._may_move
+        new = []
+        for donor in self._usable:
+            look = self._shared.look(donor.visible, rest.start, may_move=may_move)
+            if look is None:
+                new.append(donor)
+            else:
+                self._looks[donor] = look
+        if not new:
+            return
+        hashes = hashes_of_all([donor.visible for donor in new], self._min_run)
+        passing = [np.empty(0, dtype=np.int64)] * len(new)
+        if len(rest) >= self._min_run:
+            passing = CandidateKGrams(hashes).narrow(self._sieve([rest]))
+        for donor, own, places in zip(new, hashes, passing, strict=True):
+            self._looks[donor] = look = self._first_look(Look(donor.visible, own, places))
+            self._shared.keep(look, rest.start, may_move=may_move)
+
+    def _first_look(self, look: Look) -> Look:
+        pair, known = self._pair(look), lambda: self._shared.sorted_hashes
+        look.shares = pair.has_common_run(look.places, known)
+        if not look.shares:
+            look.shares_before = pair.has_common_run(self._shared.anywhere.passing(look.hashes), known)
+        return look
 
     def place_best_donor(self, donors: Sequence[Donor]) -> Donor | None:
         """
@@ -134,7 +157,7 @@ class _Layout:
         for donor in promising[:_MAX_ALIGNED]:
             if most_covered >= bounds[donor] * _GOOD_ENOUGH:
                 break
-            runs = donor.in_order(self._rest)
+            runs = self._in_order(donor)
             num_covered = sum(run.length for run in runs)
             if num_covered > most_covered:
                 best, best_runs, most_covered = donor, runs, num_covered
@@ -143,6 +166,12 @@ class _Layout:
             for run in best_runs:
                 self._place(best, run)
         return best
+
+    def _in_order(self, donor: Donor) -> list[Match]:
+        look = self._looks[donor]
+        if look.in_order is None:
+            look.in_order = donor.in_order(self._rest)
+        return look.in_order
 
     def place_exact_prefix(self, *, preferred: Donor | None) -> None:
         """Place the exact prefix, from `preferred` if that donor holds it, else from the first that does."""
@@ -202,7 +231,11 @@ class _Layout:
 
     def _narrow(self, spans: Sequence[Span]) -> None:
         """Restrict each usable donor to the k-grams that may occur in one of the spans."""
-        inside = [self._hashes[span.start : span.end - self._min_run + 1] for span in spans]
-        narrowed = self._kgrams.narrow(Sieve(np.concatenate(inside)))
+        narrowed = self._kgrams.narrow(self._sieve(spans))
         for donor, places in zip(self._usable, narrowed, strict=True):
             donor.places = places
+
+    def _sieve(self, spans: Sequence[Span]) -> Sieve:
+        """Of the k-grams in these spans of the prompt."""
+        hashes = self._shared.hashes
+        return Sieve(np.concatenate([hashes[span.start : span.end - self._min_run + 1] for span in spans]))

@@ -30,6 +30,11 @@ class Copy:
         return Span(self.target_start, self.target_start + self.length)
 
     @property
+    def target_end(self) -> int:
+        """Where they end, without a `Span`: plans of long prompts have hundreds of copies."""
+        return self.target_start + self.length
+
+    @property
     def shift(self) -> int:
         """By how many positions the keys must be rotated."""
         return self.target_start - self.source_position

@@ -7,7 +7,7 @@ only a few are tried, and the scan goes on behind each run that it finds.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places
 from delta_tree.spans import Span
 
+_TRIED = 2  # k-grams that are looked for before the target's are sorted
 _ASKED_AT_ONCE = 256  # k-grams looked up at once; most donors share one of the first
 _FIRST_STEP = 64  # tokens compared at once before the stretch is doubled
 
@@ -31,13 +32,15 @@ class Pair:
     target_hashes: Hashes
     k: int
 
-    def has_common_run(self, places: Places, known: Hashes) -> bool:
+    def has_common_run(self, places: Places, known: Callable[[], Hashes]) -> bool:
         """Whether the target has one of the source's k-grams at `places`; `known`: the target's, sorted."""
+        if any(map(self._stands_in, places[:_TRIED].tolist())):
+            return True  # as a rule the first is one, and nothing is sorted
         for start in range(0, len(places), _ASKED_AT_ONCE):
             some = places[start : start + _ASKED_AT_ONCE]
             asked = self.source_hashes[some]
-            at = np.minimum(known.searchsorted(asked), len(known) - 1)
-            if any(map(self._stands_in, some[known[at] == asked].tolist())):
+            at = np.minimum(known().searchsorted(asked), len(known()) - 1)
+            if any(map(self._stands_in, some[known()[at] == asked].tolist())):
                 return True
         return False
 

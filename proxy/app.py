@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from kvshare.addresses import check_port
-from kvshare.collector import make_collections_rare
+from kvshare.collector import make_collections_rare, take_short_turns
 from kvshare.engine import Engine, GeneratingEngine
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
@@ -93,6 +93,7 @@ async def serve(
             on_listening(url)
             await _first_of(lifecycle.wait_started(), first.wait())
             make_collections_rare()
+            take_short_turns()
             if on_ready is not None and lifecycle.is_engine_up:
                 on_ready(url)
             await first.wait()

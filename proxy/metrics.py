@@ -94,8 +94,8 @@ class Metrics(Collector):
         """Add a request that is over."""
         self._counters["kvshare_requests"].labels(endpoint, str(status), record.answer.ended_as).inc()
         stages = self._histograms["kvshare_stage_duration_seconds"]
-        if record.preparation.tokenize_s is not None:
-            stages.labels("tokenize").observe(record.preparation.tokenize_s)
+        for stage, seconds in record.preparation.stages.items():
+            stages.labels(stage).observe(seconds)
         for rule in record.body.rules:
             self._counters["kvshare_rules_applied"].labels(rule).inc()
         if record.preparation.mode is None:

@@ -57,7 +57,7 @@ def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:
 
 def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> dict[str, Any]:
     reports = [report for _, report in sorted(record.answer.reports.items())]
-    stages: dict[str, float] = {}
+    stages = record.preparation.stages
     for finished in record.answer.finished.values():
         for stage, seconds in finished.stage_seconds.items():
             stages[stage] = stages.get(stage, 0.0) + seconds

@@ -64,9 +64,17 @@ class PreparationRecord:
     """What is generated for a request, and how."""
 
     mode: SharingMode | None = None  # None: nothing was generated
+    body_s: float | None = None  # until a relay has read it
     tokenize_s: float | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # in a relay, of what follows
     unplanned: Reason | None = None  # why nothing could be planned for it
     executed: Callable[[], Mapping[str, Any]] = dict  # what the engine reports in addition to the plan
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of all stages that there were."""
+        read = {"body": self.body_s, "tokenize": self.tokenize_s}
+        return {**{name: value for name, value in read.items() if value is not None}, **self.stage_seconds}
 
 
 @dataclass(slots=True)

@@ -30,6 +30,6 @@ def named_events(*documents: Mapping[str, Any]) -> bytes:
     return b"".join(b"event: %s\n" % each["type"].encode("ascii") + frames(each) for each in documents)
 
 
-def dump(document: Mapping[str, Any]) -> bytes:
+def dump(document: object) -> bytes:
     """Compact and pure ASCII, so that half a character, as an engine may emit it, can be sent."""
     return json.dumps(document, separators=(",", ":")).encode("ascii")

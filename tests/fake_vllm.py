@@ -156,6 +156,11 @@ class FakeVllm(FakeConnector):
         document = {"request_id": "x", "token_ids": tokens, "features": self.behaviour.features}
         return web.json_response([document] if request.path == "/v1/completions/render" else document)
 
+    def computed_tokens(self, body: Mapping[str, Any]) -> list[int]:
+        """What it computes for a body: the tokens that it is given back, or else what it renders itself."""
+        given: list[int] | None = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        return self.tokens_of(body) if given is None else given
+
     def tokens_of(self, body: Mapping[str, Any]) -> list[int]:
         """Bytes of a trivial template, or of a plain prompt; tools stand before all."""
         if "prompt" in body:
@@ -204,7 +209,7 @@ class FakeVllm(FakeConnector):
         self.running.set()
         await self.prefill.wait()
         if seen.ticket is not None:
-            self.note_prefilled(seen.ticket, self.tokens_of(seen.body))
+            self.note_prefilled(seen.ticket, self.computed_tokens(seen.body))
         await self.release.wait()
 
     async def _stream(self, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -242,7 +247,7 @@ class FakeVllm(FakeConnector):
 
     def _end(self, seen: Seen, answer: str) -> None:
         if seen.ticket is not None:
-            self.note_ended(seen.ticket, self.tokens_of(seen.body), answer)
+            self.note_ended(seen.ticket, self.computed_tokens(seen.body), answer)
 
     async def _pause(self, seen: Seen, number: int) -> None:
         """Before a token; those of a slow answer are ten seconds apart, but for the first."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -23,6 +23,7 @@ from yarl import URL
 from delta_tree import SegmentId
 from kvshare.addresses import SERVER_NAME
 from kvshare.errors import UpstreamError, WrongServerError
+from kvshare.fleet.token_lists import TokenList, read_entries
 from kvshare.settings import VllmSettings
 from kvshare.vllm_protocol.json_fields import Message, WireError
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, HeldSegments, Journal, ReplicaInfo
@@ -44,12 +45,13 @@ class ServedModels:
     max_model_len: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RenderedPrompt:
     """The tokens that vLLM would compute for a request."""
 
-    token_ids: list[int]
+    tokens: TokenList
     is_text: bool  # no images, no audio
+    vllm_url: str  # who rendered it
 
 
 class _Client:
@@ -189,13 +191,12 @@ class VllmClient(_Client):
         lengths = [entry["max_model_len"] for entry in base if isinstance(entry.get("max_model_len"), int)]
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
 
-    async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
+    async def tokenize(self, body: Mapping[str, Any]) -> TokenList:
         """The token ids of a body, from vLLM's `/tokenize`."""
-        document = await self._json("/tokenize", body=body)
-        tokens = document.get("tokens") if isinstance(document, Mapping) else None
-        if not _are_token_ids(tokens):
-            raise self._failed("/tokenize", "expected a list of token ids")
-        return tokens
+        entries = await self._entries("/tokenize", "tokens", body=body)
+        if len(entries) != 1:
+            raise self._failed("/tokenize", f"expected one object, got {len(entries)}")
+        return entries[0][1]
 
     async def render(self, path: str, body: bytes) -> list[RenderedPrompt]:
         """
@@ -203,14 +204,17 @@ class VllmClient(_Client):
 
         Raises:  UpstreamError, with a status in NO_ROUTE if vLLM does not have this route
         """
-        path = f"{path}/render"
-        document = await self._json(path, body=body)
-        entries = document if isinstance(document, list) else [document]
-        if not all(
-            isinstance(entry, Mapping) and _are_token_ids(entry.get("token_ids")) for entry in entries
-        ):
-            raise self._failed(path, "expected token_ids, a list")
-        return [RenderedPrompt(entry["token_ids"], not entry.get("features")) for entry in entries]
+        entries = await self._entries(f"{path}/render", "token_ids", body=body)
+        return [RenderedPrompt(tokens, not entry.get("features"), self.url) for entry, tokens in entries]
+
+    async def _entries(
+        self, path: str, name: str, *, body: Body
+    ) -> list[tuple[Mapping[str, Any], TokenList]]:
+        raw = await self._read(path, body=body)
+        try:
+            return read_entries(raw, name)
+        except (ValueError, RecursionError) as exc:
+            raise self._failed(path, f"expected {name}, a list of token ids") from exc
 
 
 class ControlClient(_Client):
@@ -258,10 +262,6 @@ class ControlClient(_Client):
             return kind.from_json(document)
         except WireError as exc:
             raise self._failed(path, str(exc)) from exc
-
-
-def _are_token_ids(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _sent(body: bytes | None) -> bytes | io.BytesIO | None:

@@ -9,6 +9,7 @@ from typing import Any
 from kvshare.errors import UpstreamError
 from kvshare.fleet.client import NO_ROUTE, RenderedPrompt
 from kvshare.fleet.replica import Fleet
+from kvshare.fleet.token_lists import TokenList
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,6 @@ class Renderer:
                 replica.renders = False
         return None
 
-    async def tokenize(self, body: Mapping[str, Any]) -> list[int]:
+    async def tokenize(self, body: Mapping[str, Any]) -> TokenList:
         """Tokenize with vLLM's template and tokenizer. Raises NoReplicaError, UpstreamError."""
         return await self._fleet.idlest().vllm.tokenize(body)

@@ -13,10 +13,12 @@ docs/architecture.md names the writer of each field.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from delta_tree import Node
+from kvshare.fleet.client import RenderedPrompt
 from kvshare.namespace import Owner
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
@@ -40,6 +42,7 @@ class Incoming:
     may_store: bool = False
     is_controlled: bool = True  # false: it asks to be stored, and the controller leaves it alone
     unique_id: str = ""  # in the access log and `GET /admin/requests`
+    rendered: RenderedPrompt | None = None  # the prompt as vLLM wrote it, if that may be given back to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +57,9 @@ class Routed:
 @dataclass(slots=True, eq=False)
 class RequestProgress:
     """What was observed of a request."""
+
+    # By the router, when it is planned.
+    lookup_seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
 
     # By the replica, when this or another request is sent there.
     was_alone: bool = False  # it prefilled no other request meanwhile
@@ -128,6 +134,18 @@ class RoutedRequest:
         if not ticket.is_exact and (report := self.report) is not None:
             params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": report.num_cached}
         return params
+
+    def rendered_for(self, vllm_url: str) -> bytes | None:
+        """
+        The prompt as a list of token ids in JSON, for vLLM's `kv_transfer_params.prompt_token_ids`.
+
+        vLLM then computes these tokens and does not apply template and tokenizer once more. Only for requests
+        with a ticket, and for the vLLM that rendered them: another one may have another template.
+        """
+        rendered = self.incoming.rendered
+        if self.routed.ticket is None or rendered is None or rendered.vllm_url != vllm_url:
+            return None
+        return rendered.tokens.raw
 
     def note_prefilled(self) -> None:
         """Its first token arrived, or its prompt is reported: similar ones only wait until it is stored."""

@@ -90,6 +90,7 @@ class Router:
                 reason = Reason.NO_CONNECTOR  # unless there is a lookup
             try:
                 route = await self._find_or_wait(incoming)
+                request.progress.lookup_seconds = route.lookup.stage_seconds
                 if route.replica is not None and route.replica.shares:
                     self._sharing.note_use(route.lookup)
                     request.routed = self._planned(

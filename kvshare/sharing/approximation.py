@@ -21,13 +21,12 @@ from delta_tree import (
     Span,
     TokenIds,
     common_prefix_length,
-    gaps,
     merge,
 )
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.limits import PlannerLimits
-from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, within, without
+from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, uncovered, within, without
 from kvshare.sharing.prediction import Shape, carried, shape_of
 from kvshare.sharing.rates import Estimate, Rates
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
@@ -61,10 +60,15 @@ class Approximation:
         self._common = {
             donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
-        self._moved = tuple(copy for copy in self._foreign if not self._is_settled(copy))
-        self._settled = tuple(copy for copy in self._foreign if self._is_settled(copy))
+        is_settled = [self._is_settled(copy) for copy in self._foreign]
+        self._moved = tuple(
+            copy for copy, settled in zip(self._foreign, is_settled, strict=True) if not settled
+        )
+        self._settled = tuple(
+            copy for copy, settled in zip(self._foreign, is_settled, strict=True) if settled
+        )
         self._shape = self._shape_of(self._moved)
-        num_tail = size - max((copy.target.end for copy in self._foreign), default=0)
+        num_tail = size - max((copy.target_end for copy in self._foreign), default=0)
         self._chooses = limits.can_probe and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
     def cheapest(self) -> Plan:
@@ -102,7 +106,7 @@ class Approximation:
         Whether a copy has the same position and the same tokens in front of it as in its donor, as in the
         next turn of a chat. It adds no deviation, so it needs no repair.
         """
-        return copy.donor_start == copy.target_start and copy.target.end <= self._common[copy.donor]
+        return copy.donor_start == copy.target_start and copy.target_end <= self._common[copy.donor]
 
     def _shape_of(self, moved: Sequence[Copy]) -> Shape | None:
         tail = max(self._exact_length, self._size - self._settings.tail)
@@ -143,7 +147,7 @@ class Approximation:
             num_tokens=size,
             exact_length=self._exact_length,
             copies=copies,
-            placeholders=gaps((copy.target for copy in copies), size),
+            placeholders=uncovered(copies, size),
             repairs=spans,
             generation=max((self._generation_after(copy) for copy in copied), default=0),
             estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes

@@ -248,6 +248,18 @@ def clip(copy: Copy, span: Span) -> Copy | None:
     )
 
 
+def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
+    """The positions of a prompt that none of the copies, ascending by target and apart, covers."""
+    found, end = [], 0
+    for copy in copies:
+        if copy.target_start > end:
+            found.append(Span(end, copy.target_start))
+        end = copy.target_end
+    if end < num_tokens:
+        found.append(Span(end, num_tokens))
+    return tuple(found)
+
+
 def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
     """The copies, ascending by target and apart, clipped to a span."""
     if not span:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from delta_tree import Composition, Node, Segment, SegmentId, Span, TokenIds, compose
+from delta_tree import Composition, Node, Segment, SegmentId, Span, Target, TokenIds, compose
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.approximation import Approximation
@@ -59,6 +59,7 @@ class _Search:
         approximate: bool,
     ) -> None:
         self._token_ids, self._segment_of = token_ids, segment_of
+        self._target = Target(token_ids, min_run=limits.sharing.min_run)  # of all its compositions
         self._limits, self._rates = limits, rates
         self._approximate = approximate
         self._accepted: list[Plan] = []
@@ -81,7 +82,7 @@ class _Search:
 
     def _composed(self, donors: Sequence[Node], *, max_donors: int, may_move: bool) -> Composition:
         return compose(
-            self._token_ids,
+            self._target,
             donors,
             self._segment_of,
             max_donors=max_donors,

@@ -95,10 +95,11 @@ def _stretches(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
     stretches: list[Span] = []
     before: Copy | None = None
     for copy in copies:
-        target = Span(copy.target_start, max(copy.target_start, min(copy.target.end, end)))
-        if len(target) < _MIN_LEFTOVER:
+        stop = min(copy.target_end, end)
+        if stop - copy.target_start < _MIN_LEFTOVER:
             before = None
             continue
+        target = Span(copy.target_start, stop)
         if before is not None and continues(before, copy):
             target = Span(stretches.pop().start, target.end)
         stretches.append(target)

@@ -16,9 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from delta_tree import SegmentId, Span, gaps, merge
+from delta_tree import SegmentId, Span, TokenIds, gaps, merge
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
+
+Tokens = TokenIds | tuple[int, ...]
+"""The scheduler side sends arrays, which cross to the workers' processes as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ class LoadRequest:
     block_ids: tuple[int, ...]  # the request's block table, vLLM's block size
     start: int
     end: int
-    token_ids: tuple[int, ...] = field(repr=False)  # of [0, end) or more; not for vLLM's log of failed steps
+    token_ids: Tokens = field(
+        repr=False, compare=False
+    )  # of [0, end) or more; not for vLLM's log of failed steps
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
     order: RepairOrder | None = None  # repairs that the worker is to choose in [start, end)
     first_approximate: int = 0

@@ -26,6 +26,7 @@ from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 PROTOCOL = 4
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
 TICKET_KEY = "kvshare"  # in kv_transfer_params
+PROMPT_KEY = "prompt_token_ids"  # the same, vLLM's own: rendered tokens that it need not render again
 WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cls
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's own header: the rank that serves a request
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control server

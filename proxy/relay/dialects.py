@@ -10,15 +10,14 @@ match then.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from delta_tree import token_ids
+from delta_tree import TokenIds
+from kvshare.fleet.client import RenderedPrompt
 from kvshare.fleet.engine import VllmEngine
+from kvshare.fleet.token_lists import ids_of
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt
 from kvshare.rules.texts import SHAPES
@@ -27,9 +26,6 @@ from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
 
 Body = Mapping[str, Any]
-
-_INT32 = 2**31 - 1
-_LONG_PROMPT = 20_000  # token ids; longer lists are converted off the event loop
 
 
 class Unplannable(Exception):
@@ -48,6 +44,7 @@ class Dialect:
     tokenized: tuple[str, ...] = ()  # what `/tokenize` reads of a body, and alike
     first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
     check: Callable[[Body], None] = lambda document: None  # raises Unplannable
+    takes_rendered: Callable[[Body], bool] = lambda document: True  # see `ReadPrompt`
 
     def text_of(self, document: Body) -> PromptText:
         """The text of a body, of which `kvshare.rules.texts` says where it is. Raises Unplannable."""
@@ -114,6 +111,12 @@ def _check_completion(document: Body) -> None:
         raise Unplannable(Reason.PROMPT_LOGPROBS)
 
 
+def _thinks_as_rendered(document: Body) -> bool:
+    """Without thinking the route may choose another effort than `/render`, and so have other tokens."""
+    thinking = document.get("thinking")
+    return not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled")
+
+
 def _only_prompt(document: Body) -> str | list[Any]:
     """A completion's prompt, text or tokens; a list of one counts as that one. Raises Unplannable."""
     prompt = document.get("prompt")
@@ -126,42 +129,46 @@ def _only_prompt(document: Body) -> str | list[Any]:
     return prompt
 
 
-async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: VllmEngine) -> Prompt:
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPrompt:
+    """A request's prompt. `rendered`: as vLLM wrote it, where its answer is the same if it is given back."""
+
+    prompt: Prompt
+    rendered: RenderedPrompt | None = None
+
+
+async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: VllmEngine) -> ReadPrompt:
     """
     Of a request, given as values and as the bytes that vLLM will get, sanitized.
 
-    Raises:  Unplannable; NoReplicaError, UpstreamError; DeltaTreeError, OverflowError for what are no tokens
+    Raises:  Unplannable; NoReplicaError, UpstreamError for what are no tokens, too
     """
     text = dialect.text_of(document)
     _check_usual(document, engine)
-    given = _given_tokens(document) if dialect is COMPLETION else None
-    numbers = await _rendered(document, body, dialect, engine) if given is None else given
-    if len(numbers) < _LONG_PROMPT:
-        return Prompt(token_ids(np.asarray(numbers, dtype=np.int32)), text)
-    array = await asyncio.to_thread(np.asarray, numbers, dtype=np.int32)
-    return Prompt(token_ids(array), text)
-
-
-async def _rendered(document: Body, body: bytes, dialect: Dialect, engine: VllmEngine) -> Sequence[int]:
+    if dialect is COMPLETION and (given := _given_tokens(document)) is not None:
+        return ReadPrompt(Prompt(given, text))
     renderer = engine.server.renderer
     rendered = await renderer.render(dialect.path, body)
     if rendered is None:
-        return await renderer.tokenize(_tokenize_body(document, dialect))
+        tokenized = await renderer.tokenize(_tokenize_body(document, dialect))
+        return ReadPrompt(Prompt(tokenized.token_ids, text))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)
     if not rendered[0].is_text:
         raise Unplannable(Reason.MULTIMODAL)
-    return rendered[0].token_ids
+    prompt = Prompt(rendered[0].tokens.token_ids, text)
+    return ReadPrompt(prompt, rendered[0] if dialect.takes_rendered(document) else None)
 
 
-def _given_tokens(document: Body) -> list[int] | None:
+def _given_tokens(document: Body) -> TokenIds | None:
     """A prompt that comes as tokens needs no rendering, unless it is to be cut. Raises Unplannable."""
     prompt = _only_prompt(document)
     if isinstance(prompt, str) or document.get("truncate_prompt_tokens") is not None:
         return None
-    if not all(type(token) is int and 0 <= token <= _INT32 for token in prompt):
-        raise Unplannable(Reason.MALFORMED)
-    return prompt
+    try:
+        return ids_of(prompt)
+    except ValueError as exc:
+        raise Unplannable(Reason.MALFORMED) from exc
 
 
 def _check_usual(document: Body, engine: VllmEngine) -> None:
@@ -203,9 +210,14 @@ CHAT = Dialect(
         *("add_special_tokens", "chat_template", "chat_template_kwargs"),
     ),
 )
-COMPLETION = Dialect("/v1/completions", tokenized=("model", "add_special_tokens"), check=_check_completion)
+COMPLETION = Dialect(
+    "/v1/completions",
+    tokenized=("model", "add_special_tokens"),
+    check=_check_completion,
+    takes_rendered=lambda document: False,
+)
 # A response begins with events that say so, at once.
 _FIRST_ITEM = b"event: response.output_item.added"
 RESPONSES = Dialect("/v1/responses", first_token=_FIRST_ITEM, check=_check_response)
-MESSAGES = Dialect("/v1/messages")
+MESSAGES = Dialect("/v1/messages", takes_rendered=_thinks_as_rendered)
 DIALECTS = {dialect.path: dialect for dialect in (CHAT, COMPLETION, RESPONSES, MESSAGES)}

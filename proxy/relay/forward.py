@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -23,6 +23,7 @@ from kvshare.fleet.replica import Replica
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
+from kvshare.vllm_protocol.messages import PROMPT_KEY
 from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import HttpError, is_anthropic, to_reply
@@ -37,7 +38,7 @@ from proxy.relay.sanitize import (
     with_members,
 )
 from proxy.request_record import RECORD, RequestFailure
-from proxy.sse import KEEP_ALIVE
+from proxy.sse import KEEP_ALIVE, dump
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class RelayedRequest:
         try:
             async with self.request.app[SERVER].lifecycle.running():
                 with self.router.controlled(self.routed):
-                    return await self._try_replicas(await self.router.route(self.routed))
+                    replica = await self.router.route(self.routed)
+                    self._note_stages(self.routed.progress.lookup_seconds)
+                    return await self._try_replicas(replica)
         except KVShareError as exc:
             return await self._break_off(exc)
 
@@ -94,24 +97,32 @@ class RelayedRequest:
             tried.append(replica)
 
     async def _send(self, replica: Replica) -> aiohttp.ClientResponse:
+        began = perf_counter()
         request, record, report = self.request, self.request[RECORD], self.routed.report
         record.answer.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
         headers.update(replica.headers)
         path = upstream_path(request.rel_url.raw_path_qs)
-        added: dict[str, Any] = {}  # the salt and the ticket of this try
+        added: dict[str, bytes] = {}  # the salt and the ticket of this try
         if self.is_json and takes_salt(path):
-            added["cache_salt"] = self.routed.salt
+            added["cache_salt"] = dump(self.routed.salt)
         if (params := self.routed.transfer_params) is not None:
-            added["kv_transfer_params"] = params
+            rendered = self.routed.rendered_for(replica.vllm.url)
+            given_back = {} if rendered is None else {PROMPT_KEY: rendered}
+            added["kv_transfer_params"] = with_members(dump(params), given_back)
         body = with_members(self.body, added)
+        self._note_stages({"ticket": perf_counter() - began})
         try:
             return await replica.vllm.send(request.method, path, headers=headers, body=body)
         except TimeoutError as exc:
             read_timeout_s = request.app[SERVER].settings.vllm.read_timeout_s
             message = f"The model server said nothing for {read_timeout_s:g} s."
             raise HttpError(504, ErrorCode.UPSTREAM_TIMEOUT, message) from exc
+
+    def _note_stages(self, seconds: Mapping[str, float]) -> None:
+        if self.dialect is not None:  # other routes prepare nothing
+            self.request[RECORD].preparation.stage_seconds.update(seconds)
 
     async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
         self.routed.progress.has_failed = response.status >= 400
@@ -181,6 +192,7 @@ class RelayedRequest:
         self.routed.note_prefilled()
         if self._is_stream:
             progress.prefill_s = perf_counter() - progress.sent_at
+            self._note_stages({"engine": progress.prefill_s})
 
     def _has_token(self, chunk: bytes) -> bool:
         """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""

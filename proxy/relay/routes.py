@@ -20,15 +20,14 @@ from typing import Any
 
 from aiohttp import web
 
-from delta_tree import DeltaTreeError
 from kvshare.errors import NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.routed_request import Execution, Incoming, RoutedRequest
 from kvshare.reasons import Reason, cache_miss_reason
-from kvshare.requests import Prompt, SharingMode
+from kvshare.requests import SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.context import SERVER
-from proxy.relay.dialects import DIALECTS, Dialect, Unplannable, prompt_of
+from proxy.relay.dialects import DIALECTS, Dialect, ReadPrompt, Unplannable, prompt_of
 from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
 from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanitized
@@ -89,10 +88,10 @@ async def explain(request: web.Request) -> web.Response:
     body, document = await _read_json(request)
     await _check_formats(request, document)
     try:
-        prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
+        read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
-    explained = await engine.explain(replace(_untokenized(request, document), prompt=prompt))
+    explained = await engine.explain(replace(_untokenized(request, document), prompt=read.prompt))
     return web.json_response({**explained, "rules": request[RECORD].body.rules})
 
 
@@ -102,11 +101,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body, document = await _read_json(request)
     await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
     incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
+    prepared.body_s = request[RECORD].duration_s
     prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
     if incoming.mode is SharingMode.OFF:
         prepared.unplanned = Reason.OFF
-    else:
-        incoming = replace(incoming, prompt=await _rendered(request, document, body, dialect))
+    elif (read := await _rendered(request, document, body, dialect)) is not None:
+        incoming = replace(incoming, prompt=read.prompt, rendered=read.rendered)
     routed = RoutedRequest(incoming, execution=execution)
     router = request.app[ENGINE].server.router
     return await RelayedRequest(request, router, routed, body, dialect=dialect).forward()
@@ -155,14 +155,16 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
 
 async def _rendered(
     request: web.Request, document: Mapping[str, Any], body: bytes, dialect: Dialect
-) -> Prompt | None:
+) -> ReadPrompt | None:
     """None where the request cannot be planned. A failure here costs the plan, not the request."""
     engine, record = request.app[ENGINE], request[RECORD]
     began = time.perf_counter()
     try:
-        prompt = await prompt_of(document, body, dialect=dialect, engine=engine)
+        if not engine.fleet.sharing():  # nothing can be planned: rendering would only take time
+            raise Unplannable(Reason.NO_CONNECTOR)
+        read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except (
-        *(Unplannable, UpstreamError, NoReplicaError, DeltaTreeError, OverflowError),
+        *(Unplannable, UpstreamError, NoReplicaError),
         RecursionError,  # parts in parts in parts
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
@@ -171,7 +173,7 @@ async def _rendered(
         engine.sharing.telemetry.unshared(reason)
         return None
     record.preparation.tokenize_s = time.perf_counter() - began
-    return prompt
+    return read
 
 
 async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:

@@ -63,13 +63,14 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
         raise RequestError("The JSON body is nested too deeply.") from None
 
 
-def with_members(raw: bytes, added: Mapping[str, Any]) -> bytes:
-    """A JSON object with members at its end; every other byte stays."""
+def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:
+    """A JSON object with members at its end, whose values are JSON; every other byte stays."""
     if not added:
         return raw
     close = raw.rindex(b"}")
     comma = b"" if raw[:close].rstrip().endswith(b"{") else b","
-    return raw[:close] + comma + dump(added)[1:-1] + raw[close:]
+    members = b",".join(b'"%s":%s' % (name.encode("ascii"), value) for name, value in added.items())
+    return b"".join((raw[:close], comma, members, raw[close:]))
 
 
 def takes_salt(raw_path: str) -> bool:

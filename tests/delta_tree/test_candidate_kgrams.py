@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from delta_tree import TokenIds
 from delta_tree import kgrams as module
-from delta_tree.kgrams import CandidateKGrams, Sieve, quick_hashes
+from delta_tree.kgrams import CandidateKGrams, Sieve, hashes_of_all, quick_hashes
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5)
 
@@ -28,14 +28,17 @@ def test_filtering_together_equals_filtering_each_alone(
 
 
 def check_candidates(stored: list[list[int]], target: list[int], k: int) -> None:
-    kgrams = CandidateKGrams([ids(values) for values in stored], k)
+    hashes = hashes_of_all([ids(values) for values in stored], k)
+    kgrams = CandidateKGrams(hashes)
     sieve = Sieve(quick_hashes(ids(target), k))
     passing = kgrams.narrow(sieve)
     assert len(passing) == len(stored)
     for number, values in enumerate(stored):
         alone = quick_hashes(ids(values), k)
-        assert kgrams.hashes[number].tolist() == alone.tolist()
+        assert hashes[number].tolist() == alone.tolist()
         assert passing[number].tolist() == sieve.passing(alone).tolist()
+    again = CandidateKGrams(hashes, passing).narrow(sieve)
+    assert [places.tolist() for places in again] == [places.tolist() for places in passing]
     nothing = kgrams.narrow(Sieve(quick_hashes(ids([]), k)))
     assert [len(places) for places in nothing] == [0] * len(stored)
     assert [len(places) for places in kgrams.narrow(sieve)] == [0] * len(stored)  # what is out stays out
@@ -43,4 +46,4 @@ def check_candidates(stored: list[list[int]], target: list[int], k: int) -> None
 
 def test_without_candidates_nothing_passes() -> None:
     """No candidates give no positions."""
-    assert CandidateKGrams((), 16).narrow(Sieve(quick_hashes(ids([1] * 20), 16))) == []
+    assert CandidateKGrams(()).narrow(Sieve(quick_hashes(ids([1] * 20), 16))) == []

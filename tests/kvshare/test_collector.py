@@ -1,8 +1,9 @@
-"""What a server asks of Python's garbage collector."""
+"""What a server asks of Python's garbage collector, and of its threads."""
 
 import gc
+import sys
 
-from kvshare.collector import make_collections_rare
+from kvshare.collector import make_collections_rare, take_short_turns
 
 
 def test_what_is_there_is_not_looked_at_again() -> None:
@@ -15,3 +16,13 @@ def test_what_is_there_is_not_looked_at_again() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_a_thread_waits_a_tenth_of_pythons_own_time_for_its_turn() -> None:
+    """Five milliseconds by default."""
+    before = sys.getswitchinterval()
+    try:
+        take_short_turns()
+        assert sys.getswitchinterval() <= before / 10
+    finally:
+        sys.setswitchinterval(before)

@@ -42,6 +42,21 @@ def test_streams_are_vllms_own_bytes(fleet: Fleet) -> None:
     assert relayed == own
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_vllm_computes_the_tokens_that_it_is_given_back(fleet: Fleet, path: str) -> None:
+    """Not those of the messages beside them, so template and tokenizer have no turn."""
+    text = "one two three"
+    body = {"model": MODEL, "max_tokens": 1, "max_output_tokens": 16, "input": text}
+    body["messages"] = [{"role": "user", "content": text}]
+    numbers = []
+    for given in ({}, {"kv_transfer_params": {"prompt_token_ids": [20] * 77}}):
+        reply = httpx.post(fleet.replicas[0].url + path, json={**body, **given}, timeout=60)
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        numbers.append(usage.get("prompt_tokens", usage.get("input_tokens")))
+    assert numbers[0] != numbers[1] == 77
+
+
 def test_routes_that_the_proxy_does_not_know_are_passed_through(fleet: Fleet) -> None:
     """vLLM's list of models comes through the proxy; routes outside /v1, and those that render, do not."""
     with fleet.client("ann") as ann:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from delta_tree import SegmentId, Span, merge
+import numpy as np
+
+from delta_tree import SegmentId, Span, TokenIds, merge
 from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler.retention import RequestRetention, RetentionState
 from kvshare.vllm_connector.scheduler.transitions import transitions
@@ -56,8 +58,10 @@ TRANSITIONS = transitions(TABLE, State, Event)
 _RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
-def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Reason | None:
-    """Why a ticket's plan must not be carried out, or None."""
+def why_unshared(
+    request: Request, ticket: Ticket, token_ids: TokenIds, *, may_move_keys: bool
+) -> Reason | None:
+    """Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt."""
     if request.lora_request is not None:
         return Reason.LORA
     if request.mm_features:
@@ -66,8 +70,7 @@ def why_unshared(request: Request, ticket: Ticket, *, may_move_keys: bool) -> Re
         return Reason.POOLING
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
         return Reason.NOT_TOKENS
-    digest = digest_of(request.prompt_token_ids)
-    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest):
+    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest_of(token_ids)):
         return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
         return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
@@ -83,6 +86,7 @@ class TicketedRequest:
     ticket: Ticket
     unshared: Reason | None  # why its plan is not carried out
     is_first: bool  # of the n choices with this ticket; only the first is retained and reported
+    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # of its prompt
     state: State = State.WAITING
     num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
     num_local: int = 0  # `num_found` at the last admission

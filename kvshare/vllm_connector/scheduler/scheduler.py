@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -69,12 +70,13 @@ class ConnectorScheduler:
         except WireError as exc:
             log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
             return
-        unshared = why_unshared(request, ticket, may_move_keys=self.may_move_keys)
+        token_ids = np.asarray(request.prompt_token_ids or (), dtype=np.int32)
+        unshared = why_unshared(request, ticket, token_ids, may_move_keys=self.may_move_keys)
         is_first = ticket.ticket_id not in self._seen
         self._seen[ticket.ticket_id] = None
         if len(self._seen) > _MAX_SEEN_TICKETS:
             self._seen.popitem(last=False)
-        self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first)
+        self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first, token_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
         """How many tokens after the `num_local` in vLLM's prefix cache can be loaded asynchronously."""
@@ -118,7 +120,7 @@ class ConnectorScheduler:
                 block_ids=tuple(block_ids),
                 start=start,
                 end=end,
-                token_ids=tuple(request.all_token_ids[: end if order is None else num_tokens]),
+                token_ids=ticketed.token_ids[: end if order is None else num_tokens],
                 copies=tuple(copy for copy in copies if copy.target.end > start),
                 order=order,
                 first_approximate=ticketed.ticket.first_approximate,

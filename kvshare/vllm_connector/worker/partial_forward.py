@@ -32,6 +32,7 @@ from delta_tree import Span
 from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.metadata import Tokens
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
@@ -48,7 +49,7 @@ class Run:
 
     block_ids: tuple[int, ...]
     span: Span
-    token_ids: tuple[int, ...]  # the request's, from position 0 on
+    token_ids: Tokens  # the request's, from position 0 on
     shift: int = 0  # added to the positions that the model sees; slots stay as they are
     listener: Listener | None = None  # records what some of the rows attend to
 
@@ -230,7 +231,9 @@ class PartialForward:
             row[: len(run_blocks)] = run_blocks
         token_ids, positions, slots, on_device, seq_lens, block_table = to_device(
             self._cache.kv_layout.device,
-            np.array([t for run in runs for t in run.token_ids[run.span.start : run.span.end]], _TOKEN_DTYPE),
+            np.concatenate(
+                [run.token_ids[run.span.start : run.span.end] for run in runs], dtype=_TOKEN_DTYPE
+            ),
             np.concatenate([np.arange(run.span.start, run.span.end) + run.shift for run in runs]),
             np.concatenate([self._cache.slot_numbers(run.block_ids, run.span) for run in runs]),
             starts,

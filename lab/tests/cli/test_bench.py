@@ -23,7 +23,7 @@ BENCHES = [
     "papers",
     "proxy",
 ]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "burst", "gpu"]
+VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "way", "burst", "gpu"]
 
 
 def test_bench_lists_its_commands(cli: Cli) -> None:

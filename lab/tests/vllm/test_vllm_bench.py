@@ -28,6 +28,7 @@ from kvshare_lab.vllm import (
     stack,
     steady,
     ttft,
+    way,
 )
 from kvshare_lab.vllm.gpu.report import Deadline, Report
 from kvshare_lab.vllm.gpu.runner import _PARTS, measure
@@ -106,6 +107,29 @@ async def test_time_to_first_token_is_measured_in_seven_arms(servers: Stack) -> 
     assert document["even"]["of_bound"] > 0
     assert 0 < document["bound"]["flop_share"] < 1
     assert "front_ms" in document
+
+
+async def test_the_way_of_a_request_has_every_stage(servers: Stack) -> None:
+    """Of a chat through the proxy, which shares; the stages are parts of the time to the first token."""
+    config = way.Config(lengths="300", changed=0.05, edits=2, repeats=1, seed=21)
+    document = await session.measured(way.measure, servers, config)
+    (found,) = document["lengths"].values()
+    assert document["decisions"]["approx"] == 1 + way._WARM_UP
+    assert 200 < found["tokens"] <= 300
+    assert {"straight", "given", "through", "added", "render", "shared"} <= found["arms"].keys()
+    stages = {name: figures["p50_ms"] for name, figures in found["stages"].items()}
+    assert {
+        "body",
+        "tokenize",
+        "plan",
+        "ticket",
+        "engine",
+        "between",
+        "vllm_pass",
+        "vllm_rest",
+    } <= stages.keys()
+    passed = sum(value for name, value in stages.items() if not name.startswith("vllm_"))
+    assert passed == pytest.approx(found["arms"]["shared"]["p50_ms"], rel=0.01)
 
 
 async def test_both_arms_answer_the_same_load(servers: Stack) -> None:

@@ -74,7 +74,7 @@ async def test_what_a_client_may_not_say_never_arrives(relay: Relay, vllm: FakeV
     (seen,) = vllm.generated
     assert seen.ticket is not None
     assert seen.ticket.copies == ()  # the proxy's own
-    assert set(seen.body["kv_transfer_params"]) == {"kvshare"}
+    assert set(seen.body["kv_transfer_params"]) == {"kvshare", "prompt_token_ids"}
     assert seen.raw.count(b"kv_transfer") == 1
     assert seen.body["vllm_xargs"] == {"a": 1}
     assert "kvshare" not in seen.body
@@ -263,7 +263,7 @@ async def test_a_name_in_escapes_is_the_name(relay: Relay, vllm: FakeVllm) -> No
     assert (await relay.send("/v1/chat/completions", raw.encode())).status == 200
     (seen,) = vllm.generated
     assert b"u0061" not in seen.raw
-    assert seen.body["kv_transfer_params"].keys() == {"kvshare"}
+    assert seen.body["kv_transfer_params"].keys() == {"kvshare", "prompt_token_ids"}
 
 
 @pytest.mark.parametrize("coding", ["gzip", "gzip, x-gzip", "identity"])

@@ -52,6 +52,22 @@ async def test_an_answer_names_its_plan_and_the_operator_sees_what_was_done(
         assert document["status"] == 200
 
 
+async def test_the_way_of_a_request_is_timed_by_stage(relay: Relay) -> None:
+    """One after the other, so together they are no longer than the time to the first token."""
+    await relay.chat("Rome", stream=True)
+    response = await relay.chat("Oslo", stream=True)
+    path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
+    seconds = (await (await relay.send(path, method="GET")).json())["seconds"]
+    first_token = seconds.pop("first_token")
+    assert seconds.pop("total") >= first_token
+    stages = {"body", "tokenize", "prefix", "fingerprint", "plan", "fetch", "ticket", "engine"}
+    assert seconds.keys() == stages
+    assert 0 < sum(seconds.values()) <= first_token + 1e-3
+    metrics = await (await relay.send("/metrics", method="GET")).text()
+    for stage in stages:
+        assert f'kvshare_stage_duration_seconds_count{{stage="{stage}"}} 2.0' in metrics
+
+
 async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> None:
     """Once it is reported; what was stored before, is named again; without a ticket there is nothing."""
     stored = []

@@ -15,16 +15,70 @@ from tests.proxy.relay.bodies import PATHS, ask, body_of
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, running_relay
 
 NEW_PATHS = ("/v1/responses", "/v1/messages")
+GIVEN_BACK = ("/v1/chat/completions", *NEW_PATHS)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_what_is_rendered_says_nothing_about_kv(relay: Relay, vllm: FakeVllm, path: str) -> None:
-    """Neither a client's ticket nor its salt, nor what is the proxy's own."""
-    stolen = {"kv_transfer_params": {"kvshare": {"copies": [[1, 0, 9, 0, 0]]}}, "cache_salt": "globex"}
+    """Neither a client's ticket, tokens and salt, nor what is the proxy's own."""
+    ticket = {"copies": [[1, 0, 9, 0, 0]]}
+    stolen = {
+        "kv_transfer_params": {"kvshare": ticket, "prompt_token_ids": [1], "x": 1},
+        "cache_salt": "globex",
+    }
     await ask(relay, path, "Rome", **stolen, kvshare={"mode": "exact"}, vllm_xargs={"cache_salt": "x"})
     assert vllm.rendered[0].body == body_of(path, "Rome", vllm_xargs={})
-    assert set(vllm.generated[0].body["kv_transfer_params"]) == {"kvshare"}
+    assert set(vllm.generated[0].body["kv_transfer_params"]) <= {"kvshare", "prompt_token_ids"}
+    assert [1] not in vllm.generated[0].body["kv_transfer_params"].values()
     assert vllm.tickets[0].copies == ()
+
+
+@pytest.mark.parametrize("path", GIVEN_BACK)
+async def test_vllm_is_given_back_what_it_rendered(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    """The tokens of the plan, so that it does not apply template and tokenizer a second time."""
+    for place in ("Rome", "Oslo"):
+        await ask(relay, path, place)
+    for seen, ticket in zip(vllm.generated, vllm.tickets, strict=True):
+        ids = seen.body["kv_transfer_params"]["prompt_token_ids"]
+        assert ids == vllm.tokens_of(seen.body)
+        assert ticket.prompt_digest == digest_of(ids)
+    assert vllm.tickets[1].copies
+
+
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        ("/v1/completions", {}),  # vLLM reads no tokens beside its prompt
+        ("/v1/messages", {"thinking": {"type": "disabled"}}),  # the route may render it otherwise
+        ("/v1/chat/completions", {"kvshare": {"mode": "off"}}),
+        ("/v1/chat/completions", {"kvshare": {"no_store": True}}),  # without a donor: no ticket
+    ],
+)
+async def test_what_need_not_be_the_same_is_not_given_back(
+    relay: Relay, vllm: FakeVllm, path: str, extra: dict[str, Any]
+) -> None:
+    """vLLM renders it itself, as it would without the proxy."""
+    await ask(relay, path, "Rome", **extra)
+    assert "prompt_token_ids" not in (vllm.generated[0].body.get("kv_transfer_params") or {})
+
+
+async def test_tokens_are_given_back_to_the_vllm_that_rendered_them(tmp_path: Path) -> None:
+    """Another replica may have another template: it renders for itself, and the ticket's digest decides."""
+    async with (
+        running_vllm() as one,
+        running_vllm() as two,
+        running_relay(tmp_path, one, two) as relay,
+    ):
+        for number in range(8):
+            await ask(relay, "/v1/chat/completions", f"Rome {number}")
+        num_given = 0
+        for vllm in (one, two):
+            rendered = [vllm.tokens_of(seen.body) for seen in vllm.rendered]
+            for seen in vllm.generated:
+                ids = seen.body["kv_transfer_params"].get("prompt_token_ids")
+                assert (ids is not None) == (vllm.tokens_of(seen.body) in rendered)
+                num_given += ids is not None
+        assert 0 < num_given < 8
 
 
 @pytest.mark.parametrize(
@@ -67,6 +121,18 @@ async def test_content_that_is_nested_without_end_costs_the_plan_only(relay: Rel
     body = body_of("/v1/messages", "Rome", messages=[{"role": "user", "content": content}])
     assert (await relay.send("/v1/messages", body)).status == 200
     assert len(vllm.generated) == 1
+
+
+async def test_where_no_replica_shares_nothing_is_rendered(tmp_path: Path) -> None:
+    """It would only take time: vLLM renders for itself."""
+    async with (
+        running_vllm(Behaviour(refusals=("not today",))) as vllm,
+        running_relay(tmp_path, vllm, wait=False) as relay,
+    ):
+        await eventually(lambda: bool(relay.engine.fleet.serving()))
+        assert (await relay.send("/v1/messages", body_of("/v1/messages", "Rome"))).status == 200
+        assert (vllm.rendered, len(vllm.generated)) == ([], 1)
+        assert relay.counts.unshared[Reason.NO_CONNECTOR] == 1
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -197,7 +197,8 @@ async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(
         original(seen, answer)
 
     vllm._end = otherwise  # type: ignore[method-assign]  # the fake's own
-    await relay.chat("Rome")
+    await relay.send("/v1/completions", {"prompt": FORM})  # whose tokens are not given back
+    await eventually(lambda: bool(relay.counts.executions))
     assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
     assert "planned full, carried out as full" in caplog.text
     assert "prompt_mismatch" in caplog.text

@@ -46,7 +46,8 @@ def test_members_are_cut_and_added(
     raw = json.dumps(body, indent=indent).encode() + b"\r\n"
     clean = sanitized(raw, parse_object(raw))
     expected = {name: value for name, value in body.items() if name not in FORBIDDEN} | added
-    assert json.loads(with_members(clean, added)) == expected
+    members = {name: json.dumps(value).encode() for name, value in added.items()}
+    assert json.loads(with_members(clean, members)) == expected
 
 
 def test_every_one_of_equal_names_is_cut() -> None:

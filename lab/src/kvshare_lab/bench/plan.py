@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.collector import make_collections_rare
+from kvshare.collector import make_collections_rare, take_short_turns
 from kvshare.extras import missing_modules
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_index import nominator_settings
@@ -78,6 +78,7 @@ async def _forms(
     nomination = replace(settings, dense_min_uncovered=0.0, search_timeout_s=5.0, embed_timeout_s=5.0)
     store.limits = replace(store.limits, dense_max_share=None)
     async with store.sharing(nomination, embedder) as sharing:
+        _as_a_server()
         before = memory_bytes()
         variants = Variants(rng, store, num_templates=len(texts), num_tokens=prompt_tokens)
         with nullcontext() if embedder is None else embedder.replaying():
@@ -147,7 +148,7 @@ async def _agent(
 ) -> dict[str, Any]:
     prompts = AgentPrompts(rng, prompt_tokens)
     async with store.sharing(nominator_settings(load_settings().index)) as sharing:
-        make_collections_rare()  # as a server does
+        _as_a_server()
         before = memory_bytes()
         indexed, build_s = await timed(_fill(store, sharing, prompts, stored))
         memory = per_prompt(grown(before), stored)
@@ -168,6 +169,11 @@ async def _agent(
         "build_s": build_s,
         **memory,
     }
+
+
+def _as_a_server() -> None:
+    make_collections_rare()
+    take_short_turns()
 
 
 async def _fill(store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int) -> _Indexed:

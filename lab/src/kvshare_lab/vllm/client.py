@@ -133,9 +133,32 @@ class Client:
             **({"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {}),
             **(extra or {}),
         }
-        answer, ended = Answer(sent_at_s=time.perf_counter()), False
+        return await self._answer("/v1/completions", body, abort_after, on_chunk)
+
+    async def chat(self, text: str, *, max_tokens: int = 1, extra: Mapping[str, Any] | None = None) -> Answer:
+        """The same of a chat with one message, which the server renders and tokenizes."""
+        body = {
+            "model": MODEL_NAME,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **(extra or {}),
+        }
+        return await self._answer("/v1/chat/completions", body)
+
+    async def _answer(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        abort_after: int | None = None,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> Answer:
+        max_tokens, answer, ended = body["max_tokens"], Answer(sent_at_s=time.perf_counter()), False
         try:
-            async with self._session.post("/v1/completions", json=body) as response:
+            async with self._session.post(path, json=body) as response:
                 if response.status != 200:
                     await _text(response)
                 answer.headers = response.headers

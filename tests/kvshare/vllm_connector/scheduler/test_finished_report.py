@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from delta_tree import token_ids
 from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_protocol.messages import Ticket, digest_of
@@ -101,6 +102,6 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     tokens = list(range(40))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
     ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
-    assert why_unshared(request, ticket, may_move_keys=True) is None
+    assert why_unshared(request, ticket, token_ids(tokens), may_move_keys=True) is None
     setattr(request, attribute, ["something"])
-    assert why_unshared(request, ticket, may_move_keys=True) is not None
+    assert why_unshared(request, ticket, token_ids(tokens), may_move_keys=True) is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.vllm_protocol.messages import RANK_HEADER
+from kvshare.vllm_protocol.messages import PROMPT_KEY, RANK_HEADER
 from proxy.relay.dialects import DIALECTS
 from tests.kvshare.vllm_connector.sources.versions import at, sources_of
 from tests.kvshare.vllm_connector.sources.vllm_sources import Sources, text_of
@@ -94,6 +94,11 @@ def test_a_new_route_is_decided_on() -> None:
 def test_every_field_that_is_sent_or_read_exists(sources: Sources, place: str, fields: str) -> None:
     members = sources.members(at(sources, place))
     assert [name for name in fields.split() if name not in members] == []
+
+
+def test_tokens_that_are_given_back_are_read_and_taken_out(sources: Sources) -> None:
+    """Or vLLM would render once more, and send the list on to its engine with the ticket."""
+    assert f'.pop("{PROMPT_KEY}"' in text_of(sources.root, "vllm/renderers")
 
 
 def test_every_metric_that_is_read_exists(sources: Sources) -> None:

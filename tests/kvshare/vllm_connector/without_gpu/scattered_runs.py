@@ -120,7 +120,7 @@ def _compute(setting: Setting, requests: Sequence[Request], fault: Fault) -> flo
 
     def watching(runs: Sequence[Run]) -> Watch:
         def watch(layer: int, _: torch.Tensor, output: torch.Tensor) -> None:
-            want = [dense[run.token_ids].output[layer, run.span.start : run.span.end] for run in runs]
+            want = [dense[tuple(run.token_ids)].output[layer, run.span.start : run.span.end] for run in runs]
             wrong.append(_error(output, torch.cat(want)))
 
         return watch

@@ -1,0 +1,60 @@
+"""
+A prompt that is composed, perhaps several times, and what its compositions have in common.
+
+Planning composes a prompt with all candidates and often once more, with some of them or with their exact
+parts. Hashes, shared k-grams and alignments of a candidate are the same then, so they are found once.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from delta_tree.edits import Match
+from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
+from delta_tree.spans import TokenIds, token_ids
+
+
+@dataclass(slots=True, eq=False)
+class Look:
+    """What was found of a candidate's visible tokens, for the positions of the prompt after some prefix."""
+
+    visible: Ids  # held, so that no other array gets its id
+    hashes: Hashes
+    places: Places  # of k-grams that may occur in these positions
+    shares: bool = False  # whether a k-gram does
+    shares_before: bool = False  # if none does: whether one occurs anywhere in the prompt
+    in_order: list[Match] | None = None  # the runs of an alignment, once it was made
+
+
+class Target:
+    """Lives as long as one plan is made, in one thread. Shapes: tokens (T,) int32."""
+
+    def __init__(self, tokens: TokenIds, *, min_run: int) -> None:
+        """Raises ValueError for a `min_run` below 1."""
+        if min_run < 1:
+            raise ValueError(f"min_run must be at least 1, got {min_run}")
+        self.tokens, self.min_run = token_ids(tokens), min_run
+        self._looks: dict[tuple[int, int, bool], Look] = {}  # by the id of `visible`
+
+    @cached_property
+    def hashes(self) -> Hashes:
+        """Of all its k-grams; not computed where only its exact prefix is wanted."""
+        return quick_hashes(self.tokens, self.min_run)
+
+    @cached_property
+    def sorted_hashes(self) -> Hashes:
+        return np.sort(self.hashes)
+
+    @cached_property
+    def anywhere(self) -> Sieve:
+        """Of all its k-grams; only needed for candidates that share nothing after the exact prefix."""
+        return Sieve(self.hashes)
+
+    def look(self, visible: Ids, start: int, *, may_move: bool) -> Look | None:
+        """What an earlier composition found of these tokens, for the positions from `start` on."""
+        return self._looks.get((id(visible), start, may_move))
+
+    def keep(self, look: Look, start: int, *, may_move: bool) -> None:
+        """For a later composition."""
+        self._looks[id(look.visible), start, may_move] = look
