@@ -46,6 +46,8 @@ class Costs:
     pass_tokens_per_s: float
     plan_s: float
     plan_s_per_token: float
+    embed_s: float
+    store_s: float
     pcie_bytes_per_s: float
     pageable_bytes_per_s: float
     memory_bytes_per_s: float
@@ -77,7 +79,7 @@ class Costs:
         return self.pass_s + num_tokens / self.pass_tokens_per_s
 
     def planning_s(self, num_tokens: int) -> float:
-        """What the proxy adds to a prompt of so many tokens."""
+        """What a lookup in the proxy adds to a prompt of so many tokens."""
         return self.plan_s + num_tokens * self.plan_s_per_token
 
 

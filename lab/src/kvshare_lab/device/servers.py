@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from delta_tree import DeltaTree, NodeId, TokenIds
+from kvshare.fleet.observation import observe
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
@@ -38,14 +40,14 @@ from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import make_plan
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.ranks import num_ranks
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
 from kvshare_lab.device.clock import Clock
 from kvshare_lab.device.engine import Answer, Engine
 from kvshare_lab.device.gpu import SimulatedGpu
+from kvshare_lab.device.lookups import Lookups
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.ranks import alike_ranks
 from kvshare_lab.device.vllm_config import kv_cache_config, vllm_config
@@ -138,7 +140,7 @@ class Server:
 
 
 class SharingServer(Server):
-    """vLLM with the connector, behind the proxy: its plans, its tree and its tickets."""
+    """vLLM with the connector, behind the proxy: its plans, its tree, its tickets and what it learns."""
 
     def __init__(
         self,
@@ -162,33 +164,49 @@ class SharingServer(Server):
         assert connector._scheduler_side is not None, "the role of a scheduler"
         self._connector = connector._scheduler_side
         self._num_read = 0
-        self._settings = settings
-        self._limits = PlannerLimits.from_settings(settings, can_probe=True)
-        self._cost = CostModel.from_settings(
-            settings.cost, bytes_per_token=profile.model.bytes_per_token, num_extra_passes=1
-        )
         self._tier = RemoteTier([_REPLICA])
         self._tier.memories[_REPLICA].max_bytes = num_ranks() * profile.model.kv_bytes
         self._keeper = ReplicaKeeper(
             DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
         )
-        self._routed: dict[str, RoutedRequest] = {}
+        self.cost = CostModel.from_settings(
+            settings.cost, bytes_per_token=profile.model.bytes_per_token, num_extra_passes=1
+        )
+        limits = PlannerLimits.from_settings(settings, can_probe=True)
+        self._lookups = Lookups(
+            self._keeper, profile.costs, limits=limits, cost=self.cost, namespace=_NAMESPACE
+        )
+        self._sent: dict[str, _Sent] = {}
         self._in_flight: set[str] = set()  # tickets that are not reported
+        self._unstored: deque[tuple[float, JournalEvent]] = deque()  # and when each is stored
+        self._stored_at = 0.0  # when the proxy's writer has done what it was given
         self.reports: dict[str, FinishedReport] = {}
-        self._planning_s = 0.0
 
     @property
     def host_s(self) -> dict[str, float]:
         worker = self.engine.worker
         tables_s = worker.streams.tables_s if worker is not None else 0.0
-        return {**super().host_s, "planning": self._planning_s, "tables": tables_s}
+        return {**super().host_s, "planning": self._lookups.host_s, "tables": tables_s}
 
-    def send(self, prompt: TokenIds, *, max_tokens: int, at: float, donor: TokenIds | None = None) -> Answer:
+    def send(
+        self,
+        prompt: TokenIds,
+        *,
+        max_tokens: int,
+        at: float,
+        donor: TokenIds | None = None,
+        mode: SharingMode = SharingMode.APPROX,
+    ) -> Answer:
         """To the proxy, which has stored the `donor`; without one it finds none."""
-        answer, costs = Answer(self._new_id(), at), self.profile.costs
-        make = partial(self._planned, answer.request_id, prompt, max_tokens, donor)
-        self.engine.send(make, answer, arrives_at=at + costs.front_s + costs.planning_s(len(prompt)))
+        if mode is SharingMode.OFF:
+            return self.send_straight(prompt, max_tokens=max_tokens, at=at)
+        answer = Answer(self._new_id(), at)
+        self.engine.at(at, partial(self._route, answer, prompt, max_tokens, donor, mode))
         return answer
+
+    def close(self) -> None:
+        self._lookups.close()
+        super().close()
 
     def _worker(self) -> SimulatedWorker | None:
         group = self.kv_cache.kv_cache_groups[0]
@@ -204,51 +222,88 @@ class SharingServer(Server):
         )
 
     def read_events(self) -> None:
-        """As the proxy does: store what the connector has retained, and have it drop what is evicted."""
-        journal = self._connector.events.read(self._num_read)
+        """
+        As the proxy does: learn from what the connector reports, store what it has retained, and have it drop
+        what is evicted. Its writer stores one prompt after the other.
+        """
+        journal, now = self._connector.events.read(self._num_read), self.clock.now()
         self._num_read = journal.last
         for event in journal.events:
-            if isinstance(event, Dropped):
-                self._keeper.forget(event.segment_ids)
-            elif isinstance(event, Prefilled):
-                self._keeper.store_prompt(self._routed[event.ticket_id], event, self._donors_in_flight)
-            else:
-                self.reports[event.ticket_id] = event
-                self._keeper.store(self._routed[event.ticket_id], event, self._donors_in_flight)
-                self._in_flight.discard(event.ticket_id)
+            if isinstance(event, FinishedReport):
+                self._learn(event)
+            self._stored_at = max(self._stored_at, now) + self.profile.costs.store_s
+            self._unstored.append((self._stored_at, event))
+        while self._unstored and self._unstored[0][0] <= now:
+            self._store(self._unstored.popleft()[1])
         self._connector.scheduler.drop(self._tier.take_dropped(_REPLICA))
+
+    def _learn(self, report: FinishedReport) -> None:
+        sent = self._sent[report.ticket_id]
+        sent.request.progress.prefill_s = sent.answer.token_at[0] - sent.request.progress.sent_at
+        self.reports[report.ticket_id] = report
+        observe(self.cost, sent.request, report)
+
+    def _store(self, event: JournalEvent) -> None:
+        if isinstance(event, Dropped):
+            self._keeper.forget(event.segment_ids)
+            return
+        request, held = self._sent[event.ticket_id].request, self._donors_in_flight
+        if isinstance(event, Prefilled):
+            self._keeper.store_prompt(request, event, held)
+        else:
+            self._keeper.store(request, event, held)
+            self._in_flight.discard(event.ticket_id)
 
     @property
     def _donors_in_flight(self) -> frozenset[NodeId]:
-        plans = (self._routed[ticket_id].routed.plan for ticket_id in self._in_flight)
+        plans = (self._sent[ticket_id].request.routed.plan for ticket_id in self._in_flight)
         return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
 
-    def _planned(self, request_id: str, prompt: TokenIds, max_tokens: int, donor: TokenIds | None) -> Request:
+    def _route(
+        self, answer: Answer, prompt: TokenIds, max_tokens: int, donor: TokenIds | None, mode: SharingMode
+    ) -> None:
+        """Look up and plan, which takes its time, and send to vLLM."""
         self.read_events()
-        began = time.process_time()
-        plan = self._plan(prompt, donor)
-        ticket = ticket_for(plan, prompt, ticket_id=request_id, namespace=_NAMESPACE, store=True)
-        self._planning_s += time.process_time() - began
-        incoming = Incoming(_OWNER, Prompt(prompt, PromptText("", "")), SharingMode.APPROX, may_store=True)
-        routed = RoutedRequest(incoming, Routed(plan, ticket))
-        routed.execution.replica = _REPLICA
-        self._routed[request_id] = routed
-        self._in_flight.add(request_id)
-        return self._request(
-            request_id, prompt, max_tokens, salt=routed.salt, transfer=routed.transfer_params
+        incoming = Incoming(_OWNER, Prompt(prompt, PromptText("", "")), mode, may_store=True)
+        lookup = self._lookups.find(Prompt(prompt, PromptText("", "")), donor, mode)
+        plan, ticket_id = self._repairing(lookup.plan), answer.request_id
+        ticket = ticket_for(plan, prompt, ticket_id=ticket_id, namespace=_NAMESPACE, store=True)
+        request = RoutedRequest(incoming, Routed(plan, ticket))
+        request.execution.replica = _REPLICA
+        request.progress.sent_at = answer.sent_at + lookup.seconds
+        request.progress.was_alone = all(
+            sent.is_answered_by(request.progress.sent_at) for sent in self._sent.values()
         )
+        self._sent[ticket_id] = _Sent(request, answer, max_tokens)
+        self._in_flight.add(ticket_id)
+        make = partial(
+            self._request,
+            ticket_id,
+            prompt,
+            max_tokens,
+            salt=request.salt,
+            transfer=request.transfer_params,
+        )
+        self.engine.send(make, answer, arrives_at=request.progress.sent_at + self.profile.costs.front_s)
 
-    def _plan(self, prompt: TokenIds, donor: TokenIds | None) -> Plan | NoPlan:
-        tree = self._keeper.tree
-        node = tree.find(_NAMESPACE, donor) if donor is not None else None
-        nodes = [node] if node is not None else []
-        plan = make_plan(
-            prompt, nodes, tree.segment, approximate=True, limits=self._limits, rates=self._cost.rates
-        )
+    def _repairing(self, plan: Plan | NoPlan) -> Plan | NoPlan:
         if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
             return plan
         num_tokens = plan.order.num_tokens + plan.num_selecting
         return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A request on its way through the proxy."""
+
+    request: RoutedRequest
+    answer: Answer
+    max_tokens: int
+
+    def is_answered_by(self, time: float) -> bool:
+        tokens = self.answer.token_at
+        return len(tokens) >= self.max_tokens and tokens[-1] <= time
 
 
 @contextmanager

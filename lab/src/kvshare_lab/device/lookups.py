@@ -1,0 +1,98 @@
+"""
+The proxy's lookups in a simulation: the product's sharing core, which is told the donor of each prompt in
+place of an index, and in place of the seconds that this machine takes what the profile says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from delta_tree import Node, TokenIds
+from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.requests import Prompt, SharingMode
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.pipeline import Sharing
+from kvshare_lab.device.profile import Costs
+from vector_index import Candidate, Nomination, Nominator, PromptText
+
+_T = TypeVar("_T")
+
+
+class _Here(Executor):
+    """Calls in the thread that asks."""
+
+    def submit(self, work: Callable[..., _T], /, *given: Any, **named: Any) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(work(*given, **named))
+        except Exception as exc:  # noqa: BLE001  raised where the result is asked for
+            future.set_exception(exc)
+        return future
+
+
+class _Told:
+    """In place of the `Nominator`: it nominates the donor that it is told, and counts a search's time."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.donor: Node | None = None
+        self.seconds = 0.0  # of the last search; 0 if there was none
+
+    async def nominate(
+        self, namespace: str, token_ids: TokenIds, text: PromptText | None, *, allow_dense: bool
+    ) -> Nomination:
+        """By embedding, too, where nothing is found without and the product would do so."""
+        stages = {"fingerprint": self._costs.planning_s(len(token_ids))}
+        if allow_dense and self.donor is None:
+            stages["embedding"] = self._costs.embed_s
+        self.seconds = sum(stages.values())
+        found = () if self.donor is None else (Candidate(int(self.donor.node_id), ("fingerprint",), 1.0),)
+        return Nomination(found, 0, stages, ())
+
+    async def remember(self, *_: object) -> tuple[()]:
+        return ()
+
+    async def forget(self, *_: object) -> tuple[()]:
+        return ()
+
+
+class Lookups:
+    """`sharing`: the product's, over this keeper's tree."""
+
+    def __init__(
+        self, keeper: ReplicaKeeper, costs: Costs, *, limits: PlannerLimits, cost: CostModel, namespace: str
+    ) -> None:
+        self._told, self._namespace = _Told(costs), namespace
+        here = _Here()
+        self.sharing = Sharing(
+            keeper=keeper,
+            nominator=cast(Nominator, self._told),
+            limits=limits,
+            cost=cost,
+            executor=here,
+            writer=here,
+        )
+        self.host_s = 0.0  # of this machine's CPU
+        self._loop = asyncio.new_event_loop()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def find(self, prompt: Prompt, donor: TokenIds | None, mode: SharingMode) -> Lookup:
+        """What the proxy finds, whose use is noted. `seconds` are those of the simulated host."""
+        tree = self.sharing.tree
+        self._told.donor = tree.find(self._namespace, donor) if donor is not None else None
+        self._told.seconds = 0.0
+        began = time.process_time()
+        found = self._loop.run_until_complete(self.sharing.find_plan(self._namespace, prompt, mode))
+        self.host_s += time.process_time() - began
+        lookup = replace(found, seconds=self._told.seconds)
+        self.sharing.note_use(lookup)
+        return lookup
