@@ -19,6 +19,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.rates import Queue
 from kvshare_lab.device.profile import Costs
 from vector_index import Candidate, Nomination, Nominator, PromptText
 
@@ -85,13 +86,15 @@ class Lookups:
     def close(self) -> None:
         self._loop.close()
 
-    def find(self, prompt: Prompt, donor: TokenIds | None, mode: SharingMode) -> Lookup:
+    def find(self, prompt: Prompt, donor: TokenIds | None, mode: SharingMode, queue: Queue) -> Lookup:
         """What the proxy finds, whose use is noted. `seconds` are those of the simulated host."""
         tree = self.sharing.tree
         self._told.donor = tree.find(self._namespace, donor) if donor is not None else None
         self._told.seconds = 0.0
         began = time.process_time()
-        found = self._loop.run_until_complete(self.sharing.find_plan(self._namespace, prompt, mode))
+        found = self._loop.run_until_complete(
+            self.sharing.find_plan(self._namespace, prompt, mode, queue=queue)
+        )
         self.host_s += time.process_time() - began
         lookup = replace(found, seconds=self._told.seconds)
         self.sharing.note_use(lookup)

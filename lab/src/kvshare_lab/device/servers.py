@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -29,8 +29,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from delta_tree import DeltaTree, NodeId, TokenIds
+from kvshare.fleet.client import ControlClient, VllmClient
 from kvshare.fleet.observation import observe
 from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.replica import Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
@@ -176,7 +178,10 @@ class SharingServer(Server):
         self._lookups = Lookups(
             self._keeper, profile.costs, limits=limits, cost=self.cost, namespace=_NAMESPACE
         )
+        # Nothing is asked of its clients.
+        self._replica = Replica(_REPLICA, cast(VllmClient, None), cast(ControlClient, None))
         self._sent: dict[str, _Sent] = {}
+        self._prefilling: list[_Sent] = []  # as far as the proxy knows
         self._in_flight: set[str] = set()  # tickets that are not reported
         self._unstored: deque[tuple[float, JournalEvent]] = deque()  # and when each is stored
         self._stored_at = 0.0  # when the proxy's writer has done what it was given
@@ -241,7 +246,7 @@ class SharingServer(Server):
         sent = self._sent[report.ticket_id]
         sent.request.progress.prefill_s = sent.answer.token_at[0] - sent.request.progress.sent_at
         self.reports[report.ticket_id] = report
-        observe(self.cost, sent.request, report)
+        observe(self.cost, sent.request.routed, sent.request.progress, report)
 
     def _store(self, event: JournalEvent) -> None:
         if isinstance(event, Dropped):
@@ -264,17 +269,20 @@ class SharingServer(Server):
     ) -> None:
         """Look up and plan, which takes its time, and send to vLLM."""
         self.read_events()
-        incoming = Incoming(_OWNER, Prompt(prompt, PromptText("", "")), mode, may_store=True)
-        lookup = self._lookups.find(Prompt(prompt, PromptText("", "")), donor, mode)
+        self._note_prefilled(answer.sent_at)
+        own = Prompt(prompt, PromptText("", ""))
+        lookup = self._lookups.find(own, donor, mode, self._replica.queue(self.cost.rates))
+        sent_at = answer.sent_at + lookup.seconds
+        self._note_prefilled(sent_at)
         plan, ticket_id = self._repairing(lookup.plan), answer.request_id
         ticket = ticket_for(plan, prompt, ticket_id=ticket_id, namespace=_NAMESPACE, store=True)
-        request = RoutedRequest(incoming, Routed(plan, ticket))
+        request = RoutedRequest(Incoming(_OWNER, own, mode, may_store=True), Routed(plan, ticket))
         request.execution.replica = _REPLICA
-        request.progress.sent_at = answer.sent_at + lookup.seconds
-        request.progress.was_alone = all(
-            sent.is_answered_by(request.progress.sent_at) for sent in self._sent.values()
-        )
-        self._sent[ticket_id] = _Sent(request, answer, max_tokens)
+        request.progress.sent_at = sent_at
+        request.progress.was_alone = not self._replica.being_prefilled()
+        self._replica.requests.add(request)
+        self._sent[ticket_id] = _Sent(request, answer)
+        self._prefilling.append(self._sent[ticket_id])
         self._in_flight.add(ticket_id)
         make = partial(
             self._request,
@@ -284,7 +292,15 @@ class SharingServer(Server):
             salt=request.salt,
             transfer=request.transfer_params,
         )
-        self.engine.send(make, answer, arrives_at=request.progress.sent_at + self.profile.costs.front_s)
+        self.engine.send(make, answer, arrives_at=sent_at + self.profile.costs.front_s)
+
+    def _note_prefilled(self, time: float) -> None:
+        """What the proxy knows at this time: whose first token it has passed on."""
+        for sent in tuple(self._prefilling):
+            if sent.answer.token_at and sent.answer.token_at[0] <= time:
+                sent.request.note_prefilled()
+                self._replica.requests.discard(sent.request)
+                self._prefilling.remove(sent)
 
     def _repairing(self, plan: Plan | NoPlan) -> Plan | NoPlan:
         if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
@@ -293,17 +309,11 @@ class SharingServer(Server):
         return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
+class _Sent(NamedTuple):
     """A request on its way through the proxy."""
 
     request: RoutedRequest
     answer: Answer
-    max_tokens: int
-
-    def is_answered_by(self, time: float) -> bool:
-        tokens = self.answer.token_at
-        return len(tokens) >= self.max_tokens and tokens[-1] <= time
 
 
 @contextmanager
