@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -19,11 +20,13 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import Queue
 from kvshare_lab.device.profile import Costs
 from vector_index import Candidate, Nomination, Nominator, PromptText
 
 _T = TypeVar("_T")
+_RELATIVES = 4
 
 
 class _Here(Executor):
@@ -39,23 +42,24 @@ class _Here(Executor):
 
 
 class _Told:
-    """In place of the `Nominator`: it nominates the donor that it is told, and counts a search's time."""
+    """In place of the `Nominator`: it nominates the donors that it is told, and counts a search's time."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self.donor: Node | None = None
+        self.donors: list[Node] = []
         self.seconds = 0.0  # of the last search; 0 if there was none
 
     async def nominate(
         self, namespace: str, token_ids: TokenIds, text: PromptText | None, *, allow_dense: bool
     ) -> Nomination:
-        """By embedding, too, where nothing is found without and the product would do so."""
-        stages = {"fingerprint": self._costs.planning_s(len(token_ids))}
-        if allow_dense and self.donor is None:
+        """By embedding, too, where there is no donor and the product would do so."""
+        stages = {"fingerprint": self._costs.search_s(len(token_ids))}
+        if allow_dense and not self.donors:
             stages["embedding"] = self._costs.embed_s
-        self.seconds = sum(stages.values())
-        found = () if self.donor is None else (Candidate(int(self.donor.node_id), ("fingerprint",), 1.0),)
-        return Nomination(found, 0, stages, ())
+        planning_s = self._costs.planning_s(len(token_ids)) if self.donors else 0.0
+        self.seconds = planning_s + sum(stages.values())
+        found = (Candidate(int(donor.node_id), ("fingerprint",), 1.0) for donor in self.donors)
+        return Nomination(tuple(found), 0, stages, ())
 
     async def remember(self, *_: object) -> tuple[()]:
         return ()
@@ -81,6 +85,7 @@ class Lookups:
             writer=here,
         )
         self.host_s = 0.0  # of this machine's CPU
+        self._families: dict[bytes, deque[TokenIds]] = {}  # prompts that copied from a donor, by its tokens
         self._loop = asyncio.new_event_loop()
 
     def close(self) -> None:
@@ -88,8 +93,7 @@ class Lookups:
 
     def find(self, prompt: Prompt, donor: TokenIds | None, mode: SharingMode, queue: Queue) -> Lookup:
         """What the proxy finds, whose use is noted. `seconds` are those of the simulated host."""
-        tree = self.sharing.tree
-        self._told.donor = tree.find(self._namespace, donor) if donor is not None else None
+        self._told.donors = [] if donor is None else self._stored_family(donor)
         self._told.seconds = 0.0
         began = time.process_time()
         found = self._loop.run_until_complete(
@@ -98,4 +102,14 @@ class Lookups:
         self.host_s += time.process_time() - began
         lookup = replace(found, seconds=self._told.seconds)
         self.sharing.note_use(lookup)
+        if donor is not None and isinstance(lookup.plan, Plan) and lookup.plan.donors:
+            self._families[donor.tobytes()].append(prompt.token_ids)
         return lookup
+
+    def _stored_family(self, donor: TokenIds) -> list[Node]:
+        """The donor; where it was evicted, the last prompts that were like it and are stored."""
+        tree, family = self.sharing.tree, self._families.setdefault(donor.tobytes(), deque(maxlen=_RELATIVES))
+        if (node := tree.find(self._namespace, donor)) is not None:
+            return [node]
+        found = (tree.find(self._namespace, relative) for relative in family)
+        return [node for node in found if node is not None]

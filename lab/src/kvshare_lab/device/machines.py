@@ -9,6 +9,10 @@ from typing import Any
 from kvshare_lab.device.profile import Profile
 
 _BUSY = 4  # times as long as on an idle host
+_OF_THE_HOST = (
+    *("front_s", "pass_s", "launch_s", "call_s"),
+    *("find_s", "find_s_per_token", "plan_s", "plan_s_per_token", "embed_s", "store_s"),
+)
 _ROOM = 256  # tokens beyond the longest prompt
 
 
@@ -50,8 +54,7 @@ def _tiny_model(profile: Profile) -> Profile:
 
 def _busy_host(profile: Profile) -> Profile:
     """Other processes have three quarters of every core."""
-    slower = ("front_s", "pass_s", "plan_s", "plan_s_per_token", "embed_s", "store_s", "launch_s", "call_s")
-    times = {name: getattr(profile.costs, name) * _BUSY for name in slower}
+    times = {name: getattr(profile.costs, name) * _BUSY for name in _OF_THE_HOST}
     return _with_costs(profile, **times, check_bytes_per_s=profile.costs.check_bytes_per_s / _BUSY)
 
 

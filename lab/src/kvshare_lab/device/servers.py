@@ -226,6 +226,12 @@ class SharingServer(Server):
             can_listen=self._chooses,
         )
 
+    def decision(self, request_id: str) -> str:
+        """What became of a request, and why no more was shared."""
+        report, plan = self.reports[request_id], self._sent[request_id].request.routed.plan
+        reason = report.reason or plan.reason
+        return report.decision if reason is None else f"{report.decision}: {reason}"
+
     def read_events(self) -> None:
         """
         As the proxy does: learn from what the connector reports, store what it has retained, and have it drop

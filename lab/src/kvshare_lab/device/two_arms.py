@@ -144,8 +144,7 @@ class _Arms:
         return donors[int(self.rng.integers(len(donors)))]
 
     def _note(self, sent: Sent, answers: Sequence[Answer], **names: object) -> None:
-        report = self.shared.reports.get(answers[1].request_id)
-        decision = "unknown" if report is None else report.decision
+        decision = self.shared.decision(answers[1].request_id)
         for metric, seconds in (
             ("first", [answer.ttft_s for answer in answers]),
             ("whole", [answer.token_at[-1] - answer.sent_at for answer in answers]),
