@@ -29,11 +29,16 @@ class Worth:
         self._shortest: tuple[Rates, MinSaved, float] | None = None  # computed once for the same rates
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """Whether a prompt is so long that a lookup may save more than it takes."""
+        """
+        Whether a prompt is so long that a lookup may save more than it takes.
+
+        Until a load was measured, it is taken to cost nothing: a wrong prior would refuse what corrects it.
+        """
         rates, threshold = self._cost.rates, limits.threshold
         known = self._shortest
         if known is None or known[0] is not rates or known[1] is not threshold:
-            shortest = rates.break_even(computed=0.0, threshold=threshold, with_lookup=True)
+            hopeful = rates if LOAD in self._cost.measured else replace(rates, loads={})
+            shortest = hopeful.break_even(computed=0.0, threshold=threshold, with_lookup=True)
             known = self._shortest = (rates, threshold, math.inf if shortest is None else shortest)
         return num_tokens >= known[2]
 
