@@ -31,11 +31,11 @@ def run(
     tokens: str = "256,512,1024,2048,4096,8192,16384,32768",
     shares: str = "0,0.1,0.5,0.9",
     repeats: int = 4,
-    requests: int = 90,
+    requests: int = 45,
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    `repeats`: of each length and kind alone. `requests`: of each length at load, and of each mix.
+    `repeats`: of each length and kind alone. `requests`: of each at load, half of those of a mix.
 
     Raises:  ConfigError for a profile, a part, a machine, a length or a share that is none, MissingExtraError
              without vLLM

@@ -2,7 +2,7 @@
 Requests with and without sharing on a simulated device, on default settings, for `kvshare bench inway`.
 
     alone       one prompt after the other, of each length and kind, from a server's first request on
-    load        prompts of one length and of all kinds, at 80 % of what vLLM completes without sharing
+    load        prompts of one length and kind, at 80 % of what vLLM completes without sharing
     mix         prompts of all lengths, of which a share are near-duplicates, at the same load
 
 on a device as it was measured, and on machines that are derived from it. Each request is sent to both arms,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class InWay:
-    """`repeats`: of each length alone. `requests`: of each length at 80 %, and of each mix."""
+    """`repeats`: of each length alone. `requests`: of each length and kind at load, half of a mix."""
 
     lengths: Sequence[int]
     shares: Sequence[float]
@@ -90,27 +90,29 @@ class _Arms:
                     self._alone(of_kind(self.rng, kind, donor))
 
     def at_load(self, length: int) -> None:
-        donors = self._donors([length])
-        kinds = self.rng.permutation([KINDS[n % len(KINDS)] for n in range(self.options.requests)])
-        sent = [of_kind(self.rng, kind, self._one_of(donors[length])) for kind in kinds.tolist()]
-        self._load(sent, self._capacity(sent), of="load", tokens=length)
+        """Prompts of one kind after those of another."""
+        donors, number = self._donors([length])[length], self.options.requests
+        for kind in KINDS:
+            sent = [of_kind(self.rng, kind, self._one_of(donors)) for _ in range(number)]
+            self._load(sent, of="load", tokens=length)
 
     def mixed(self, share: float) -> None:
-        lengths, number = self.options.lengths, self.options.requests
+        """Judged by kind, and all together."""
+        lengths, number = self.options.lengths, 2 * self.options.requests
         donors = self._donors(lengths)
         is_near = self.rng.permutation(number) < round(share * number)
         sent = [
             of_kind(self.rng, "shared" if near else "unshared", self._one_of(donors[length]))
             for near, length in zip(is_near.tolist(), self.rng.choice(lengths, number).tolist(), strict=True)
         ]
-        self._load(sent, self._capacity(sent), of=f"mix {share:.0%}", tokens=None)
+        self._load(sent, of=f"mix {share:.0%}", tokens=None)
 
     def _alone(self, sent: Sent) -> None:
         answers = [alone(server, sent.prompt, sent.donor).answer for server in (self.plain, self.shared)]
         self._note(sent, answers, of="alone", tokens=len(sent.prompt))
 
-    def _load(self, sent: Sequence[Sent], per_s: float, *, of: str, tokens: int | None) -> None:
-        arrivals = poisson_arrivals(self.rng, len(sent), per_s=_OF_CAPACITY * per_s)
+    def _load(self, sent: Sequence[Sent], *, of: str, tokens: int | None) -> None:
+        arrivals = poisson_arrivals(self.rng, len(sent), per_s=_OF_CAPACITY * self._capacity(sent))
         both = [self._play(server, sent, arrivals) for server in (self.plain, self.shared)]
         for each, answers in zip(sent, zip(*both, strict=True), strict=True):
             self._note(each, answers, of=of, tokens=tokens)
@@ -144,14 +146,13 @@ class _Arms:
         return donors[int(self.rng.integers(len(donors)))]
 
     def _note(self, sent: Sent, answers: Sequence[Answer], **names: object) -> None:
+        kinds = (sent.kind,) if names["tokens"] is not None else (sent.kind, "all")
+        metrics = ("first",) if names["of"] == "alone" else ("first", "whole")
         decision = self.shared.decision(answers[1].request_id)
-        for metric, seconds in (
-            ("first", [answer.ttft_s for answer in answers]),
-            ("whole", [answer.token_at[-1] - answer.sent_at for answer in answers]),
-        ):
-            if metric == "whole" and names["of"] == "alone":
-                continue
-            cell: Cell = self.cells.of(machine=self.name, **names, kind=sent.kind, token=metric)
-            cell.off_s.append(seconds[0])
-            cell.on_s.append(seconds[1])
+        for kind, metric in product(kinds, metrics):
+            cell: Cell = self.cells.of(machine=self.name, **names, kind=kind, token=metric)
+            place = 0 if metric == "first" else -1
+            off_s, on_s = (answer.token_at[place] - answer.sent_at for answer in answers)
+            cell.off_s.append(off_s)
+            cell.on_s.append(on_s)
             cell.decisions[decision] += 1
