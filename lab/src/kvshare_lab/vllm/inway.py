@@ -8,6 +8,9 @@ Both arms are requests to one proxy in front of one vLLM with the connector, in 
     mix     of random lengths, a share of them near-duplicates, at random times: as many a second as
             80 % of what the arm without sharing completes in a closed loop. Both arms get the same times
 
+Prompts are sent as text, so that the proxy has them tokenized, which it need not with mode off. Their lengths
+are those before they were made text, and about a sixth shorter than vLLM finds them.
+
 `noise`: the arm without sharing measured against itself. `hop`: what the proxy adds with mode off, over stock
 vLLM, and over the vLLM that it stands in front of.
 """
@@ -20,7 +23,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from delta_tree import TokenIds
+from kvshare.demo import MODEL_PATH
 from kvshare_lab.bench.harness import listed, median
 from kvshare_lab.vllm.bounds import KINDS, Cells, prompt_of_kind, verdict
 from kvshare_lab.vllm.client import Answer, Client
@@ -35,7 +41,8 @@ _OF_CAPACITY = 0.8
 _CLIENTS = 8
 _OUTPUT_TOKENS = 8  # of an answer at load
 _MOST = 4  # times as many repeats of short prompts
-_ROOM = 128  # tokens of context beyond the longest prompt
+_ROOM = 128  # tokens of context beyond the longest prompt,
+_LONGER = 1.25  # which may be so many times as long as text
 _REPORT_S, _POLL_S, _REST_S = 10.0, 0.005, 0.02
 
 
@@ -65,7 +72,7 @@ class Config(BenchConfig):
 
     @property
     def options(self) -> StackOptions:
-        vllm = replace(self.vllm, max_model_len=max(self.lengths) + _ROOM, kv_cache_gib=2)
+        vllm = replace(self.vllm, max_model_len=int(_LONGER * max(self.lengths)) + _ROOM, kv_cache_gib=2)
         return replace(self.stack_of(vllm, kv_bytes=2**30), disk_s=1e-3 * self.disk_ms)
 
     def repeats_of(self, length: int) -> int:
@@ -75,8 +82,9 @@ class Config(BenchConfig):
 async def measure(bench: Session[Config]) -> dict[str, Any]:
     """Milliseconds of each cell in both arms, and which bounds were missed."""
     lengths = bench.config.lengths
-    arms = _Arms(bench, {length: unrelated_prompt(bench.rng, length) for length in lengths})
-    await bench.begin(arms.donors.values())
+    donors = {length: unrelated_prompt(bench.rng, length) for length in lengths}
+    arms = _Arms(bench, donors, AutoTokenizer.from_pretrained(MODEL_PATH))
+    await arms.begin()
     for number in range(max(map(bench.config.repeats_of, lengths))):
         for length in lengths:
             if number < bench.config.repeats_of(length):
@@ -92,8 +100,16 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
 class _Arms:
     bench: Session[Config]
     donors: Mapping[int, TokenIds]
+    tokenizer: PreTrainedTokenizerBase
     cells: Cells = field(default_factory=Cells)
     noise: Cells = field(default_factory=Cells)
+
+    async def begin(self) -> None:
+        """Have the proxy, and vLLM without it, serve every donor."""
+        for donor in self.donors.values():
+            for client in (self.bench.plain, self.bench.proxy):
+                await client.complete(donor, extra=self._body(donor, None))
+        await self.bench.begin()
 
     async def alone(self, length: int, *, is_on_first: bool) -> None:
         """A pair of each kind, and one of the arm without sharing."""
@@ -137,7 +153,8 @@ class _Arms:
             for name, (client, extra) in ends.items():
                 if name != "proxied":  # it works where the last one did
                     await bench.settle()
-                answer = await client.complete(unrelated_prompt(bench.rng, length), extra=extra)
+                prompt = unrelated_prompt(bench.rng, length)
+                answer = await client.complete(prompt, extra=self._body(prompt, extra))
                 seconds[name].append(answer.ttft_s)
         found = {name: 1e3 * median(own) for name, own in seconds.items()}
         return {
@@ -150,16 +167,18 @@ class _Arms:
     def _prompt(self, kind: str, length: int) -> TokenIds:
         return prompt_of_kind(self.bench.rng, kind, self.donors[length])
 
+    def _body(self, prompt: TokenIds, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {**(extra or {}), "prompt": self.tokenizer.decode(prompt.tolist())}
+
     def _requests(self, arm: str, lengths: Sequence[int], is_near: Sequence[bool]) -> list[Request]:
         """Prompts are new to both arms, as they share vLLM's prefix cache."""
-        return [
-            Request(
-                self._prompt("shared" if near else "unshared", length),
-                _OUTPUT_TOKENS,
-                is_near=near,
-                extra=_ARMS[arm],
-            )
+        prompts = [
+            self._prompt("shared" if near else "unshared", length)
             for length, near in zip(lengths, is_near, strict=True)
+        ]
+        return [
+            Request(prompt, _OUTPUT_TOKENS, is_near=near, extra=self._body(prompt, _ARMS[arm]))
+            for prompt, near in zip(prompts, is_near, strict=True)
         ]
 
     def _note(self, arm: str, requests: Sequence[Request], answers: Sequence[Answer], *, load: str) -> None:
@@ -172,7 +191,7 @@ class _Arms:
     async def _send(self, arm: str, prompt: TokenIds) -> Answer:
         """One request. With sharing on, the next one waits until this one is stored."""
         bench, num_seen = self.bench, len(self.bench.watch.seen)
-        answer = await bench.proxy.complete(prompt, extra=_ARMS[arm])
+        answer = await bench.proxy.complete(prompt, extra=self._body(prompt, _ARMS[arm]))
         if arm == "on":
             async with asyncio.timeout(_REPORT_S):
                 while len(bench.watch.seen) == num_seen:
