@@ -68,6 +68,7 @@ class Sharing:
         self.tier = keeper.tier
         self.telemetry = keeper.telemetry
         self.nominator = nominator
+        nominator.on_embedded = cost.observe_embedding
         self.indexing = Indexing(keeper, nominator)
         self._limits = limits
         self.cost = cost

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvshare.reasons import Reason
-from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, CostModel
+from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import MinSaved, Queue, Rates
@@ -37,7 +37,7 @@ class Worth:
         rates, threshold = self._cost.rates, limits.threshold
         known = self._shortest
         if known is None or known[0] is not rates or known[1] is not threshold:
-            hopeful = rates if LOAD in self._cost.measured else replace(rates, loads={})
+            hopeful = rates if self._cost.knows(LOAD) else replace(rates, loads={})
             shortest = hopeful.break_even(computed=0.0, threshold=threshold, with_lookup=True)
             known = self._shortest = (rates, threshold, math.inf if shortest is None else shortest)
         return num_tokens >= known[2]
@@ -47,12 +47,19 @@ class Worth:
         return self.lookup(num_tokens, limits) or self._cost.tries(LOOKUP)
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """Whether an embedding takes only a small share of what the donor that it may find would save."""
+        """
+        Whether an embedding takes only a small share of what the donor that it may find would save.
+
+        Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
+        to be tried.
+        """
         share, rates = limits.dense_max_share, self._cost.rates
         if share is None:
             return True
+        if not (self._cost.knows(EMBEDDING) and self._cost.knows(PREFILL)):
+            return False
         saved_s = rates.best_case(num_tokens, computed=_FEW_CHANGES).saved_s
-        return rates.embedding.seconds(num_tokens) <= share * saved_s or self._cost.tries(EMBEDDING)
+        return rates.embedding.seconds(num_tokens) <= share * saved_s
 
     def plan(
         self,

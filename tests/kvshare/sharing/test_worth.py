@@ -38,3 +38,18 @@ def test_prompts_for_which_no_load_is_quick_enough_are_not_looked_up() -> None:
         cost.observe_lookup(64, 0.002)
         cost.observe_prefill(64, 0.003)
     assert sum(worth.lookup_now(64, LIMITS) for _ in range(100)) <= 1
+
+
+def test_no_prompt_is_embedded_before_both_times_are_measured() -> None:
+    """By priors of a slow machine the first prompts would wait for an embedding that saves them nothing."""
+    cost = CostModel(replace(TRUE, token_s=0.001))
+    worth = Worth(cost)
+    assert not any(worth.embedding(8192, LIMITS) for _ in range(10))
+    cost.observe_embedding(8192, 0.01)
+    assert not any(worth.embedding(8192, LIMITS) for _ in range(10))
+    cost.observe_prefill(8192, 2.0)
+    assert worth.embedding(8192, LIMITS)
+    cost.observe_prefill(8192, 0.08)
+    for _ in range(20):
+        cost.observe_prefill(8192, 0.08)
+    assert not any(worth.embedding(8192, LIMITS) for _ in range(200))

@@ -45,18 +45,19 @@ class _Told:
     """In place of the `Nominator`: it nominates the donors that it is told, and counts a search's time."""
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+        self.costs = costs
         self.donors: list[Node] = []
+        self.on_embedded: Callable[[int, float], None] = lambda num_tokens, seconds: None
         self.seconds = 0.0  # of the last search; 0 if there was none
 
     async def nominate(
         self, namespace: str, token_ids: TokenIds, text: PromptText | None, *, allow_dense: bool
     ) -> Nomination:
         """By embedding, too, where there is no donor and the product would do so."""
-        stages = {"fingerprint": self._costs.search_s(len(token_ids))}
+        stages = {"fingerprint": self.costs.search_s(len(token_ids))}
         if allow_dense and not self.donors:
-            stages["embedding"] = self._costs.embed_s
-        planning_s = self._costs.planning_s(len(token_ids)) if self.donors else 0.0
+            stages["embedding"] = self.costs.embed_s
+        planning_s = self.costs.planning_s(len(token_ids)) if self.donors else 0.0
         self.seconds = planning_s + sum(stages.values())
         found = (Candidate(int(donor.node_id), ("fingerprint",), 1.0) for donor in self.donors)
         return Nomination(tuple(found), 0, stages, ())
@@ -105,6 +106,10 @@ class Lookups:
         if donor is not None and isinstance(lookup.plan, Plan) and lookup.plan.donors:
             self._families[donor.tobytes()].append(prompt.token_ids)
         return lookup
+
+    def note_stored(self, node: Node) -> None:
+        """Its text is embedded beside what else the host does, which measures what that takes."""
+        self._told.on_embedded(node.num_tokens, self._told.costs.embed_s)
 
     def _stored_family(self, donor: TokenIds) -> list[Node]:
         """The donor; where it was evicted, the last prompts that were like it and are stored."""

@@ -262,7 +262,8 @@ class SharingServer(Server):
         if isinstance(event, Prefilled):
             self._keeper.store_prompt(request, event, held)
         else:
-            self._keeper.store(request, event, held)
+            if (node := self._keeper.store(request, event, held)) is not None:
+                self._lookups.note_stored(node)
             self._in_flight.discard(event.ticket_id)
 
     @property
