@@ -10,15 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvshare.reasons import Reason
 from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.rates import MinSaved, Queue, Rates
+from kvshare.sharing.rates import MinSaved, PrefillWork, Queue, Rates
+from vector_index import Nomination
 
-_FEW_CHANGES = 0.1  # share of a prompt that is computed with a donor that was found by its embedding
+_FEW_CHANGES = 0.1  # share of a prompt that is computed with a good donor
+_UNSURE = 0.1  # share of a prompt by which the estimate of what donors have of it may be too low
 _ANY = MinSaved(-math.inf)
+
+
+class _Shortest(NamedTuple):
+    """Tokens of the shortest prompts that pay a lookup, by these rates: for a prefix, and for passages."""
+
+    rates: Rates
+    threshold: MinSaved
+    prefix: float
+    passages: float
 
 
 class Worth:
@@ -26,21 +38,50 @@ class Worth:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._shortest: tuple[Rates, MinSaved, float] | None = None  # computed once for the same rates
+        self._known: _Shortest | None = None  # computed once for the same rates
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """
-        Whether a prompt is so long that a lookup may save more than it takes.
+        """Whether a prompt is so long that a lookup may save more than it takes."""
+        return num_tokens >= self._shortest(limits).prefix
 
-        Until a load was measured, it is taken to cost nothing: a wrong prior would refuse what corrects it.
+    def passages(self, num_tokens: int, limits: PlannerLimits) -> bool:
+        """The same for the search for passages, whose reuse takes a pass."""
+        return num_tokens >= self._shortest(limits).passages
+
+    def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
+        """Whether a plan may pay by what its donors share with the prompt, as far as that is estimated."""
+        scores = [candidate.score for candidate in nomination.candidates]
+        computed = 1 - sum(scores) - _UNSURE
+        if computed <= 0 or 0.0 in scores:
+            return True
+        rates, prefix = self._hopeful(), nomination.num_prefix_tokens
+        behind = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
+        cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, behind)
+        return any(limits.threshold.pays(case.full_s, case.shared_s) for case in cases)
+
+    def _shortest(self, limits: PlannerLimits) -> _Shortest:
+        rates, threshold, known = self._cost.rates, limits.threshold, self._known
+        if known is None or known.rates is not rates or known.threshold is not threshold:
+            hopeful = self._hopeful()
+            found = (
+                hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
+                for computed in (0.0, _FEW_CHANGES)
+            )
+            lengths = (math.inf if length is None else length for length in found)
+            known = self._known = _Shortest(rates, threshold, *lengths)
+        return known
+
+    def _hopeful(self) -> Rates:
         """
-        rates, threshold = self._cost.rates, limits.threshold
-        known = self._shortest
-        if known is None or known[0] is not rates or known[1] is not threshold:
-            hopeful = rates if self._cost.knows(LOAD) else replace(rates, loads={})
-            shortest = hopeful.break_even(computed=0.0, threshold=threshold, with_lookup=True)
-            known = self._shortest = (rates, threshold, math.inf if shortest is None else shortest)
-        return num_tokens >= known[2]
+        The rates, where loads and passes cost nothing until they are measured: a wrong prior would refuse
+        what corrects it.
+        """
+        rates, cost = self._cost.rates, self._cost
+        return replace(
+            rates,
+            loads=rates.loads if cost.knows(LOAD) else {},
+            pass_s=rates.pass_s if cost.knows(PASS) else 0.0,
+        )
 
     def lookup_now(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """The same, or whether one is due to measure what it takes."""

@@ -149,7 +149,7 @@ async def test_meaning_is_searched_only_where_it_may_save_much_more(model: Embed
     """An embedding of tens of milliseconds is not paid for a prefill of a few."""
 
     class Asked(FixedNominator):
-        async def nominate(self, *_: object, allow_dense: bool) -> Nomination:  # type: ignore[override]  # narrower
+        async def nominate(self, *_: object, allow_dense: bool, **__: object) -> Nomination:  # type: ignore[override]  # narrower
             self.dense.append(allow_dense)
             return Nomination((), 0, {}, ())
 

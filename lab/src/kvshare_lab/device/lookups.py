@@ -13,6 +13,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from delta_tree import Node, TokenIds
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.requests import Prompt, SharingMode
@@ -51,15 +53,25 @@ class _Told:
         self.seconds = 0.0  # of the last search; 0 if there was none
 
     async def nominate(
-        self, namespace: str, token_ids: TokenIds, text: PromptText | None, *, allow_dense: bool
+        self,
+        namespace: str,
+        token_ids: TokenIds,
+        text: PromptText | None,
+        *,
+        allow_dense: bool,
+        allow_passages: bool,
     ) -> Nomination:
-        """By embedding, too, where there is no donor and the product would do so."""
-        stages = {"fingerprint": self.costs.search_s(len(token_ids))}
+        """
+        By passages, where the product searches for them; by embedding, too, where it would do so and there is
+        no donor. What equal beginnings share is left to vLLM's own prefix cache.
+        """
+        stages: dict[str, float] = {}
+        if allow_passages:
+            stages["fingerprint"] = self.costs.search_s(len(token_ids))
         if allow_dense and not self.donors:
             stages["embedding"] = self.costs.embed_s
-        planning_s = self.costs.planning_s(len(token_ids)) if self.donors else 0.0
-        self.seconds = planning_s + sum(stages.values())
-        found = (Candidate(int(donor.node_id), ("fingerprint",), 1.0) for donor in self.donors)
+        self.seconds = sum(stages.values())
+        found = (_candidate(donor, token_ids) for donor in self.donors if allow_passages)
         return Nomination(tuple(found), 0, stages, ())
 
     async def remember(self, *_: object) -> tuple[()]:
@@ -67,6 +79,12 @@ class _Told:
 
     async def forget(self, *_: object) -> tuple[()]:
         return ()
+
+
+def _candidate(donor: Node, token_ids: TokenIds) -> Candidate:
+    length = min(len(donor.token_ids), len(token_ids))
+    equal = np.count_nonzero(donor.token_ids[:length] == token_ids[:length])
+    return Candidate(int(donor.node_id), ("fingerprint",), max(equal / len(token_ids), 1e-3))
 
 
 class Lookups:
@@ -101,7 +119,9 @@ class Lookups:
             self.sharing.find_plan(self._namespace, prompt, mode, queue=queue)
         )
         self.host_s += time.process_time() - began
-        lookup = replace(found, seconds=self._told.seconds)
+        is_planned = found.candidates and "plan" in found.stage_seconds
+        planning_s = self._told.costs.planning_s(prompt.num_tokens) if is_planned else 0.0
+        lookup = replace(found, seconds=self._told.seconds + planning_s)
         self.sharing.note_use(lookup)
         if donor is not None and isinstance(lookup.plan, Plan) and lookup.plan.donors:
             self._families[donor.tobytes()].append(prompt.token_ids)
