@@ -112,7 +112,7 @@ class Indexer:
             )
             for part, (time_limit, remedy) in _PARTS.items()
         }
-        # Told what it took to embed a prompt of so many tokens that is stored; from any thread.
+        # Called with the tokens of a stored prompt, and the seconds of its embedding; from any thread.
         self.on_embedded: Callable[[int, float], None] = lambda num_tokens, seconds: None
         # Two threads, so that a request's text does not wait for texts that are being indexed.
         self._threads = {

@@ -63,7 +63,7 @@ def test_mode_off_takes_as_long_as_stock_vllm() -> None:
 
     from kvshare.requests import SharingMode
     from kvshare.settings import load_settings
-    from kvshare_lab.device.servers import servers
+    from kvshare_lab.device.sharing_server import servers
     from kvshare_lab.vllm.prompts import unrelated_prompt
 
     prompt = unrelated_prompt(np.random.default_rng(0), 2000)

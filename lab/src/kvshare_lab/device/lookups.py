@@ -1,5 +1,5 @@
 """
-The proxy's lookups in a simulation: the product's sharing core, which is told the donor of each prompt in
+The proxy's lookups in a simulation: the product's sharing core, which is given the donor of each prompt in
 place of an index, and in place of the seconds that this machine takes what the profile says.
 """
 
@@ -43,8 +43,8 @@ class _Here(Executor):
         return future
 
 
-class _Told:
-    """In place of the `Nominator`: it nominates the donors that it is told, and counts a search's time."""
+class _Given:
+    """In place of the `Nominator`: it nominates the donors that it is given, and counts a search's time."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -93,11 +93,11 @@ class Lookups:
     def __init__(
         self, keeper: ReplicaKeeper, costs: Costs, *, limits: PlannerLimits, cost: CostModel, namespace: str
     ) -> None:
-        self._told, self._namespace = _Told(costs), namespace
+        self._given, self._namespace = _Given(costs), namespace
         here = _Here()
         self.sharing = Sharing(
             keeper=keeper,
-            nominator=cast(Nominator, self._told),
+            nominator=cast(Nominator, self._given),
             limits=limits,
             cost=cost,
             executor=here,
@@ -112,16 +112,16 @@ class Lookups:
 
     def find(self, prompt: Prompt, donor: TokenIds | None, mode: SharingMode, queue: Queue) -> Lookup:
         """What the proxy finds, whose use is noted. `seconds` are those of the simulated host."""
-        self._told.donors = [] if donor is None else self._stored_family(donor)
-        self._told.seconds = 0.0
+        self._given.donors = [] if donor is None else self._stored_family(donor)
+        self._given.seconds = 0.0
         began = time.process_time()
         found = self._loop.run_until_complete(
             self.sharing.find_plan(self._namespace, prompt, mode, queue=queue)
         )
         self.host_s += time.process_time() - began
         is_planned = found.candidates and "plan" in found.stage_seconds
-        planning_s = self._told.costs.planning_s(prompt.num_tokens) if is_planned else 0.0
-        lookup = replace(found, seconds=self._told.seconds + planning_s)
+        planning_s = self._given.costs.planning_s(prompt.num_tokens) if is_planned else 0.0
+        lookup = replace(found, seconds=self._given.seconds + planning_s)
         self.sharing.note_use(lookup)
         if donor is not None and isinstance(lookup.plan, Plan) and lookup.plan.donors:
             self._families[donor.tobytes()].append(prompt.token_ids)
@@ -129,7 +129,7 @@ class Lookups:
 
     def note_stored(self, node: Node) -> None:
         """Its text is embedded beside what else the host does, which measures what that takes."""
-        self._told.on_embedded(node.num_tokens, self._told.costs.embed_s)
+        self._given.on_embedded(node.num_tokens, self._given.costs.embed_s)
 
     def _stored_family(self, donor: TokenIds) -> list[Node]:
         """The donor; where it was evicted, the last prompts that were like it and are stored."""

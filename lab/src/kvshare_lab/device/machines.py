@@ -1,4 +1,4 @@
-"""Machines that nobody has measured, derived from the profile of one that was: one thing of each is worse."""
+"""Machines that were not measured, derived from the profile of one that was: one thing of each is worse."""
 
 from __future__ import annotations
 

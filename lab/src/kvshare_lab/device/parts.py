@@ -12,7 +12,8 @@ import numpy as np
 
 from kvshare.settings import Settings, load_settings
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.servers import Server, SharingServer, servers
+from kvshare_lab.device.servers import Server
+from kvshare_lab.device.sharing_server import SharingServer, servers
 from kvshare_lab.device.traffic import (
     ARRIVALS,
     Load,

@@ -17,7 +17,7 @@ import numpy as np
 from delta_tree import TokenIds
 from kvshare.settings import Settings, load_settings
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.servers import servers
+from kvshare_lab.device.sharing_server import servers
 from kvshare_lab.device.traffic import Arrived, alone
 from kvshare_lab.device.two_arms import of_kind
 from kvshare_lab.vllm.bounds import KINDS, WORST

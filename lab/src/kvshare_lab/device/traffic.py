@@ -14,7 +14,8 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare_lab.device.engine import Answer
-from kvshare_lab.device.servers import Server, SharingServer
+from kvshare_lab.device.servers import Server
+from kvshare_lab.device.sharing_server import SharingServer
 from kvshare_lab.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
 
 _EDITS = 5

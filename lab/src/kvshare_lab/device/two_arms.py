@@ -23,7 +23,8 @@ from kvshare.settings import load_settings
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.machines import machine
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.servers import Server, SharingServer, servers
+from kvshare_lab.device.servers import Server
+from kvshare_lab.device.sharing_server import SharingServer, servers
 from kvshare_lab.device.traffic import alone, in_turns, taken_s
 from kvshare_lab.vllm.bounds import KINDS, Cell, Cells, prompt_of_kind
 from kvshare_lab.vllm.prompts import unrelated_prompt
