@@ -112,6 +112,8 @@ class Indexer:
             )
             for part, (time_limit, remedy) in _PARTS.items()
         }
+        # Called with the tokens of a stored prompt, and the seconds of its embedding; from any thread.
+        self.on_embedded: Callable[[int, float], None] = lambda num_tokens, seconds: None
         # Two threads, so that a request's text does not wait for texts that are being indexed.
         self._threads = {
             part: ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"kvshare-{name}")
@@ -201,16 +203,32 @@ class Indexer:
         return bind(prints, namespace)
 
     async def _embed(
-        self, part: str, texts: Sequence[PromptText | None], *, timeout_s: float
+        self,
+        part: str,
+        texts: Sequence[PromptText | None],
+        *,
+        timeout_s: float,
+        on_end: Callable[[float], None] = lambda seconds: None,
     ) -> list[NDArray[np.float32] | None] | Failure:
-        """A vector (D,) for each text, None for none, in the thread of this part and behind its circuit."""
+        """
+        A vector (D,) for each text, None for none, in the thread of this part and behind its circuit.
+
+        `on_end`: called there with the seconds that it took.
+        """
         embedder = self._embedder
         if embedder is None or not any(texts):
             return [None] * len(texts)
         known = [text or PromptText("", "") for text in texts]
         loop = asyncio.get_running_loop()
+
+        def embed() -> list[NDArray[np.float32] | None]:
+            began = time.perf_counter()
+            vectors = embed_prompts(embedder, known)
+            on_end(time.perf_counter() - began)
+            return vectors
+
         return await self.circuits[part].attempt(
-            lambda: loop.run_in_executor(self._threads[part], embed_prompts, embedder, known),
+            lambda: loop.run_in_executor(self._threads[part], embed),
             timeout_s=timeout_s,
         )
 
@@ -221,7 +239,12 @@ class Indexer:
         entries = [self._enter(record) for record in batch]
         texts = [record.prompt_text for record in batch]
         failures: list[Failure] = []
-        vectors = await self._embed("index_embedder", texts, timeout_s=self.settings.write_timeout_s)
+        vectors = await self._embed(
+            "index_embedder",
+            texts,
+            timeout_s=self.settings.write_timeout_s,
+            on_end=partial(self._note_embedded, batch),
+        )
         if isinstance(vectors, Failure):
             failures.append(vectors)
         else:
@@ -235,6 +258,11 @@ class Indexer:
             for entry in entries:  # fingerprints that were not stored must not be counted
                 self._frequencies.remove(entry.namespace, entry.prompt_id)
         return failures + failed
+
+    def _note_embedded(self, batch: Sequence[PromptRecord], seconds: float) -> None:
+        """Of several prompts at once, what one takes is not known."""
+        if len(batch) == 1:
+            self.on_embedded(len(batch[0].token_ids), seconds)
 
     def _enter(self, record: PromptRecord) -> Entry:
         """Add a prompt to prefix table and frequencies; returns its index entry without embedding."""

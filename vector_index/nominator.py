@@ -37,11 +37,13 @@ class Nominator(Indexer):
         prompt_text: PromptText | None,
         *,
         allow_dense: bool,
+        allow_passages: bool = True,
     ) -> Nomination:
         """
         Candidates for a prompt among the stored prompts of its namespace, best first.
 
-        With `prompt_text` None or `allow_dense` False there is no search by embedding.
+        With `prompt_text` None or `allow_dense` False there is no search by embedding, with `allow_passages`
+        False none by fingerprints.
 
         Shapes:  token_ids (T,) int32
         Raises:  nothing but cancellation
@@ -50,8 +52,9 @@ class Nominator(Indexer):
         with ranking.timed("prefix"):
             if (hit := self._prefix_table.longest(namespace, token_ids)) is not None:
                 ranking.add_prefix(hit)
-        with ranking.timed("fingerprint"):
-            await self._by_fingerprints(namespace, token_ids, ranking)
+        if allow_passages:
+            with ranking.timed("fingerprint"):
+                await self._by_fingerprints(namespace, token_ids, ranking)
         if allow_dense and prompt_text is not None and self._is_worth_embedding(ranking):
             with ranking.timed("embedding"):
                 await self._by_embedding(namespace, prompt_text, ranking)

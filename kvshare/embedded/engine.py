@@ -194,7 +194,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         runtime = server.runtime
         if treatment.refusal is not None:
             return Lookup(NoPlan(treatment.refusal))
-        if not runtime.sharing.may_share(prompt, request.mode) or not runtime.sharing.pays_lookup(prompt):
+        is_short = prompt.num_tokens < runtime.sharing.shortest_that_pays
+        if is_short or not runtime.sharing.may_share(prompt, request.mode):
             return await runtime.sharing.find_plan(namespace, prompt, request.mode)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
         waited = await self._arrivals.waited(

@@ -35,7 +35,7 @@ _REPORT_S = 30.0  # of the connector, after the answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answered:
+class OwnAnswer:
     """A request of our own, its times, and the connector's report."""
 
     routed: Routed
@@ -59,7 +59,9 @@ class OwnRequests:
             report.set_result(event)
         return True
 
-    async def send(self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool) -> Answered:
+    async def send(
+        self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool
+    ) -> OwnAnswer:
         """
         Send a prompt that is answered with one token, and wait for the connector's report.
 
@@ -86,7 +88,7 @@ class OwnRequests:
                     prefill_s = await replica.vllm.complete(body, headers=replica.headers)
             async with asyncio.timeout(_REPORT_S):
                 finished = await report
-        return Answered(request.routed, replace(request.progress, prefill_s=prefill_s), finished)
+        return OwnAnswer(request.routed, replace(request.progress, prefill_s=prefill_s), finished)
 
     @contextmanager
     def _expecting(self, ticket_id: str) -> Iterator[asyncio.Future[FinishedReport]]:

@@ -149,7 +149,8 @@ class Router:
     async def _find_or_wait(self, incoming: Incoming) -> Route:
         """Like `find`, but wait for a similar prompt that any replica computes now, if that pays."""
         prompt = incoming.prompt
-        if prompt is None or not self._may_share(incoming) or not self._sharing.pays_lookup(prompt):
+        is_short = prompt is None or prompt.num_tokens < self._sharing.shortest_that_pays
+        if prompt is None or is_short or not self._may_share(incoming):
             return await self.find(incoming)
         waited = await self._in_flight.arrivals.waited(
             [replica.namespace(incoming.owner).digest for replica in self._fleet.sharing()],

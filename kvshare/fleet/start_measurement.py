@@ -18,7 +18,7 @@ import numpy as np
 from delta_tree import Copy, NodeId, Span, TokenIds, gaps, token_ids
 from kvshare.errors import UpstreamError
 from kvshare.fleet.observation import observe
-from kvshare.fleet.own_requests import Answered, OwnRequests
+from kvshare.fleet.own_requests import OwnAnswer, OwnRequests
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.runtime import Runtime
@@ -149,7 +149,7 @@ class StartMeasurement:
 
     async def _observed(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool
-    ) -> Answered:
+    ) -> OwnAnswer:
         """Raises UpstreamError, TimeoutError, _BusyError."""
         answered = await self._send(replica, tokens, plan, store=store)
         observe(self._cost, answered.routed, answered.progress, answered.finished)
@@ -157,7 +157,7 @@ class StartMeasurement:
 
     async def _send(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool = False
-    ) -> Answered:
+    ) -> OwnAnswer:
         """When the replica is idle."""
         await self._idle([replica])
         self._num_sent += 1

@@ -96,6 +96,10 @@ class CostModel:
         known = {PASS if kind == _BARE_PASS else kind for kind in kinds}
         return frozenset({PREFILL, PASS, LOAD, LOOKUP, EMBEDDING} & known)
 
+    def knows(self, rate: str) -> bool:
+        """Whether this rate was measured; a model that does not learn knows all."""
+        return not self._learns or rate in self.measured
+
     def document(self, threshold: MinSaved) -> Costs:
         """The rates, which of them were measured, and from how many tokens on a plan pays."""
         rates = self.rates

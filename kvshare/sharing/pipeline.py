@@ -68,6 +68,7 @@ class Sharing:
         self.tier = keeper.tier
         self.telemetry = keeper.telemetry
         self.nominator = nominator
+        nominator.on_embedded = cost.observe_embedding
         self.indexing = Indexing(keeper, nominator)
         self._limits = limits
         self.cost = cost
@@ -125,16 +126,7 @@ class Sharing:
         began = time.perf_counter()
         try:
             nomination = await self._nominate(namespace, prompt, mode, by_embedding=by_embedding)
-            is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
-            lookup = await asyncio.get_running_loop().run_in_executor(
-                self._long_executor if is_long else self._executor,
-                self._plan,
-                namespace,
-                prompt.token_ids,
-                nomination.candidates,
-                mode,
-                queue,
-            )
+            lookup = await self._planned(namespace, prompt, nomination, mode, queue)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
             log.warning("planning failed, the request is served unshared; please report this: %s", what)
@@ -188,25 +180,43 @@ class Sharing:
         is_long = prompt.num_tokens >= self._limits.sharing.min_prompt_tokens
         return self._limits.can_share and mode is not SharingMode.OFF and is_long
 
-    def pays_lookup(self, prompt: Prompt) -> bool:
-        """Whether a prompt is so long that a lookup may save more than it takes, by the measured rates."""
-        return self._worth.lookup(prompt.num_tokens, self._limits)
-
     @property
     def shortest_that_pays(self) -> float:
         """The tokens of the shortest prompt for which a lookup pays; infinite if none does."""
         return self._worth.shortest(self._limits)
 
+    async def _planned(
+        self, namespace: str, prompt: Prompt, nomination: Nomination, mode: SharingMode, queue: Queue
+    ) -> Lookup:
+        candidates = nomination.candidates
+        if candidates and not self._worth.planning(prompt.num_tokens, nomination, self._limits):
+            return Lookup(
+                NoPlan(Reason.DOES_NOT_PAY),
+                candidates=candidates,
+                namespace=namespace,
+                num_tokens=prompt.num_tokens,
+            )
+        is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
+        return await asyncio.get_running_loop().run_in_executor(
+            self._long_executor if is_long else self._executor,
+            self._plan,
+            namespace,
+            prompt.token_ids,
+            candidates,
+            mode,
+            queue,
+        )
+
     async def _nominate(
         self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
     ) -> Nomination:
-        embeds = (
-            by_embedding
-            and mode is SharingMode.APPROX
-            and self._worth.embedding(prompt.num_tokens, self._limits)
-        )
+        pays, num_tokens = self._worth, prompt.num_tokens
+        embeds = by_embedding and mode is SharingMode.APPROX
+        embeds = embeds and pays.embedding(num_tokens, self._limits)
+        # A prompt too short for either is looked up to measure what that takes.
+        by_passages = pays.passages(num_tokens, self._limits) or not pays.lookup(num_tokens, self._limits)
         nomination = await self.nominator.nominate(
-            namespace, prompt.token_ids, prompt.text, allow_dense=embeds
+            namespace, prompt.token_ids, prompt.text, allow_dense=embeds, allow_passages=by_passages
         )
         self.indexing.count(nomination.failures)
         return nomination

@@ -10,15 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvshare.reasons import Reason
-from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, CostModel
+from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.rates import MinSaved, Queue, Rates
+from kvshare.sharing.rates import MinSaved, PrefillWork, Queue, Rates
+from vector_index import Nomination
 
-_FEW_CHANGES = 0.1  # share of a prompt that is computed with a donor that was found by its embedding
+_FEW_CHANGES = 0.1  # share of a prompt that is computed with a good donor
+_UNSURE = 0.1  # share of a prompt by which the estimate of what donors have of it may be too low
 _ANY = MinSaved(-math.inf)
+
+
+class _Shortest(NamedTuple):
+    """Tokens of the shortest prompts that pay a lookup, by these rates: for a prefix, and for passages."""
+
+    rates: Rates
+    threshold: MinSaved
+    prefix: float
+    passages: float
 
 
 class Worth:
@@ -26,32 +38,73 @@ class Worth:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._shortest: tuple[Rates, MinSaved, float] | None = None  # computed once for the same rates
+        self._known: _Shortest | None = None  # computed once for the same rates
 
     def shortest(self, limits: PlannerLimits) -> float:
         """The tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
-        rates, threshold = self._cost.rates, limits.threshold
-        known = self._shortest
-        if known is None or known[0] is not rates or known[1] is not threshold:
-            shortest = rates.break_even(computed=0.0, threshold=threshold, with_lookup=True)
-            known = self._shortest = (rates, threshold, math.inf if shortest is None else shortest)
-        return known[2]
+        return self._shortest(limits).prefix
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """Whether a prompt is so long that a lookup may save more than it takes."""
         return num_tokens >= self.shortest(limits)
+
+    def passages(self, num_tokens: int, limits: PlannerLimits) -> bool:
+        """The same for the search for passages, whose reuse takes a pass."""
+        return num_tokens >= self._shortest(limits).passages
+
+    def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
+        """Whether a plan may pay by what its donors share with the prompt, as far as that is estimated."""
+        scores = [candidate.score for candidate in nomination.candidates]
+        computed = 1 - sum(scores) - _UNSURE
+        if computed <= 0 or 0.0 in scores:
+            return True
+        rates, prefix = self._hopeful(), nomination.num_prefix_tokens
+        behind = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
+        cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, behind)
+        return any(limits.threshold.pays(case.full_s, case.shared_s) for case in cases)
+
+    def _shortest(self, limits: PlannerLimits) -> _Shortest:
+        rates, threshold, known = self._cost.rates, limits.threshold, self._known
+        if known is None or known.rates is not rates or known.threshold is not threshold:
+            hopeful = self._hopeful()
+            found = (
+                hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
+                for computed in (0.0, _FEW_CHANGES)
+            )
+            lengths = (math.inf if length is None else length for length in found)
+            known = self._known = _Shortest(rates, threshold, *lengths)
+        return known
+
+    def _hopeful(self) -> Rates:
+        """
+        The rates, where loads and passes cost nothing until they are measured: a wrong prior would refuse
+        what corrects it.
+        """
+        rates, cost = self._cost.rates, self._cost
+        return replace(
+            rates,
+            loads=rates.loads if cost.knows(LOAD) else {},
+            pass_s=rates.pass_s if cost.knows(PASS) else 0.0,
+        )
 
     def lookup_now(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """The same, or whether one is due to measure what it takes."""
         return self.lookup(num_tokens, limits) or self._cost.tries(LOOKUP)
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """Whether an embedding takes only a small share of what the donor that it may find would save."""
+        """
+        Whether an embedding takes only a small share of what the donor that it may find would save.
+
+        Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
+        to be tried.
+        """
         share, rates = limits.dense_max_share, self._cost.rates
         if share is None:
             return True
+        if not (self._cost.knows(EMBEDDING) and self._cost.knows(PREFILL)):
+            return False
         saved_s = rates.best_case(num_tokens, computed=_FEW_CHANGES).saved_s
-        return rates.embedding.seconds(num_tokens) <= share * saved_s or self._cost.tries(EMBEDDING)
+        return rates.embedding.seconds(num_tokens) <= share * saved_s
 
     def plan(
         self,

@@ -65,3 +65,14 @@ async def test_forgetting_without_index_does_not_raise(setup: Setup, mood: str) 
     setup.index.mood = "works"
     stale = await setup.nominator.nominate("a", tokens(1), None, allow_dense=False)
     assert [c.sources for c in stale.candidates] == [("fingerprint",)]
+
+
+async def test_what_an_embedding_takes_is_measured_when_a_prompt_is_stored(setup: Setup) -> None:
+    """Of each that is embedded by itself, on the thread that indexes: no request waits for a measurement."""
+    measured: list[tuple[int, float]] = []
+    setup.nominator.on_embedded = lambda num_tokens, seconds: measured.append((num_tokens, seconds))
+    await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    await setup.nominator.remember(3, "a", tokens(3), None)
+    ((num_tokens, seconds),) = measured
+    assert num_tokens == len(tokens(2))
+    assert seconds > 0

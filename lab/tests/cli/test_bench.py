@@ -23,7 +23,7 @@ BENCHES = [
     "papers",
     "proxy",
 ]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "way", "burst", "gpu"]
+VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "inway", "way", "burst", "gpu"]
 
 
 def test_bench_lists_its_commands(cli: Cli) -> None:
@@ -53,6 +53,12 @@ def test_bench_passes_what_a_benchmark_takes(name: str) -> None:
     check_options(name, "embedded")
 
 
+@pytest.mark.parametrize("name", ["inway"])
+def test_bench_passes_what_a_simulation_takes(name: str) -> None:
+    """The same for those that simulate a device."""
+    check_options(name, "simulated")
+
+
 @pytest.mark.parametrize("name", VLLM_BENCHES)
 def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
     """The same for those that start real servers."""
@@ -67,6 +73,8 @@ def test_bench_passes_what_a_benchmark_of_vllm_takes(name: str) -> None:
         ("parity", "--model", "random-8b"),
         ("burst", "--model", "random-8b"),
         ("ttft", "--engine", "vllm", "--family", "qwen3"),
+        ("inway", "--profile", "h100"),
+        ("inway", "--engine", "simulated", "--disk-ms", "50"),
     ],
 )
 def test_bench_refuses_options_of_the_other_engine(cli: Cli, command: tuple[str, ...]) -> None:

@@ -18,9 +18,11 @@ import pytest
 
 from kvshare.replay.workloads import generate, write_rows
 from kvshare_lab.vllm import (
+    bounds,
     burst,
     gpu,
     interference,
+    inway,
     load,
     parity,
     session,
@@ -67,7 +69,7 @@ def servers(both: Stack) -> Iterator[Stack]:
 
 async def measured(module: ModuleType, servers: Stack, **options: Any) -> dict[str, Any]:
     """What a benchmark measures; by default with prompts of `_TOKENS` tokens, 5 % changed in 2 places."""
-    edits = {"prompt_tokens": _TOKENS, "changed": 0.05, "edits": 2} if module is not soak else {}
+    edits = {"prompt_tokens": _TOKENS, "changed": 0.05, "edits": 2} if module not in (soak, inway) else {}
     return await session.measured(module.measure, servers, module.Config(**{**edits, **options}))
 
 
@@ -118,16 +120,7 @@ async def test_the_way_of_a_request_has_every_stage(servers: Stack) -> None:
     assert 200 < found["tokens"] <= 300
     assert {"straight", "given", "through", "added", "render", "shared"} <= found["arms"].keys()
     stages = {name: figures["p50_ms"] for name, figures in found["stages"].items()}
-    assert {
-        "body",
-        "tokenize",
-        "plan",
-        "ticket",
-        "engine",
-        "between",
-        "vllm_pass",
-        "vllm_rest",
-    } <= stages.keys()
+    assert {"body", "tokenize", "plan", "ticket", "engine", "vllm_pass", "vllm_rest"} <= stages.keys()
     passed = sum(value for name, value in stages.items() if not name.startswith("vllm_"))
     assert passed == pytest.approx(found["arms"]["shared"]["p50_ms"], rel=0.01)
 
@@ -148,6 +141,22 @@ async def test_both_arms_answer_the_same_load(servers: Stack) -> None:
     assert 0 < document["flop_share"] < 1
     assert document["bound"] > 1
     assert document["unrelated"]["shared"]["cpu_s_per_request"][0] > 0
+
+
+async def test_both_arms_of_one_proxy_are_compared(servers: Stack) -> None:
+    """Every kind alone and in a mix, as often with sharing as without it, and the proxy's own hop."""
+    found = await measured(inway, servers, tokens="128,200", shares="0.5", repeats=2, requests=4, seed=11)
+    cells = {(row["load"], row.get("tokens"), row["kind"], row.get("token")): row for row in found["cells"]}
+    alone = {("alone", tokens, kind, None) for tokens in (128, 200) for kind in bounds.KINDS}
+    mixed = {
+        ("mix 50%", None, kind, token) for kind in ("shared", "unshared") for token in ("first", "whole")
+    }
+    assert cells.keys() == alone | mixed
+    assert {row["requests"] for row in cells.values()} == {2}
+    assert cells["alone", 200, "shared", None]["decisions"] == {"approx": 2}
+    assert cells["alone", 200, "unshared", None]["decisions"] == {"full": 2}
+    assert [row["tokens"] for row in found["hop"]] == [128, 200]
+    assert found["passed"] is (not found["missed"])
 
 
 async def test_an_open_loop_has_both_arms_at_each_rate(servers: Stack) -> None:

@@ -149,7 +149,7 @@ async def test_meaning_is_searched_only_where_it_may_save_much_more(model: Embed
     """An embedding of tens of milliseconds is not paid for a prefill of a few."""
 
     class Asked(FixedNominator):
-        async def nominate(self, *_: object, allow_dense: bool) -> Nomination:  # type: ignore[override]  # narrower
+        async def nominate(self, *_: object, allow_dense: bool, **__: object) -> Nomination:  # type: ignore[override]  # narrower
             self.dense.append(allow_dense)
             return Nomination((), 0, {}, ())
 
@@ -158,6 +158,7 @@ async def test_meaning_is_searched_only_where_it_may_save_much_more(model: Embed
     nominator = Asked()
     sharing = sharing_with(nominator, model, dense_max_share=0.1)  # of 900 ms that 1,000 tokens save
     sharing.cost.observe_embedding(500, 0.05)
+    sharing.cost.observe_prefill(500, 0.5)
     sharing.cost.rates = replace(sharing.cost.rates, embedding=LoadRate(0.05, 0.0))
     for length, mode in ((500, "approx"), (600, "approx"), (600, "exact")):
         await sharing.find_plan("ns", prompt(length), SharingMode(mode))

@@ -194,6 +194,28 @@ def chosen(names: str, known: Collection[str], option: str) -> list[str]:
     return wanted
 
 
+def listed(option: str, text: str, kind: Any, allowed: Any) -> list[Any]:
+    """
+    What is given with commas, as that kind: any of `allowed`, or where that is None numbers from 0 to 1.
+
+    Raises:  ConfigError, with the option
+    """
+    try:
+        found = [kind(each) for each in text.split(",") if each.strip()]
+    except ValueError:
+        found = []
+    if not found or any(each not in allowed if allowed is not None else not 0 <= each <= 1 for each in found):
+        expected = "numbers from 0 to 1" if allowed is None else f"any of {_shown(allowed)}"
+        raise ConfigError(option, f"expected {expected}, with commas, got {text!r}")
+    return found
+
+
+def _shown(allowed: Any) -> str:
+    if isinstance(allowed, range):
+        return f"{allowed.start} to {allowed.stop - 1} tokens"
+    return ", ".join(allowed)
+
+
 def median(values: Sequence[float]) -> float:
     return float(np.median(np.asarray(values)))
 

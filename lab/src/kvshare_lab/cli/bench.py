@@ -31,7 +31,6 @@ app = typer.Typer(
 )
 
 EMBEDDED, VLLM = "embedded", "vllm"
-_BOTH = (EMBEDDED, VLLM)
 _JSON = parameter("as_json", type="flag", help="The same as --format json.", flags=["--json"], default=False)
 _FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
 
@@ -91,7 +90,7 @@ def _command(benchmark: Benchmark) -> Callable[..., None]:
 
     engines, options = benchmark.engines, list(benchmark.options)
     if engines != (EMBEDDED,):
-        about = "What computes; vllm starts real servers." if engines == _BOTH else "What computes."
+        about = "What computes; vllm starts real servers." if len(engines) > 1 else "What computes."
         options.insert(0, parameter("engine", type=engines, default=engines[0], help=about))
     command.__signature__ = Signature([*options, _JSON, _FORMAT])  # type: ignore[attr-defined]  # as functions may
     return command
@@ -112,7 +111,7 @@ def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dic
 
 def module_of(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
     """The name of the module that runs. Raises typer.BadParameter for an option that it does not have."""
-    for name in given if benchmark.engines == _BOTH else ():
+    for name in given if len(benchmark.engines) > 1 else ():
         owner = benchmark.owners.get(name, engine)
         if engine != owner:
             raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")

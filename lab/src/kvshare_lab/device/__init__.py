@@ -1,16 +1,21 @@
 """
-A device that is simulated: `kvshare bench device`.
+A device that is simulated: `kvshare bench device`, and `kvshare bench inway --engine simulated`.
 
-    profile.py, profiles/   what a device costs, and what was measured on it
-    clock.py, threads.py    virtual time, actors that share it, and a module's threads as actors
-    gpu.py                  a device of which only sizes and durations exist
-    streams.py, worker.py   what copies ask of it; the connector's own worker on it
-    engine.py               vLLM's engine core, with its own scheduler
-    vllm_config.py          of the model without weights
-    servers.py, ranks.py    stock vLLM, and vLLM with the connector behind the proxy, on one GPU or several
-    traffic.py              what clients send
-    simulation.py           the benchmark's options; parts.py: its parts
-    verdicts.py             its document beside what was measured
+    profile.py, profiles/     what a device costs, and what was measured on it
+    clock.py, threads.py      virtual time, actors that share it, and a module's threads as actors
+    gpu.py                    a device of which only sizes and durations exist
+    streams.py, worker.py     what copies ask of it; the connector's own worker on it
+    engine.py                 vLLM's engine core, with its own scheduler
+    vllm_config.py            of the model without weights
+    lookups.py                the proxy's lookups: the product's sharing core, which is given the donors
+    servers.py                stock vLLM
+    sharing_server.py         vLLM with the connector, behind the proxy; ranks.py: on several GPUs
+    traffic.py                what clients send
+    simulation.py             the options of `bench device`; parts.py: its parts
+    verdicts.py               its document beside what was measured
+    inway.py                  the options of `bench inway`; in_way_parts.py: its parts
+    two_arms.py, priors.py    requests with and without sharing; the first ones, where priors are wrong
+    machines.py               machines that are derived from the profile
 """
 
 import os

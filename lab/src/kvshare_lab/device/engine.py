@@ -59,33 +59,36 @@ class Engine:
         self.gpu, self.scheduler, self.worker = gpu, scheduler, worker
         self._bytes_per_token = bytes_per_token
         self._clock = gpu.clock
-        self._arriving: list[tuple[float, int, Callable[[], Request], Answer]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._steps: deque[_Step] = deque()
         self._running: dict[str, tuple[Request, Answer]] = {}
         self.scheduling_s = 0.0  # of this machine's CPU, with the connector's scheduler side
         self.on_answer: Callable[[Answer], None] = lambda answer: None
 
+    def at(self, due_at: float, action: Callable[[], None]) -> None:
+        """Have something done at this time, or once the step that runs then is scheduled."""
+        heapq.heappush(self._due, (due_at, next(self._numbers), action))
+
     def send(self, make: Callable[[], Request], answer: Answer, *, arrives_at: float) -> None:
         """A request reaches the engine at this time; it is made only then."""
-        heapq.heappush(self._arriving, (arrives_at, next(self._numbers), make, answer))
+        self.at(arrives_at, lambda: self._admit(make(), answer))
 
     def run(self) -> None:
         """Until every request is answered and saved."""
         with self.gpu:
-            while self._arriving or self._steps or self.scheduler.has_requests():
-                self._admit()
+            while self._due or self._steps or self.scheduler.has_requests():
+                while self._due and self._due[0][0] <= self._clock.now():
+                    _, _, action = heapq.heappop(self._due)
+                    action()
                 if self._steps or self.scheduler.has_requests():
                     self._turn()
-                else:
-                    self._clock.sleep_until(self._arriving[0][0])
+                elif self._due:
+                    self._clock.sleep_until(self._due[0][0])
 
-    def _admit(self) -> None:
-        while self._arriving and self._arriving[0][0] <= self._clock.now():
-            _, _, make, answer = heapq.heappop(self._arriving)
-            request = make()
-            self._running[request.request_id] = request, answer
-            self.scheduler.add_request(request)
+    def _admit(self, request: Request, answer: Answer) -> None:
+        self._running[request.request_id] = request, answer
+        self.scheduler.add_request(request)
 
     def _turn(self) -> None:
         """As `EngineCore.step_with_batch_queue` does."""

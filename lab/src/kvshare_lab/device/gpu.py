@@ -27,6 +27,7 @@ from kvshare_lab.device.profile import Costs
 THERE = torch.device("meta")
 MAIN = "vllm"  # the stream of vLLM's own work
 _ALLOCATING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_SMALL_BYTES = 2**20
 _SELECTING = ("index_select", "index", "gather")  # what they read of their first argument is what they make
 
 
@@ -121,11 +122,11 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def copy_up(self, num_bytes: int) -> None:
         """From registered memory of the host."""
         self.charged.bytes_up += num_bytes
-        self.launch(num_bytes / self.costs.pcie_bytes_per_s, engine="up")
+        self.launch(num_bytes / self.costs.pcie_bytes_per_s, engine=_engine("up", num_bytes))
 
     def copy_down(self, num_bytes: int) -> None:
         self.charged.bytes_down += num_bytes
-        self.launch(num_bytes / self.costs.pcie_bytes_per_s, engine="down")
+        self.launch(num_bytes / self.costs.pcie_bytes_per_s, engine=_engine("down", num_bytes))
 
     def move(self, num_bytes: int) -> None:
         """A kernel that reads and writes so many bytes of the device's memory."""
@@ -171,6 +172,14 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def drawn(self, source: torch.Tensor) -> torch.Tensor:
         """Values in host memory in place of those that do not exist."""
         return torch.rand(source.shape, generator=self._rng).to(source.dtype)
+
+
+def _engine(way: str, num_bytes: int) -> str | None:
+    """
+    Which copies follow each other. Small ones, such as tables, pass between the others: one whose stream has
+    to wait keeps no engine.
+    """
+    return way if num_bytes > _SMALL_BYTES else None
 
 
 def _are_views(made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvshare.settings import Settings, load_settings
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.servers import Server, SharingServer, servers
+from kvshare_lab.device.servers import Server
+from kvshare_lab.device.sharing_server import SharingServer, servers
 from kvshare_lab.device.traffic import (
     ARRIVALS,
     Load,
@@ -27,7 +28,7 @@ Opened = Callable[..., AbstractContextManager[tuple[Server, SharingServer]]]
 """Called with settings: `servers` of a profile."""
 
 # What sharing costs is measured where it does not pay, too.
-_ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0}
+ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0}
 # Of a server that always chooses its repairs.
 _ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
@@ -44,7 +45,7 @@ def measured(
     seed: int,
 ) -> dict[str, Any]:
     """What was measured, by part."""
-    settings, opened = load_settings(None, _ALWAYS_SHARE), partial(servers, profile, ranks=ranks)
+    settings, opened = load_settings(None, ALWAYS_SHARE), partial(servers, profile, ranks=ranks)
     load, streams = Load(requests=requests), Streams(rounds=rounds)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "first_token": lambda: _first_tokens(opened, settings, lengths, seed),
@@ -83,7 +84,7 @@ def _between(opened: Opened, settings: Settings, streams: Streams, seed: int) ->
 
 def _choosing(opened: Opened, lengths: Sequence[int], load: Load, seed: int) -> Iterator[dict[str, Any]]:
     """Both arms get the same prompts. A load has near-duplicates only."""
-    settings = load_settings(None, {**_ALWAYS_SHARE, **_ALWAYS_CHOOSE})
+    settings = load_settings(None, {**ALWAYS_SHARE, **_ALWAYS_CHOOSE})
     for arm in ("chosen", "by_place"):
         with opened(settings, chooses=arm == "chosen") as (_, shared):
             rows = list(moved_and_edited(shared, np.random.default_rng(seed), lengths))

@@ -44,8 +44,12 @@ class Costs:
     decode_s: float
     pass_s: float
     pass_tokens_per_s: float
+    find_s: float
+    find_s_per_token: float
     plan_s: float
     plan_s_per_token: float
+    embed_s: float
+    store_s: float
     pcie_bytes_per_s: float
     pageable_bytes_per_s: float
     memory_bytes_per_s: float
@@ -76,8 +80,12 @@ class Costs:
         """A pass over so many placeholders."""
         return self.pass_s + num_tokens / self.pass_tokens_per_s
 
+    def search_s(self, num_tokens: int) -> float:
+        """What the proxy's search for donors takes, for a prompt of so many tokens."""
+        return self.find_s + num_tokens * self.find_s_per_token
+
     def planning_s(self, num_tokens: int) -> float:
-        """What the proxy adds to a prompt of so many tokens."""
+        """What planning takes more, where there is a donor."""
         return self.plan_s + num_tokens * self.plan_s_per_token
 
 

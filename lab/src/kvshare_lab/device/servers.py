@@ -1,60 +1,30 @@
 """
-The two servers of a simulated benchmark: stock vLLM, and vLLM with the connector behind the proxy. Both have
-vLLM's own scheduler; the connector's two sides, the plans and the tickets are the product's.
-
-Not here: HTTP, tokenizing and the index, whose time is a constant of the profile. The proxy is given which
-prompt is the donor; what similar prompts an index would find is not simulated.
+Stock vLLM in a simulated benchmark, with vLLM's own scheduler.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from delta_tree import DeltaTree, NodeId, TokenIds
-from kvshare.fleet.remote_tier import RemoteTier
-from kvshare.fleet.replica_keeper import ReplicaKeeper
-from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
-from kvshare.fleet.tickets import ticket_for
-from kvshare.namespace import Owner
-from kvshare.requests import Prompt, SharingMode
-from kvshare.settings import Settings
-from kvshare.sharing.cost import CostModel
-from kvshare.sharing.limits import PlannerLimits
-from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.planner import make_plan
-from kvshare.vllm_connector.config import ConnectorSettings
-from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.worker.ranks import num_ranks
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled
-from kvshare_lab.device.clock import Clock
+from delta_tree import TokenIds
 from kvshare_lab.device.engine import Answer, Engine
 from kvshare_lab.device.gpu import SimulatedGpu
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.ranks import alike_ranks
-from kvshare_lab.device.vllm_config import kv_cache_config, vllm_config
-from kvshare_lab.device.worker import SimulatedWorker, virtual_threads
-from vector_index import PromptText
-
-_NAMESPACE = "simulated"
-_OWNER = Owner("", "private")
-_REPLICA = "simulated"
+from kvshare_lab.device.vllm_config import kv_cache_config
+from kvshare_lab.device.worker import SimulatedWorker
 
 
 class Server:
@@ -135,137 +105,3 @@ class Server:
             cache_salt=salt,
             block_hasher=self._hasher,
         )
-
-
-class SharingServer(Server):
-    """vLLM with the connector, behind the proxy: its plans, its tree and its tickets."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        config: VllmConfig,
-        gpu: SimulatedGpu,
-        settings: Settings,
-        *,
-        chooses: bool = True,
-    ) -> None:
-        """Unless it `chooses`, as many tokens are repaired by place as a choice computes in all."""
-        self._chooses = chooses
-        super().__init__(profile, config, gpu)
-        connector, worker = self.scheduler.connector, self.engine.worker
-        assert isinstance(connector, KVShareConnector), "it is configured"
-        assert worker is not None, "this class makes one"
-        assert worker.handshake is not None, "it is simulated"
-        connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): worker.handshake for rank in range(num_ranks())}
-        )
-        assert connector._scheduler_side is not None, "the role of a scheduler"
-        self._connector = connector._scheduler_side
-        self._num_read = 0
-        self._settings = settings
-        self._limits = PlannerLimits.from_settings(settings, can_probe=True)
-        self._cost = CostModel.from_settings(
-            settings.cost, bytes_per_token=profile.model.bytes_per_token, num_extra_passes=1
-        )
-        self._tier = RemoteTier([_REPLICA])
-        self._tier.memories[_REPLICA].max_bytes = num_ranks() * profile.model.kv_bytes
-        self._keeper = ReplicaKeeper(
-            DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
-        )
-        self._routed: dict[str, RoutedRequest] = {}
-        self._in_flight: set[str] = set()  # tickets that are not reported
-        self.reports: dict[str, FinishedReport] = {}
-        self._planning_s = 0.0
-
-    @property
-    def host_s(self) -> dict[str, float]:
-        worker = self.engine.worker
-        tables_s = worker.streams.tables_s if worker is not None else 0.0
-        return {**super().host_s, "planning": self._planning_s, "tables": tables_s}
-
-    def send(self, prompt: TokenIds, *, max_tokens: int, at: float, donor: TokenIds | None = None) -> Answer:
-        """To the proxy, which has stored the `donor`; without one it finds none."""
-        answer, costs = Answer(self._new_id(), at), self.profile.costs
-        make = partial(self._planned, answer.request_id, prompt, max_tokens, donor)
-        self.engine.send(make, answer, arrives_at=at + costs.front_s + costs.planning_s(len(prompt)))
-        return answer
-
-    def _worker(self) -> SimulatedWorker | None:
-        group = self.kv_cache.kv_cache_groups[0]
-        settings = ConnectorSettings(control_port=0, max_bytes=num_ranks() * self.profile.model.kv_bytes)
-        return SimulatedWorker(
-            self.gpu,
-            self.profile.model,
-            self._config,
-            settings,
-            group.kv_cache_spec,
-            group.layer_names,
-            can_listen=self._chooses,
-        )
-
-    def read_events(self) -> None:
-        """As the proxy does: store what the connector has retained, and have it drop what is evicted."""
-        journal = self._connector.events.read(self._num_read)
-        self._num_read = journal.last
-        for event in journal.events:
-            if isinstance(event, Dropped):
-                self._keeper.forget(event.segment_ids)
-            elif isinstance(event, Prefilled):
-                self._keeper.store_prompt(self._routed[event.ticket_id], event, self._donors_in_flight)
-            else:
-                self.reports[event.ticket_id] = event
-                self._keeper.store(self._routed[event.ticket_id], event, self._donors_in_flight)
-                self._in_flight.discard(event.ticket_id)
-        self._connector.scheduler.drop(self._tier.take_dropped(_REPLICA))
-
-    @property
-    def _donors_in_flight(self) -> frozenset[NodeId]:
-        plans = (self._routed[ticket_id].routed.plan for ticket_id in self._in_flight)
-        return frozenset(donor for plan in plans if isinstance(plan, Plan) for donor in plan.donors)
-
-    def _planned(self, request_id: str, prompt: TokenIds, max_tokens: int, donor: TokenIds | None) -> Request:
-        self.read_events()
-        began = time.process_time()
-        plan = self._plan(prompt, donor)
-        ticket = ticket_for(plan, prompt, ticket_id=request_id, namespace=_NAMESPACE, store=True)
-        self._planning_s += time.process_time() - began
-        incoming = Incoming(_OWNER, Prompt(prompt, PromptText("", "")), SharingMode.APPROX, may_store=True)
-        routed = RoutedRequest(incoming, Routed(plan, ticket))
-        routed.execution.replica = _REPLICA
-        self._routed[request_id] = routed
-        self._in_flight.add(request_id)
-        return self._request(
-            request_id, prompt, max_tokens, salt=routed.salt, transfer=routed.transfer_params
-        )
-
-    def _plan(self, prompt: TokenIds, donor: TokenIds | None) -> Plan | NoPlan:
-        tree = self._keeper.tree
-        node = tree.find(_NAMESPACE, donor) if donor is not None else None
-        nodes = [node] if node is not None else []
-        plan = make_plan(
-            prompt, nodes, tree.segment, approximate=True, limits=self._limits, rates=self._cost.rates
-        )
-        if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
-            return plan
-        num_tokens = plan.order.num_tokens + plan.num_selecting
-        return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))
-
-
-@contextmanager
-def servers(
-    profile: Profile, settings: Settings, *, chooses: bool = True, ranks: int = 1
-) -> Iterator[tuple[Server, SharingServer]]:
-    """Both, each with a clock of its own."""
-    init_none_hash(get_hash_fn_by_name("sha256"))
-    with ExitStack() as opened:
-        opened.enter_context(torch.inference_mode())
-        opened.enter_context(alike_ranks(ranks))
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-device-")))
-        config = vllm_config(profile.model, folder)
-        plain = Server(profile, config, SimulatedGpu(profile.costs, Clock()))
-        opened.callback(plain.close)
-        gpu, config = SimulatedGpu(profile.costs, Clock()), vllm_config(profile.model, folder, shares=True)
-        opened.enter_context(virtual_threads(gpu))
-        shared = SharingServer(profile, config, gpu, settings, chooses=chooses)
-        opened.callback(shared.close)
-        yield plain, shared

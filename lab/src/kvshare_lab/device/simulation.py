@@ -22,9 +22,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from kvshare.errors import ConfigError, MissingExtraError
+from kvshare.errors import MissingExtraError
 from kvshare.extras import how_to_install
-from kvshare_lab.bench.harness import environment
+from kvshare_lab.bench.harness import environment, listed
 from kvshare_lab.device.profile import read_profile
 
 PARTS = ("first_token", "load", "between_tokens", "choosing")
@@ -47,9 +47,9 @@ def run(
     Raises:  ConfigError for a profile, a part, a length or a share that is none, MissingExtraError without
              vLLM
     """
-    chosen, known = _listed("--parts", parts, str, PARTS), read_profile(profile)
-    lengths = _listed("--tokens", tokens, int, range(64, known.model.max_model_len))
-    shares = _listed("--near", near, float, None)
+    chosen, known = listed("--parts", parts, str, PARTS), read_profile(profile)
+    lengths = listed("--tokens", tokens, int, range(64, known.model.max_model_len))
+    shares = listed("--near", near, float, None)
     if find_spec("vllm") is None:
         raise MissingExtraError(
             "`kvshare bench device` runs vLLM's scheduler, and vLLM is not installed: "
@@ -68,20 +68,3 @@ def run(
         seed=seed,
     )
     return {**found, "device": known.device, "environment": environment()}
-
-
-def _listed(option: str, text: str, kind: Any, allowed: Any) -> list[Any]:
-    try:
-        found = [kind(each) for each in text.split(",") if each.strip()]
-    except ValueError:
-        found = []
-    if not found or any(each not in allowed if allowed is not None else not 0 <= each <= 1 for each in found):
-        expected = "numbers from 0 to 1" if allowed is None else f"any of {_shown(allowed)}"
-        raise ConfigError(option, f"expected {expected}, with commas, got {text!r}")
-    return found
-
-
-def _shown(allowed: Any) -> str:
-    if isinstance(allowed, range):
-        return f"{allowed.start} to {allowed.stop - 1} tokens"
-    return ", ".join(allowed)

@@ -5,6 +5,7 @@ arrive while others are answered. What comes back are raw times, and the work of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 
 from delta_tree import TokenIds, token_ids
 from kvshare_lab.device.engine import Answer
-from kvshare_lab.device.servers import Server, SharingServer
+from kvshare_lab.device.servers import Server
+from kvshare_lab.device.sharing_server import SharingServer
 from kvshare_lab.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
 
 _EDITS = 5
@@ -116,29 +118,47 @@ def closed_loop(server: Server, rng: np.random.Generator, load: Load, *, near_sh
     donors = [unrelated_prompt(rng, load.prompt_tokens) for _ in range(load.donors if near_share else 0)]
     for donor in donors:
         alone(server, donor)
-    waiting = list(_prompts(rng, load, donors, num_near=round(near_share * load.requests)))
-    sent: list[Arrived] = []
+    prompts = list(_prompts(rng, load, donors, num_near=round(near_share * load.requests)))
+    sent = in_turns(server, prompts, clients=load.clients, output_tokens=load.output_tokens)
+    seconds = taken_s(sent)
+    return {
+        "near_share": near_share,
+        "seconds": seconds,
+        "requests_per_s": len(sent) / seconds,
+        "requests": [arrived.to_json(server) for arrived in sent],
+    }
+
+
+def in_turns(
+    server: Server,
+    prompts: Sequence[tuple[TokenIds, TokenIds | None]],
+    *,
+    clients: int,
+    output_tokens: int,
+) -> list[Arrived]:
+    """Prompts with their donors, from clients of which each sends the next one when its last is answered."""
+    waiting, sent = deque(prompts), list[Arrived]()
 
     def send_next(_: Answer | None, at: float) -> None:
         if waiting:
-            prompt, donor = waiting.pop(0)
-            answer = server.send(prompt, max_tokens=load.output_tokens, at=at, donor=donor)
+            prompt, donor = waiting.popleft()
+            answer = server.send(prompt, max_tokens=output_tokens, at=at, donor=donor)
             sent.append(Arrived(answer, len(prompt), donor is not None))
 
     began = server.clock.now() + _PAUSE_S
     with server.calling(lambda answer: send_next(answer, answer.token_at[-1])):
-        for _ in range(load.clients):
+        for _ in range(clients):
             send_next(None, began)
         server.run()
     if isinstance(server, SharingServer):
         server.read_events()
-    ended = max(arrived.answer.token_at[-1] for arrived in sent)
-    return {
-        "near_share": near_share,
-        "seconds": ended - began,
-        "requests_per_s": len(sent) / (ended - began),
-        "requests": [arrived.to_json(server) for arrived in sent],
-    }
+    return sent
+
+
+def taken_s(sent: Sequence[Arrived]) -> float:
+    """From the first request to the last token."""
+    answers = [arrived.answer for arrived in sent]
+    return max(answer.token_at[-1] for answer in answers) - min(answer.sent_at for answer in answers)
 
 
 def _prompts(

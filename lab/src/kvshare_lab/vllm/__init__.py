@@ -9,9 +9,11 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     prompts.py          near-duplicates and unrelated prompts
     tickets.py          requests that no proxy plans
     sequences.py        many requests, in a closed or an open loop
+    bounds.py           when sharing is in the way of requests
+    slow_disk.py        a proxy whose disk is slow
     failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers: parity.py, ttft.py, load.py, steady.py, interference.py, soak.py, burst.py, and gpu/, which reports
-several parts.
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py, and gpu/, which
+reports several parts.
 """

@@ -75,11 +75,15 @@ def _checked(request: TokenizedRequest) -> TokenIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request of a sequence. `is_near`: an edit of a donor that was served before; None if not known."""
+    """
+    One request of a sequence. `is_near`: an edit of a donor that was served before; None if not known.
+    `extra`: further keys of its body.
+    """
 
     prompt: TokenIds
     max_tokens: int
     is_near: bool | None
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ async def play(client: Client, requests: Sequence[Request], *, concurrency: int)
 
     async def one_client() -> None:
         for index, request in waiting:
-            answers[index] = await client.complete(request.prompt, max_tokens=request.max_tokens)
+            answers[index] = await _complete(client, request)
 
     began = time.perf_counter()
     await asyncio.gather(*(one_client() for _ in range(concurrency)))
@@ -126,11 +130,15 @@ async def play_open(client: Client, requests: Sequence[Request], arrivals_s: Seq
 
     async def one(request: Request, after_s: float) -> Answer:
         await asyncio.sleep(after_s)
-        return await client.complete(request.prompt, max_tokens=request.max_tokens)
+        return await _complete(client, request)
 
     began = time.perf_counter()
     answers = await asyncio.gather(*map(one, requests, arrivals_s))
     return Load(requests, answers, time.perf_counter() - began)
+
+
+async def _complete(client: Client, request: Request) -> Answer:
+    return await client.complete(request.prompt, max_tokens=request.max_tokens, extra=request.extra)
 
 
 def poisson_arrivals(rng: np.random.Generator, count: int, *, per_s: float) -> list[float]:

@@ -29,8 +29,10 @@ from kvshare.vllm_protocol.versions import program
 
 MODEL_NAME = "bench"
 FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
+DISK_VARIABLE = "BENCH_DISK_S"  # seconds that each write of a slow disk takes more
 _FAILING_WORKER = "kvshare_lab.vllm.failing_worker.FailingWorker"
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
+_ON_SLOW_DISK = (sys.executable, "-m", "kvshare_lab.vllm.slow_disk")
 _HOST = "127.0.0.1"
 START_S = 900.0  # two compile at a time, on one core
 _STOP_S = 20.0
@@ -253,8 +255,13 @@ def proxy(
     token: str,
     settings: Mapping[str, Mapping[str, Any]],
     data_parallel_size: int = 1,
+    disk_s: float = 0.0,
 ) -> Server:
-    """`kvshare serve --engine vllm` in front of the vLLM with the connector, with an empty store."""
+    """
+    `kvshare serve --engine vllm` in front of the vLLM with the connector, with an empty store.
+
+    `disk_s`: seconds that each write of its metadata takes more.
+    """
     assert upstream.control_url is not None
     config = folder / "config.yaml"
     unwatched = {"control": {"unshared_share": 0.0}}  # a benchmark compares by itself
@@ -267,10 +274,10 @@ def proxy(
     ends += ["--vllm-data-parallel-size", str(data_parallel_size)]
     return Server(
         name="the proxy",
-        command=[*_KVSHARE, "serve", *own, *ends],
+        command=[*(_ON_SLOW_DISK if disk_s else _KVSHARE), "serve", *own, *ends],
         url=f"http://{_HOST}:{port}",
         log_path=folder / "proxy.log",
-        environment={"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token},
+        environment={"HF_HUB_OFFLINE": "1", TOKEN_VARIABLE: token, DISK_VARIABLE: str(disk_s)},
         ready_path="/ready",
     )
 

@@ -58,6 +58,7 @@ class StackOptions:
     proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
     seed: int = 0
     can_fail: bool = False  # loads, while `servers.failing_loads` lasts
+    disk_s: float = 0.0  # that each write of the proxy's metadata takes more
 
     @property
     def has_random_weights(self) -> bool:
@@ -192,7 +193,8 @@ def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
         plain = servers.plain_vllm(model, folder, vllm)
         kv_bytes, can_fail = options.kv_bytes, options.can_fail
         shared = servers.shared_vllm(model, folder, vllm, kv_bytes=kv_bytes, token=token, can_fail=can_fail)
-        proxy = servers.proxy(shared, folder, token=token, settings=options.proxy_settings)
+        settings, disk_s = options.proxy_settings, options.disk_s
+        proxy = servers.proxy(shared, folder, token=token, settings=settings, disk_s=disk_s)
         # On one GPU they start one after the other: each measures the memory that is free.
         is_divided = vllm.device_memory is not None
         with servers.running([plain, shared], one_by_one=is_divided, start_s=start_s):
