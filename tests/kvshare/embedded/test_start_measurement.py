@@ -50,6 +50,15 @@ def test_prefills_loads_and_passes_are_measured(model: EmbeddedModel) -> None:
     assert {PREFILL, LOAD} <= cost.measured
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "deepseek-v2", "llama4", "gpt-oss"])
+def test_any_kind_of_model_can_be_measured(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With windows, latent attention, chunks and sinks."""
+    of_kind = EmbeddedModel(tiny_model(name), name=name)
+    measure(of_kind, cost := fresh(of_kind), chunk_tokens=64, is_stopping=lambda: False)
+    assert cost.measured == {PREFILL, LOAD}
+    assert "could not be measured" not in caplog.text
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 100_000])
 def test_any_chunk_can_be_measured(chunk_tokens: int, model: EmbeddedModel) -> None:
     """No chunk is longer than the context of the model."""
