@@ -14,6 +14,6 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     failing_worker.py   the worker class with which loads fail during a soak
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py, and gpu/, which
-reports several parts.
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py, and
+gpu/, which reports several parts.
 """
