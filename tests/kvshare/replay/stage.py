@@ -76,6 +76,7 @@ class Stage:
                 "model.dtype": "float32",
                 "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
                 "cost.learn": False,
+                "control.unshared_share": 0.0,  # a replay has no controller
                 "repair.rule": self.repair_rule,
                 "sharing.calibration": str(FOLDER / "smollm2-135m-instruct.json"),  # a replay has no model
                 "index.dense": self.embedder is not None,
