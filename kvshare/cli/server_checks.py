@@ -195,9 +195,9 @@ def check_costs(url: str, key: str | None) -> list[Check]:
     if said is None:
         problem = f"{url} does not say; is that a KVShare server of this version?"
         return [found("break-even.unknown", problem=problem)]
-    words = {"origin": said.origin, "rates": said.rates, "said": said.break_even, "url": url}
     if said.missing:
         unmeasured = found("break-even.unmeasured", url=url, missing=" and ".join(said.missing))
-        return [found("costs.assumed", **words), unmeasured]
-    kind = "known" if said.ever_pays else "never"
-    return [found("costs.measured", **words), found(f"break-even.{kind}", **words)]
+        return [found("costs.assumed", origin=said.origin, rates=said.rates, url=url), unmeasured]
+    measured = found("costs.measured", origin=said.origin, rates=said.rates, url=url)
+    pays = found("break-even.known" if said.ever_pays else "break-even.never", said=said.break_even, url=url)
+    return [measured, pays]
