@@ -141,6 +141,14 @@ class SharingServer(Server):
             can_listen=self._chooses,
         )
 
+    def pin(self, prompt: TokenIds) -> None:
+        """Keep a prompt that was served from being evicted."""
+        self.clock.sleep_until(self._stored_at)
+        self.read_events()
+        node = self._keeper.tree.find(_NAMESPACE, prompt)
+        assert node is not None, "it is stored"
+        self._keeper.tree.pin(node.node_id)
+
     def decision(self, request_id: str) -> str:
         """What became of a request, and why no more was shared."""
         report, plan = self.reports[request_id], self._sent[request_id].request.routed.plan
