@@ -117,6 +117,17 @@ class Worth:
         plan = make(limits, rates)
         if not isinstance(plan, NoPlan) or plan.reason is not Reason.DOES_NOT_PAY:
             return plan
+        tried, has_pass = None, bool(rates.num_extra_passes)
+        if not (self._cost.knows(LOAD) and (self._cost.knows(PASS) or not has_pass)):
+            tried = make(replace(limits, threshold=_ANY), rates)
+            if isinstance(tried, Plan) and not self._may_pay(tried, limits.threshold):
+                return plan
         # Where a plan has a pass, carrying it out measures the load, too.
-        is_due = self._cost.tries(PASS if rates.num_extra_passes else LOAD)
-        return make(replace(limits, threshold=_ANY), rates) if is_due else plan
+        is_due = self._cost.tries(PASS if has_pass else LOAD)
+        return (tried or make(replace(limits, threshold=_ANY), rates)) if is_due else plan
+
+    def _may_pay(self, plan: Plan, threshold: MinSaved) -> bool:
+        """Whether it pays if what was not measured costs nothing."""
+        rates = self._hopeful()
+        case = rates.estimate(plan.num_tokens, plan.work(num_extra_passes=rates.num_extra_passes))
+        return threshold.pays(case.full_s, case.shared_s)

@@ -50,7 +50,7 @@ def test_a_lookup_that_takes_long_is_in_the_way(monkeypatch: pytest.MonkeyPatch)
     from kvshare_lab.device.two_arms import InWay
 
     profile = read_profile("h100")
-    slow = replace(profile, costs=replace(profile.costs, plan_s=0.2))
+    slow = replace(profile, costs=replace(profile.costs, find_s=0.1))
     options = InWay(lengths=[8192], shares=[], repeats=1, requests=3)
     cells = measured(slow, ["cells"], machines=["as_it_is"], options=options, seed=0)["cells"]
     assert not cells["passed"]
@@ -73,6 +73,28 @@ def test_mode_off_takes_as_long_as_stock_vllm() -> None:
         for server in (plain, shared):
             server.run()
     assert off.token_at == pytest.approx(stock.token_at, abs=1e-4)
+
+
+def test_the_proxy_evicts_before_the_connector_must() -> None:
+    """A prompt that is pinned stays, however many follow it."""
+    import numpy as np
+
+    from kvshare.settings import load_settings
+    from kvshare_lab.device.sharing_server import servers
+    from kvshare_lab.device.traffic import alone
+    from kvshare_lab.vllm.bounds import prompt_of_kind
+    from kvshare_lab.vllm.prompts import unrelated_prompt
+
+    rng = np.random.default_rng(0)
+    donor = unrelated_prompt(rng, 4096)
+    full = machine(read_profile("h100"), "full_store", longest=32768)
+    with servers(full, load_settings(None)) as (_, shared):
+        alone(shared, donor)
+        shared.pin(donor)
+        for _ in range(20):
+            alone(shared, unrelated_prompt(rng, 4096))
+        near = alone(shared, prompt_of_kind(rng, "shared", donor), donor)
+    assert shared.decision(near.answer.request_id) == "approx"
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -79,7 +79,7 @@ def dynamic_model(tmp_path: Path) -> Path:
     ("model", "mode", "min_saved_s", "reasons"),
     [
         ("demo", "approx", CHEAP, {None, "no_candidates"}),
-        ("demo", "approx", DEAR, {None, "does_not_pay", "no_candidates"}),
+        ("demo", "approx", DEAR, {None, "does_not_pay"}),
         ("demo", "exact", CHEAP, {None, "nothing_in_common", "no_candidates"}),
         ("dynamic", "approx", CHEAP, {None, "rotation_unknown", "no_candidates"}),
     ],

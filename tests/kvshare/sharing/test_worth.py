@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from delta_tree import Span
+from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
-from kvshare.sharing.rates import MEMORY, LoadRate, PrefillWork
+from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import MEMORY, LoadRate, PrefillWork, Queue, Rates
 from kvshare.sharing.worth import Worth
 from tests.kvshare.sharing.test_cost import BYTES, TRUE
 from vector_index import Candidate, Nomination
@@ -99,3 +102,19 @@ def test_a_plan_is_made_where_its_donors_have_enough(
     candidate = Candidate(1, ("fingerprint",) if score else ("embedding",), score)
     nomination = Nomination((candidate,), num_prefix_tokens, {}, ())
     assert Worth(learned()).planning(num_tokens, nomination, LIMITS) is expected
+
+
+@pytest.mark.parametrize(("num_reused", "expected"), [(20, False), (3686, True)])
+def test_a_plan_is_tried_where_it_may_pay_if_loads_cost_nothing(num_reused: int, expected: bool) -> None:
+    """A load of a few tokens says little of what a long one takes, and the tries are few."""
+    worth = Worth(CostModel(replace(TRUE, loads={MEMORY: LoadRate(0.001, 1 / 1e9)})))
+    num_computed = 4096 - num_reused
+
+    def make(limits: PlannerLimits, rates: Rates) -> Plan | NoPlan:
+        estimate = rates.estimate(4096, PrefillWork(num_computed, 4096 * num_computed / 2))
+        if limits.threshold.pays(0.0, 1.0):  # anything does
+            spans = (Span(num_reused, 4096),)
+            return Plan(4096, num_reused, (), spans, (), generation=0, estimate=estimate)
+        return NoPlan(Reason.DOES_NOT_PAY)
+
+    assert isinstance(worth.plan(make, LIMITS, Queue()), Plan) is expected

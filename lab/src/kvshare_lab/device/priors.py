@@ -88,11 +88,15 @@ def _row(full: Arrived, served: Arrived, forced: Arrived, *, number: int) -> dic
 def _played(
     profile: Profile, settings: Settings, options: Priors, seed: int
 ) -> tuple[list[Arrived], list[Arrived]]:
-    """All requests with sharing and in full."""
+    """All requests with sharing and in full. Donors are pinned: what is refused is not what was evicted."""
     with servers(profile, settings) as (plain, shared):
         sequence = list(_sequence(np.random.default_rng(seed), options))
-        both = [[alone(server, *each) for each in sequence] for server in (shared, plain)]
-    return both[0], both[1]
+        full, served = [alone(plain, *each) for each in sequence], []
+        for prompt, donor in sequence:
+            served.append(alone(shared, prompt, donor))
+            if len(served) <= len(options.lengths):
+                shared.pin(prompt)
+    return served, full
 
 
 def _sequence(rng: np.random.Generator, options: Priors) -> Iterator[tuple[TokenIds, TokenIds | None]]:

@@ -39,7 +39,7 @@ from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.ranks import num_ranks
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, budget_of
 from kvshare_lab.device.clock import Clock
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.gpu import SimulatedGpu
@@ -82,7 +82,7 @@ class SharingServer(Server):
         self._connector = connector._scheduler_side
         self._num_read = 0
         self._tier = RemoteTier([_REPLICA])
-        self._tier.memories[_REPLICA].max_bytes = num_ranks() * profile.model.kv_bytes
+        self._tier.memories[_REPLICA].max_bytes = budget_of(num_ranks() * profile.model.kv_bytes)
         self._keeper = ReplicaKeeper(
             DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
         )
@@ -140,6 +140,14 @@ class SharingServer(Server):
             group.layer_names,
             can_listen=self._chooses,
         )
+
+    def pin(self, prompt: TokenIds) -> None:
+        """Keep a prompt that was served from being evicted."""
+        self.clock.sleep_until(self._stored_at)
+        self.read_events()
+        node = self._keeper.tree.find(_NAMESPACE, prompt)
+        assert node is not None, "it is stored"
+        self._keeper.tree.pin(node.node_id)
 
     def decision(self, request_id: str) -> str:
         """What became of a request, and why no more was shared."""

@@ -223,7 +223,8 @@ def _untouchable(num_bytes: int) -> torch.Tensor:
     """Address space without memory, which can neither be read nor written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     found = torch.frombuffer(mmap.mmap(-1, num_bytes, flags), dtype=torch.uint8)
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(found.data_ptr()), num_bytes, 0):
+    start, size = ctypes.c_void_p(found.data_ptr()), ctypes.c_size_t(num_bytes)
+    if ctypes.CDLL(None, use_errno=True).mprotect(start, size, 0):
         raise OSError(ctypes.get_errno(), "mprotect")
     return found
 
