@@ -70,7 +70,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False},
         "control": {"unshared_share": 0.0},
         # Of prompts that come together one must not be stored while another is looked up.
-        "index": {"dense": False},
+        "index": {"dense_min_tokens": 100_000},
     }
     config.write_text(yaml.safe_dump(document))
     kvshare = Path(sys.executable).with_name("kvshare")

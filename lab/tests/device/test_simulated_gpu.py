@@ -32,13 +32,15 @@ def test_a_copy_up_costs_its_bytes() -> None:
 
 
 def test_both_ways_at_once_and_each_way_in_turn() -> None:
-    """Two copies up follow each other although their streams differ; one down goes beside them."""
+    """Copies up follow each other although their streams differ; one down and small ones go beside them."""
     with SimulatedGpu(costs(), Clock()) as gpu:
         for name, copy in (("one", gpu.copy_up), ("two", gpu.copy_up), ("three", gpu.copy_down)):
             with gpu.on_stream(name):
-                copy(MIB)
-        ends = [gpu.reached_at(name) * 1e9 / MIB for name in ("one", "two", "three")]
-    assert ends == pytest.approx([1, 2, 1])
+                copy(2 * MIB)
+        with gpu.on_stream("small"):
+            gpu.copy_up(MIB)
+        ends = [gpu.reached_at(name) * 1e9 / MIB for name in ("one", "two", "three", "small")]
+    assert ends == pytest.approx([2, 4, 2, 1])
 
 
 def test_selected_rows_cost_what_is_selected() -> None:

@@ -197,7 +197,7 @@ def test_rates_are_numbers_with_commas() -> None:
 class _Echo:
     """Answers at once."""
 
-    async def complete(self, prompt: object, *, max_tokens: int) -> Answer:
+    async def complete(self, prompt: object, *, max_tokens: int, extra: object) -> Answer:
         return answered(0.0, sent_at_s=time.perf_counter())
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 @dataclass(frozen=True, slots=True)

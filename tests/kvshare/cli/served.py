@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.demo import MODEL_PATH
 
-START_S = 60
+START_S = 180
 # Nothing here is about meaning, and loading the embedder takes a second.
 # What is fast on a busy machine is no question here: every plan that is right is made.
 CONFIG = """\

@@ -19,7 +19,7 @@ from tests.kvshare.cli.live_replays import FORM, document_at, live_command
 from tests.kvshare.cli.outcome import Outcome
 from tests.kvshare.replay.tiny_engine import TinyEngine, running
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def _start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
