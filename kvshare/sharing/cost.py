@@ -199,8 +199,8 @@ class CostModel:
         if not self._learns or seconds <= 0:
             return
         with self._lock:
-            regression.add(kind, features, seconds)
-            self._update()
+            if regression.add(kind, features, seconds):
+                self._update()
 
     def _update(self) -> None:
         step_s, token_s, pair_s, pass_s, reused_s = self._work.coefficients

@@ -19,6 +19,7 @@ Row = tuple[str, tuple[float, ...], float]  # kind, features, seconds
 _WINDOW = 8  # observations of one kind and size
 # Of a coefficient's prior, against 1 of an observation: it decides what no observation does.
 _PRIOR_WEIGHT = 3e-5
+_AS_EXPECTED = 0.1  # of what was measured; with such an error there is nothing to learn at once
 
 
 class Regression:
@@ -29,11 +30,23 @@ class Regression:
         self._priors = np.asarray(priors, dtype=np.float64)
         self._windows: dict[tuple[str, int], deque[Row]] = {}
         self.coefficients = tuple(float(prior) for prior in self._priors)
+        self._num_kept = 0  # observations since the coefficients were found
 
-    def add(self, kind: str, features: Sequence[float], seconds: float) -> None:
-        """`kind`: observations of one kind and of about the same time displace each other."""
-        self._keep((kind, tuple(map(float, features)), seconds))
+    def add(self, kind: str, features: Sequence[float], seconds: float) -> bool:
+        """
+        Returns whether the coefficients are new.
+
+        `kind`: observations of one kind and of about the same time displace each other. Where such ones are
+        known and this one took as long as expected, coefficients only follow now and then: requests wait.
+        """
+        window = self._keep((kind, tuple(map(float, features)), seconds))
+        self._num_kept += 1
+        error_s = abs(float(np.dot(self.coefficients, features)) - seconds)
+        is_expected = len(window) == _WINDOW and error_s <= _AS_EXPECTED * seconds
+        if is_expected and self._num_kept < _WINDOW:
+            return False
         self._solve()
+        return True
 
     def rows(self) -> list[Row]:
         """What `restore` takes: the observations that are kept, of each kind and size from old to new."""
@@ -58,14 +71,17 @@ class Regression:
     def kinds(self) -> frozenset[str]:
         return frozenset(kind for kind, _ in self._windows)
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: Row) -> deque[Row]:
         kind, features, _ = row
         # By what it should take: a time that was measured in a bad moment must not open a window of its own.
         size = math.frexp(float(np.dot(self._priors, features)))[1]
-        self._windows.setdefault((kind, size), deque(maxlen=_WINDOW)).append(row)
+        window = self._windows.setdefault((kind, size), deque(maxlen=_WINDOW))
+        window.append(row)
+        return window
 
     def _solve(self) -> None:
         """Minimize the errors' squares over shares of the priors; negative ones are set to 0, one by one."""
+        self._num_kept = 0
         rows = self.rows()
         features = np.array([features for _, features, _ in rows]).reshape(-1, len(self._priors))
         scaled = features * self._priors / np.array([[seconds] for _, _, seconds in rows]).reshape(-1, 1)

@@ -95,10 +95,10 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     for factor in (1.0, 2.0):
         for length in (1024, 4096) * 8:
             cost.observe_prefill(length, factor * TRUE.full_s(length))
-    assert cost.rates.full_s(4096) == pytest.approx(2 * TRUE.full_s(4096), rel=0.01)
+    assert cost.rates.full_s(4096) == pytest.approx(2 * TRUE.full_s(4096), rel=0.1)
     for _ in range(100):
         cost.observe_prefill(64, 2 * TRUE.full_s(64))
-    assert cost.rates.full_s(4096) == pytest.approx(2 * TRUE.full_s(4096), rel=0.01)
+    assert cost.rates.full_s(4096) == pytest.approx(2 * TRUE.full_s(4096), rel=0.1)
 
 
 def test_loads_have_a_fixed_part() -> None:
@@ -211,3 +211,15 @@ def test_a_rate_that_was_never_measured_is_tried() -> None:
 def test_what_a_server_reports_gives_its_rates() -> None:
     """For an estimate on another machine."""
     assert rates_of(CostModel(TRUE).document(ANYTHING)).full_s(5000) == pytest.approx(TRUE.full_s(5000))
+
+
+def test_what_takes_as_long_as_expected_changes_no_rate() -> None:
+    """Rates are computed anew where they are off, else seldom: a request waits for that."""
+    cost = CostModel(TRUE)
+    for _ in range(8):
+        cost.observe_prefill(4096, TRUE.full_s(4096))
+    before = cost.rates
+    cost.observe_prefill(4096, 1.05 * TRUE.full_s(4096))
+    assert cost.rates is before
+    cost.observe_prefill(4096, 1.5 * TRUE.full_s(4096))
+    assert cost.rates is not before
