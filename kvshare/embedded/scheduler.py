@@ -148,11 +148,11 @@ class Task:
         self.num_remaining = max(1, self.num_remaining - num_computed)
         self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
         if logits is not None:
-            self.cost.observe(self._work, self.stage_seconds["recompute"])
             self.prefilled = True
             self.num_remaining = 0
             self._start_choices(logits)
             self.on_prefilled()
+            self.cost.observe(self._work, self.stage_seconds["recompute"])  # behind the first token
 
     def _with_reused_kv(self) -> RunningSequence:
         """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""

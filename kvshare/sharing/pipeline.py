@@ -149,12 +149,7 @@ class Sharing:
 
         Runs in the writer's thread; the request does not wait for it. Never raises.
         """
-        if lookup.namespace:
-            embedding_s = lookup.stage_seconds.get("embedding")
-            self.cost.observe_lookup(lookup.num_tokens, lookup.seconds - (embedding_s or 0.0))
-            if embedding_s is not None:
-                self.cost.observe_embedding(lookup.num_tokens, embedding_s)
-        if isinstance(lookup.plan, Plan) or lookup.unreadable or lookup.unknown:
+        if lookup.namespace:  # it was looked up
             with suppress(RuntimeError):  # the server stops and the writer is closed
                 return self._writer.submit(self._note_use, lookup)
         nothing: Future[None] = Future()
@@ -162,6 +157,10 @@ class Sharing:
         return nothing
 
     def _note_use(self, lookup: Lookup) -> None:
+        embedding_s = lookup.stage_seconds.get("embedding")
+        self.cost.observe_lookup(lookup.num_tokens, lookup.seconds - (embedding_s or 0.0))
+        if embedding_s is not None:
+            self.cost.observe_embedding(lookup.num_tokens, embedding_s)
         try:
             if isinstance(lookup.plan, Plan):
                 self.keeper.note_use(lookup.plan)

@@ -107,7 +107,7 @@ ANYTHING = MinSaved()  # that saves time
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates at one moment, in seconds for each unit of `Work`."""
+    """The rates at one moment, in seconds for each unit of `PrefillWork`."""
 
     step_s: float  # fixed cost of the engine's own pass
     token_s: float
