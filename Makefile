@@ -1,4 +1,5 @@
-# Two commands do everything: `make serve` and `make test`. `make check` is the quick loop.
+# Two commands do everything: `make serve` and `make test`. `make core` is the quickest check, `make check` a quick one.
+# `make test ARGS=PATH` runs single tests.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,23 +7,39 @@ BIN := $(VENV)/bin
 SERVE_STAMP := $(VENV)/.installed-serve
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
+CORE := $(VENV)/core
+CORE_STAMP := $(CORE)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint types unit coverage long clients fuzz format clean
+.PHONY: serve test check lint core types unit coverage long clients fuzz format clean
 .DEFAULT_GOAL := serve
 
 serve: $(SERVE_STAMP)
 	$(BIN)/kvshare serve $(ARGS)
 
-test: lint types unit
+ifeq ($(ARGS),)
+test: lint core types unit
+else
+test: $(VLLM_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+endif
 
-check: lint types $(VLLM_STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm and not long"
+check: lint core types $(VLLM_STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not model and not vllm and not long" $(CORE_TESTS:%=--ignore=%)
 
-lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+lint: $(CORE_STAMP)
+	$(CORE)/bin/ruff check .
+	$(CORE)/bin/ruff format --check .
+	$(CORE)/bin/lint-imports
+
+# What needs no torch: the delta tree, the index, the relay to vLLM, the fleet, and what they speak. In an environment of
+# their own, which takes a minute to install. `unit` leaves them out.
+CORE_TESTS := tests/delta_tree tests/vector_index tests/proxy/relay tests/kvshare/fleet tests/kvshare/vllm_protocol \
+  tests/kvshare/settings tests/kvshare/rules
+WITH_MODELS := tests/vector_index/test_embedder.py tests/kvshare/fleet/test_client.py
+
+core: $(CORE_STAMP)
+	$(CORE)/bin/python -m pytest -q $(CORE_TESTS) $(WITH_MODELS:%=--ignore=%)
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -38,8 +55,9 @@ unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
 	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector lab/tests/device && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
-	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
-	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) --ignore=$(COMPILED_TESTS) || status=$$?; \
+	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) $(WITH_MODELS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
+	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) $(CORE_TESTS:%=--ignore=%) \
+	  --ignore=$(COMPILED_TESTS) || status=$$?; \
 	wait $$commands || status=$$?; wait $$vllm || status=$$?; cat $(COMMANDS_LOG) $(VLLM_LOG); exit $$status
 else
 	$(BIN)/python -m pytest
@@ -92,9 +110,16 @@ $(FUZZ)/bin/schemathesis:
 clients: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/clients
 
-format: $(STAMP)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+format: $(CORE_STAMP)
+	$(CORE)/bin/ruff check --fix .
+	$(CORE)/bin/ruff format .
+
+# The lab without what it needs: the linter of layers only reads it.
+$(CORE_STAMP): pyproject.toml lab/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CORE)
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[core]'
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -e ./lab
+	touch $@
 
 # torch first and pinned: an unpinned one brings gigabytes of CUDA that a laptop does not need. openai is for examples/.
 $(SERVE_STAMP): pyproject.toml constraints.txt
