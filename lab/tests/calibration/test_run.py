@@ -1,6 +1,7 @@
 """The calibration from measured plans: it tells apart what differs, and says how well on unseen ones."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ def measured(noise: float) -> Measured:
     kl = 10 ** (-3 + 0.7 * values[:, 0] + noise * rng.normal(size=300))
     suites = np.repeat(["agent", "rag", "window"], 100)
     sources = np.array([f"{suite}-{number // 5}" for number, suite in enumerate(suites)])
-    return Measured(values, kl, suites, sources)
+    regimes, plans = np.repeat(["moved"], 300), np.arange(300) // 5
+    repaired, lengths = 10 * values[:, -1], np.full(300, 600)
+    return Measured(values, kl, suites, sources, regimes, plans, repaired, lengths)
 
 
 def test_what_can_be_told_is_told() -> None:
@@ -42,7 +45,7 @@ def test_what_is_noise_is_not_explained() -> None:
     """Held-out plans see to that: a fit on noise explains none of it."""
     made = measured(noise=0.05)
     shuffled = np.random.default_rng(2).permutation(made.kl)
-    found = evaluated(Measured(made.values, shuffled, made.suites, made.sources))
+    found = evaluated(replace(made, kl=shuffled))
     assert found["explained"]["other_sources"] < 0.05
 
 

@@ -16,6 +16,7 @@ from tests.kvshare.cli.conftest import Cli
 BENCHES = [
     "parity",
     "ttft",
+    "restart",
     "plan",
     "index",
     "replay",
@@ -23,7 +24,9 @@ BENCHES = [
     "papers",
     "proxy",
 ]
-VLLM_BENCHES = ["parity", "ttft", "load", "steady", "soak", "interference", "inway", "way", "burst", "gpu"]
+VLLM_BENCHES = [
+    *("parity", "ttft", "load", "steady", "soak", "interference", "inway", "way", "burst", "restart", "gpu")
+]
 
 
 def test_bench_lists_its_commands(cli: Cli) -> None:

@@ -63,7 +63,7 @@ def test_mode_off_takes_as_long_as_stock_vllm() -> None:
 
     from kvshare.requests import SharingMode
     from kvshare.settings import load_settings
-    from kvshare_lab.device.sharing_server import servers
+    from kvshare_lab.device.arms import servers
     from kvshare_lab.vllm.prompts import unrelated_prompt
 
     prompt = unrelated_prompt(np.random.default_rng(0), 2000)
@@ -75,12 +75,55 @@ def test_mode_off_takes_as_long_as_stock_vllm() -> None:
     assert off.token_at == pytest.approx(stock.token_at, abs=1e-4)
 
 
+def test_the_server_measures_its_costs_at_start_and_is_controlled() -> None:
+    """As the product is started; its own requests leave nothing, and some blocks are served unshared."""
+    import numpy as np
+
+    from kvshare.settings import load_settings
+    from kvshare_lab.device.arms import servers
+    from kvshare_lab.device.start import measure_at_start
+    from kvshare_lab.device.traffic import alone
+    from kvshare_lab.vllm.prompts import unrelated_prompt
+
+    rng, profile = np.random.default_rng(0), read_profile("h100")
+    settings = load_settings(None, {"control.first_requests": 0, "control.unshared_share": 0.5})
+    with servers(profile, settings) as (plain, shared):
+        measure_at_start(shared, rng)
+        assert {"prefill", "pass", "load"} <= shared.cost.measured
+        took_s = alone(plain, unrelated_prompt(rng, 2048)).answer.ttft_s
+        assert shared.cost.rates.full_s(2048) == pytest.approx(took_s, rel=0.1)
+        assert shared.info().num_segments == 0
+        sent = [alone(shared, unrelated_prompt(rng, 64)).answer.request_id for _ in range(100)]
+    num_unshared = [shared.decision(request_id) for request_id in sent].count("full: experiment")
+    assert 0 < num_unshared < 100
+    counted = shared.admission.status().num_requests
+    assert counted["unshared"] == num_unshared
+    assert sum(counted.values()) == 100
+
+
+def test_a_prefill_that_another_request_joins_was_not_alone() -> None:
+    """So neither teaches what a prefill takes; both teach how long prompts wait beside others."""
+    import numpy as np
+
+    from kvshare.settings import load_settings
+    from kvshare_lab.device.arms import servers
+    from kvshare_lab.vllm.prompts import unrelated_prompt
+
+    rng = np.random.default_rng(0)
+    with servers(read_profile("h100"), load_settings(None)) as (_, shared):
+        for _ in range(2):
+            shared.send(unrelated_prompt(rng, 4096), max_tokens=1, at=1.0)
+        shared.run()
+        shared.read_events()
+    assert "prefill" not in shared.cost.measured
+
+
 def test_the_proxy_evicts_before_the_connector_must() -> None:
     """A prompt that is pinned stays, however many follow it."""
     import numpy as np
 
     from kvshare.settings import load_settings
-    from kvshare_lab.device.sharing_server import servers
+    from kvshare_lab.device.arms import servers
     from kvshare_lab.device.traffic import alone
     from kvshare_lab.vllm.bounds import prompt_of_kind
     from kvshare_lab.vllm.prompts import unrelated_prompt

@@ -34,6 +34,20 @@ def test_sharing_moves_the_bytes_of_what_is_reused(found: dict[str, Any]) -> Non
         assert (near["work"]["bytes_checked"], near["stage_s"]["verify"]) == (0, 0)
 
 
+def test_donors_in_blocks_are_copied_on_the_device(found: dict[str, Any]) -> None:
+    """Only tables go up, and the first token comes earlier; as many tokens are computed."""
+    from kvshare_lab.device.profile import read_profile
+    from kvshare_lab.device.simulation import run
+
+    size = read_profile("h100").model.bytes_per_token
+    rows = run(parts="first_token", tokens="512,2048", donors="device")["first_token"]
+    near, from_host = (each[1]["changed_10"] for each in (rows, found["first_token"]))
+    assert near["work"]["bytes_up"] < 0.01 * from_host["work"]["bytes_up"]
+    assert near["work"]["bytes_moved"] > 2 * 0.7 * 2048 * size
+    assert near["computed"] == from_host["computed"]
+    assert near["ttft_s"] < from_host["ttft_s"]
+
+
 def test_the_same_seed_gives_the_same_times(found: dict[str, Any]) -> None:
     """Virtual time has no noise."""
     from kvshare_lab.device.simulation import run
@@ -75,6 +89,22 @@ def test_ranks_know_a_step_later(found: dict[str, Any]) -> None:
     on_one = found["first_token"][1]["changed_10"]
     assert on_two["stage_s"]["write"] == pytest.approx(on_one["stage_s"]["write"], rel=0.01)
     assert 0 <= on_two["ttft_s"] - on_one["ttft_s"] < 0.01
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_hides_copies_and_waits_for_none(ranks: int) -> None:
+    """A load that is alone, once like loads and passes were measured: less than both one after the other."""
+    from kvshare_lab.device.simulation import run
+
+    first, second = run(parts="first_token", tokens="4096,8192", ranks=ranks)["first_token"]
+    assert "hidden" not in first["changed_10"]["stage_s"]
+    near = second["changed_10"]
+    copying_s, hidden_s, pass_s = (near["stage_s"][stage] for stage in ("write", "hidden", "pass"))
+    assert 0.3 * copying_s < hidden_s <= copying_s
+    assert near["stage_s"]["waited"] <= max(0.001, 0.02 * pass_s)
+    assert near["work"]["waits"] == 0
+    shortest = near["ttft_s"] - copying_s - pass_s + hidden_s
+    assert 0 < shortest < first["changed_1"]["ttft_s"]
 
 
 def test_streams_wait_longest_for_full_prefills(found: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ A command is a module with `run(**options) -> dict`; what is returned was measur
 name and options before it. Arms are measured side by side in one process, alternating, and reported as ratios
 of medians.
 
-    parity.py, ttft.py, burst.py, grammar.py     the embedded engine
+    parity.py, ttft.py, restart.py, burst.py, grammar.py     the embedded engine
     plan.py, index.py, replay.py                 the sharing core, without a model
     proxy.py, connections.py                     the HTTP front and the relay
     pairs.py, agents.py, papers.py               answers, and what is reused

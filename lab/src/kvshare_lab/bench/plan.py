@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import TokenIds, token_ids
-from kvshare.collector import make_collections_rare, take_short_turns
+from kvshare.collector import keep_freed_memory, make_collections_rare, take_short_turns
 from kvshare.extras import missing_modules
 from kvshare.requests import Prompt, SharingMode
 from kvshare.served_index import nominator_settings
@@ -174,6 +174,7 @@ async def _agent(
 def _as_a_server() -> None:
     make_collections_rare()
     take_short_turns()
+    keep_freed_memory()
 
 
 async def _fill(store: CountedStore, sharing: Sharing, prompts: AgentPrompts, num_stored: int) -> _Indexed:

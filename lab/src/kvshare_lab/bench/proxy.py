@@ -1,17 +1,23 @@
 """
 `kvshare bench proxy`: what the HTTP front and sharing add to a request with nothing to share.
 
-Prompts of one length are sent through HTTP on loopback and computed by the model directly, in turns.
-Embedding is off, since it happens after the response. The difference of the medians is the added latency.
+Prompts of one length are sent through HTTP on loopback, each unlike the others. What a request takes besides
+its own forward pass is what was added: HTTP, the chat template, tokens, lookup, sampling and the answer. The
+pass is timed in the request itself: one of another thread has threads of torch's own, and differs by
+milliseconds.
+Embedding is off, and each prompt is stored before the next is sent: both happen after the response.
 """
 
-import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
-from delta_tree import Span, token_ids
+from delta_tree import TokenIds
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare_lab.bench.harness import Client, median, serving, timed
@@ -22,19 +28,22 @@ _WARM_UP = 5
 async def run(*, repeats: int = 100, words: int = 60, seed: int = 0) -> dict[str, Any]:
     """Median added milliseconds over `repeats` chat requests that have nothing in common."""
     rng = np.random.default_rng(seed)
-    through, straight = [], []
+    through, inside = [], []
     async with serving({"index.dense": False}) as (client, engine):
-        for _ in range(repeats + _WARM_UP):
-            text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
-            num_tokens, http_s = await timed(_ask(client, engine.card.model_id, text))
-            through.append(http_s)
-            straight.append(await asyncio.to_thread(_straight, engine.server.shared_model, num_tokens, rng))
-    through_ms, straight_ms = (1e3 * median(seconds[_WARM_UP:]) for seconds in (through, straight))
+        with _timed_passes(engine.server.shared_model) as passes:
+            for _ in range(repeats + _WARM_UP):
+                text = " ".join(f"{value:x}" for value in rng.integers(0, 2**32, words))
+                passes.clear()
+                num_tokens, http_s = await timed(_ask(client, engine.card.model_id, text))
+                through.append(http_s)
+                inside.append(sum(passes))
+                await engine.settle()
+    requests = list(zip(through, inside, strict=True))[_WARM_UP:]
     return {
         "prompt_tokens": num_tokens,
-        "added_ms": through_ms - straight_ms,
-        "through_http_p50_ms": through_ms,
-        "model_only_p50_ms": straight_ms,
+        "added_ms": 1e3 * median([http_s - model_s for http_s, model_s in requests]),
+        "through_http_p50_ms": 1e3 * median([http_s for http_s, _ in requests]),
+        "in_model_p50_ms": 1e3 * median([model_s for _, model_s in requests]),
     }
 
 
@@ -46,9 +55,17 @@ async def _ask(client: Client, model: str, text: str) -> int:
         return int((await response.json())["usage"]["prompt_tokens"])
 
 
-def _straight(model: EmbeddedModel, num_tokens: int, rng: np.random.Generator) -> float:
-    """Seconds of one prefill of random tokens, and nothing else."""
-    tokens = token_ids(rng.integers(16, model.vocab_size, num_tokens))
-    began = time.perf_counter()
-    model.compute(PartialPass(model.new_sequence(num_tokens), (Span(0, num_tokens),)), tokens)
-    return time.perf_counter() - began
+@contextmanager
+def _timed_passes(model: EmbeddedModel) -> Iterator[list[float]]:
+    """The seconds of each forward pass while inside."""
+    passes: list[float] = []
+    compute = model.compute
+
+    def timed_compute(current: PartialPass, tokens: TokenIds) -> torch.Tensor:
+        began = time.perf_counter()
+        logits = compute(current, tokens)
+        passes.append(time.perf_counter() - began)
+        return logits
+
+    with patch.object(model, "compute", timed_compute):
+        yield passes

@@ -18,12 +18,20 @@ _FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured arms: features (N, F) and mean KL (N,), by suite and source document."""
+    """
+    Measured arms: features (N, F) and mean KL (N,), by suite and source document.
+
+    `plans`: (N,) the number of the plan that an arm is of; `repaired`, `lengths`: (N,) tokens.
+    """
 
     values: Vector
     kl: NDArray[np.float64]
     suites: NDArray[np.str_]
     sources: NDArray[np.str_]
+    regimes: NDArray[np.str_]
+    plans: NDArray[np.int64]
+    repaired: NDArray[np.float64]
+    lengths: NDArray[np.int64]
 
     @property
     def folds(self) -> NDArray[np.int64]:
@@ -34,12 +42,23 @@ class Measured:
 def measured_arms(made: Sequence[tuple[Plan, Shape]], rules: Sequence[str]) -> Measured:
     """The arms of these rules whose budget limits what they repair, and not what choosing costs as well."""
     found = [
-        (shape.repaired(arm["b"] * plan.row["tokens"]), arm["kl"], plan.suite, plan.source)
-        for plan, shape in made
+        (
+            shape.repaired(repaired),
+            arm["kl"],
+            plan.suite,
+            plan.source,
+            shape.regime,
+            number,
+            repaired,
+            shape.num_tokens,
+        )
+        for number, (plan, shape) in enumerate(made)
         for setting, arm in plan.arms.items()
         if setting.rule in rules and setting.by == "b" and arm.get("kl") is not None
+        for repaired in [arm["b"] * plan.row["tokens"]]
     ]
-    return Measured(*(np.array([row[column] for row in found]) for column in range(4)))
+    columns = zip(*found, strict=True) if found else ((),) * len(Measured.__slots__)
+    return Measured(*map(np.array, columns))
 
 
 def shape_again(laboratory: Laboratory, plan: Plan) -> Shape | None:

@@ -48,25 +48,39 @@ def typical_of_unseen(
 
 
 def _fit_typical(values: Vector, kl: NDArray[np.float64]) -> Calibration:
-    """A calibration without bias and slope."""
+    """
+    A calibration without bias and slope. Repairs count for nothing where they seem to make plans worse, as in
+    a model whose answers hardly deviate: that is noise.
+    """
     low, high = np.percentile(values, (2, 98), axis=0)
-    inside = np.clip(values, low, high)
-    mean, scale = inside.mean(axis=0), inside.std(axis=0) + 1e-9
-    design, target = (inside - mean) / scale, np.log10(kl + FLOOR)
-    centre = target.mean()
-    solved = np.linalg.solve(
-        design.T @ design + _RIDGE * np.eye(design.shape[1]), design.T @ (target - centre)
-    )
-    weights = solved / scale
-    intercept = float(centre - weights @ mean)
+    inside, size = np.clip(values, low, high), values.shape[1]
+    repaired = inside[:, -1:]
+    # Features, and these with repairs.
+    inside, target = np.concatenate((inside, inside * repaired), axis=1), np.log10(kl + FLOOR)
+    intercept, weights = _ridge(inside, target)
+    by_repair = weights[size - 1] + (inside[:, :size] @ weights[size:]) + weights[-1] * repaired[:, 0]
+    if by_repair.mean() >= 0:
+        intercept, weights = _ridge(inside * (np.arange(2 * size) < size - 1), target)
     return Calibration(
         intercept=intercept,
-        weights=tuple(weights.tolist()),
+        weights=tuple(weights[:size].tolist()),
+        with_repairs=tuple(weights[size:].tolist()),
         low=tuple(low.tolist()),
         high=tuple(high.tolist()),
         bias=1.0,
         spread=float((target - intercept - inside @ weights).std()),
     )
+
+
+def _ridge(values: Vector, target: NDArray[np.float64]) -> tuple[float, Vector]:
+    """Intercept and weights (F,) of ridge regression on standardised features (N, F)."""
+    mean, scale = values.mean(axis=0), values.std(axis=0) + 1e-9
+    design, centre = (values - mean) / scale, target.mean()
+    solved = np.linalg.solve(
+        design.T @ design + _RIDGE * np.eye(design.shape[1]), design.T @ (target - centre)
+    )
+    weights = solved / scale
+    return float(centre - weights @ mean), weights
 
 
 def _fit_mean(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[float, float]:
@@ -84,7 +98,8 @@ def _fit_mean(typical: NDArray[np.float64], kl: NDArray[np.float64]) -> tuple[fl
         weighed = design.T * mean
         found = np.linalg.solve(weighed @ design, weighed @ (linear + kl / mean - 1))
     bias, slope = float(np.exp(found[0])), float(found[1])
-    if isfinite(bias) and slope > _LEAST_SLOPE:
+    if isfinite(bias) and _LEAST_SLOPE < slope <= 1:
         return bias, slope
-    # The weights do not predict anything: nearly the mean of all plans, whatever the prediction.
-    return float(kl.mean() / (typical**_LEAST_SLOPE).mean()), _LEAST_SLOPE
+    # In proportion at most. Or the weights do not predict anything: nearly the mean of all plans.
+    slope = 1.0 if isfinite(bias) and slope > 1 else _LEAST_SLOPE
+    return float(kl.mean() / (typical**slope).mean()), slope

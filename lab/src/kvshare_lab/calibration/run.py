@@ -4,7 +4,8 @@ calibration to them and writes it into a file for servers.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from kvshare.errors import ConfigError, LogError
 from kvshare.served_model import find_model
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import ModelCalibration
-from kvshare.sharing.prediction import Shape
+from kvshare.sharing.prediction import Calibration, Shape
 from kvshare.sharing.repair import RepairRule
 from kvshare_lab.bench.harness import chosen
 from kvshare_lab.calibration.arms import Measured, measured_arms, shape_again
 from kvshare_lab.calibration.evaluation import evaluated
-from kvshare_lab.calibration.fitting import fit
+from kvshare_lab.calibration.fitting import fit, typical_of_unseen
+from kvshare_lab.calibration.risks import at_length, certified
 from kvshare_lab.fidelity.laboratory import Laboratory, work
 from kvshare_lab.fidelity.rows import Plan, Shards, Stage, read_plans
 from kvshare_lab.fidelity.suites import SUITES
@@ -57,7 +59,7 @@ def run(
     laboratory.log = log
     made = _measured_plans(laboratory, _stage(suites, plans, log), rows, minutes=minutes)
     arms = _arms_by_rule(made, rows)
-    calibration = _calibration(laboratory, made, arms)
+    calibration = calibrated(laboratory, made)
     if out is not None:
         out.write_text(json.dumps(calibration.as_document(), indent=1) + "\n", encoding="utf-8")
     files = {"rows": rows, "data": data, "log": log, "out": out}
@@ -108,13 +110,22 @@ def _arms_by_rule(made: list[tuple[Plan, Shape]], rows: Path) -> dict[RepairRule
     return arms
 
 
-def _calibration(
-    laboratory: Laboratory, made: list[tuple[Plan, Shape]], arms: Mapping[RepairRule, Measured]
-) -> ModelCalibration:
+def calibrated(laboratory: Laboratory, made: Sequence[tuple[Plan, Shape]]) -> ModelCalibration:
+    """The calibration of a model that is fitted to these plans."""
+    arms = {rule: measured_arms(made, names) for rule, names in _RULES.items()}
     return ModelCalibration(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
-        rules={rule: fit(each.values, each.kl, each.folds) for rule, each in arms.items()},
+        rules={rule: _fitted(each) for rule, each in arms.items()},
         longest=max(shape.num_tokens for _, shape in made),
         measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
+    )
+
+
+def _fitted(arms: Measured) -> Calibration:
+    """The weights, and the tables of risk that hold for plans which the weights have not seen."""
+    unseen = typical_of_unseen(arms.values, arms.kl, arms.folds)
+    fitted = fit(arms.values, arms.kl, arms.folds)
+    return replace(
+        fitted, risks=certified(arms, unseen), at_length=at_length(arms, fitted.mean_where(unseen))
     )

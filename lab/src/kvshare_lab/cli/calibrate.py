@@ -7,6 +7,7 @@ import typer
 
 from kvshare.cli.options import Format, OutputFormat, described, with_options
 from kvshare.cli.output import note, show
+from kvshare.sharing.calibration import ModelCalibration
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -15,7 +16,14 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @with_options("calibrate", described(Path(__file__).with_suffix(".toml")))
 def calibrate(*, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
     """Measure what reused KV costs a model, and write what the server needs to know of it."""
+    from kvshare_lab.calibration.risks import promises
     from kvshare_lab.calibration.run import run
 
-    show("bench", run(**options), output_format)
+    found = run(**options)
+    show("bench", {"benchmark": "calibrate", **found}, output_format)
+    calibration = ModelCalibration.from_document(found["calibration"])
+    for rule, each in calibration.rules.items():
+        for line in promises(each.risks):
+            note(f"certified at a risk of 2 %, repaired by {rule}: {line}")
+    note(f"it holds for prompts of up to {calibration.longest} tokens")
     note(f"written: set sharing.calibration to {options['out']}")

@@ -10,6 +10,9 @@ A device that is simulated: `kvshare bench device`, and `kvshare bench inway --e
     lookups.py                the proxy's lookups: the product's sharing core, which is given the donors
     servers.py                stock vLLM
     sharing_server.py         vLLM with the connector, behind the proxy; ranks.py: on several GPUs
+    admission.py, start.py    the proxy's controller, and what it measures at start
+    prefilling.py             the requests whose first token it waits for
+    arms.py                   both servers
     traffic.py                what clients send
     simulation.py             the options of `bench device`; parts.py: its parts
     verdicts.py               its document beside what was measured

@@ -108,7 +108,7 @@ class Engine:
         self._note_tokens(step.output)
 
     def _execute(self, scheduled: SchedulerOutput) -> _Step:
-        """Launch a step. Like vLLM's runner, the connector works after the forward pass."""
+        """Launch a step. Like vLLM's runner, the connector works before and after the forward pass."""
         worker, metadata = self.worker, scheduled.kv_connector_metadata
         if worker is not None and isinstance(metadata, StepMetadata):
             worker.begin(metadata)

@@ -56,6 +56,7 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.costs, self.clock = costs, clock
         self.work: defaultdict[str, Work] = defaultdict(Work)  # by request; "" is everything else
         self._free_at: defaultdict[str, float] = defaultdict(float)  # by stream and by engine
+        self.kernels: defaultdict[str, int] = defaultdict(int)  # of other streams than vLLM's
         self._own = threading.local()
         self._rng = torch.Generator().manual_seed(0)
 
@@ -110,8 +111,9 @@ class SimulatedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if engine is not None:
             begin = max(begin, self._free_at[engine])
             self._free_at[engine] = begin + seconds
-        elif self.stream != MAIN and begin < self._free_at[MAIN]:
-            begin += self.costs.behind_s
+        elif self.stream != MAIN:
+            self.kernels[self.stream] += 1
+            begin += self.costs.behind_s if begin < self._free_at[MAIN] else 0.0
         self._free_at[self.stream] = begin + seconds
 
     def call(self) -> None:

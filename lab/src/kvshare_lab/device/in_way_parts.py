@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvshare.settings import load_settings
+from kvshare_lab.device.arms import servers
 from kvshare_lab.device.parts import ALWAYS_SHARE
 from kvshare_lab.device.priors import Priors, learned
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.sharing_server import servers
 from kvshare_lab.device.traffic import alone
 from kvshare_lab.device.two_arms import InWay, in_way, of_kind
 from kvshare_lab.vllm.bounds import verdict

@@ -121,7 +121,8 @@ class Lookups:
         self.host_s += time.process_time() - began
         is_planned = found.candidates and "plan" in found.stage_seconds
         planning_s = self._given.costs.planning_s(prompt.num_tokens) if is_planned else 0.0
-        lookup = replace(found, seconds=self._given.seconds + planning_s)
+        stages = {**found.stage_seconds, "plan": planning_s} if is_planned else found.stage_seconds
+        lookup = replace(found, seconds=self._given.seconds + planning_s, stage_seconds=stages)
         self.sharing.note_use(lookup)
         if donor is not None and isinstance(lookup.plan, Plan) and lookup.plan.donors:
             self._families[donor.tobytes()].append(prompt.token_ids)

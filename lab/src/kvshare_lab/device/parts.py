@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvshare.settings import Settings, load_settings
+from kvshare_lab.device.arms import servers
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.servers import Server
-from kvshare_lab.device.sharing_server import SharingServer, servers
+from kvshare_lab.device.sharing_server import SharingServer
 from kvshare_lab.device.traffic import (
     ARRIVALS,
     Load,
@@ -28,7 +29,7 @@ Opened = Callable[..., AbstractContextManager[tuple[Server, SharingServer]]]
 """Called with settings: `servers` of a profile."""
 
 # What sharing costs is measured where it does not pay, too.
-ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0}
+ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0, "control.unshared_share": 0.0}
 # Of a server that always chooses its repairs.
 _ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
@@ -42,11 +43,14 @@ def measured(
     requests: int,
     rounds: int,
     ranks: int,
+    copies_blocks: bool,
+    changed: float,
     seed: int,
 ) -> dict[str, Any]:
     """What was measured, by part."""
-    settings, opened = load_settings(None, ALWAYS_SHARE), partial(servers, profile, ranks=ranks)
-    load, streams = Load(requests=requests), Streams(rounds=rounds)
+    settings = load_settings(None, ALWAYS_SHARE)
+    opened = partial(servers, profile, ranks=ranks, copies_blocks=copies_blocks)
+    load, streams = Load(requests=requests, changed=changed), Streams(rounds=rounds)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "first_token": lambda: _first_tokens(opened, settings, lengths, seed),
         "load": lambda: _loads(opened, settings, shares, load, seed),

@@ -16,8 +16,8 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.settings import Settings, load_settings
+from kvshare_lab.device.arms import servers
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.sharing_server import servers
 from kvshare_lab.device.traffic import Arrived, alone
 from kvshare_lab.device.two_arms import of_kind
 from kvshare_lab.vllm.bounds import KINDS, WORST
@@ -26,6 +26,7 @@ from kvshare_lab.vllm.prompts import unrelated_prompt
 LEARNED_AFTER = 50  # requests
 _FACTORS = (10.0, 0.1)
 _SAVES = 0.75  # of the time in full: what pays so much is not refused
+_UNCONTROLLED = {"control.unshared_share": 0.0}  # what is served without sharing to compare is not refused
 _REFUSED = 0.9  # of the time in full: what takes longer has saved next to nothing
 
 
@@ -62,7 +63,7 @@ def learned(
         profile, load_settings(None, {**right_priors(profile), **always_share}), options, seed
     )
     for name, priors in wrong_priors(profile):
-        served, full = _played(profile, load_settings(None, priors), options, seed)
+        served, full = _played(profile, load_settings(None, {**priors, **_UNCONTROLLED}), options, seed)
         rows = [
             _row(*each, number=number) for number, each in enumerate(zip(full, served, forced, strict=True))
         ]

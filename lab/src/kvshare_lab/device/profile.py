@@ -76,9 +76,16 @@ class Costs:
         )
         return max(self.decode_s, num_tokens / self.prefill_tokens_per_s) + sum(attending)
 
-    def placeholders_s(self, num_tokens: int) -> float:
-        """A pass over so many placeholders."""
-        return self.pass_s + num_tokens / self.pass_tokens_per_s
+    def placeholders_s(self, num_tokens: int, *, busy_s: float = 0.0) -> float:
+        """
+        A pass over so many placeholders. `busy_s`: for how long the device has other work when the pass is
+        launched.
+
+        Its fixed cost was measured on an idle device. Beyond that of a step of decoding, in which the weights
+        are read once from a graph, it is what the device waits for launches.
+        """
+        launching_s = self.pass_s - self.decode_s
+        return self.pass_s - min(launching_s, busy_s) + num_tokens / self.pass_tokens_per_s
 
     def search_s(self, num_tokens: int) -> float:
         """What the proxy's search for donors takes, for a prompt of so many tokens."""

@@ -8,51 +8,46 @@ prompt is the donor; what similar prompts an index would find is not simulated.
 
 from __future__ import annotations
 
-import tempfile
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, cast
 
-import torch
 from vllm.config import VllmConfig
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from delta_tree import DeltaTree, NodeId, TokenIds
-from kvshare.fleet.client import ControlClient, VllmClient
 from kvshare.fleet.observation import observe
 from kvshare.fleet.remote_tier import RemoteTier
-from kvshare.fleet.replica import Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
-from kvshare.namespace import Owner
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.rates import BLOCKS, MEMORY
+from kvshare.sharing.waits import Waits
+from kvshare.tenants import owner_of_key
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.ranks import num_ranks
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, budget_of
-from kvshare_lab.device.clock import Clock
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, ReplicaInfo, budget_of
+from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare_lab.device.admission import Controlled
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.gpu import SimulatedGpu
 from kvshare_lab.device.lookups import Lookups
+from kvshare_lab.device.prefilling import Prefilling, SentRequest
 from kvshare_lab.device.profile import Profile
-from kvshare_lab.device.ranks import alike_ranks
 from kvshare_lab.device.servers import Server
-from kvshare_lab.device.vllm_config import vllm_config
-from kvshare_lab.device.worker import SimulatedWorker, virtual_threads
+from kvshare_lab.device.worker import SimulatedWorker
 from vector_index import PromptText
 
 _NAMESPACE = "simulated"
-_OWNER = Owner("", "private")
+_OWNER = owner_of_key("simulated", "private", "key")
 _REPLICA = "simulated"
 
 
@@ -67,8 +62,12 @@ class SharingServer(Server):
         settings: Settings,
         *,
         chooses: bool = True,
+        copies_blocks: bool = True,
     ) -> None:
-        """Unless it `chooses`, as many tokens are repaired by place as a choice computes in all."""
+        """
+        Unless it `chooses`, as many tokens are repaired by place as a choice computes in all. Unless it
+        `copies_blocks`, all copies come from host memory.
+        """
         self._chooses = chooses
         super().__init__(profile, config, gpu)
         connector, worker = self.scheduler.connector, self.engine.worker
@@ -80,6 +79,7 @@ class SharingServer(Server):
         )
         assert connector._scheduler_side is not None, "the role of a scheduler"
         self._connector = connector._scheduler_side
+        self._connector.scheduler.donors.can_be_copied = copies_blocks
         self._num_read = 0
         self._tier = RemoteTier([_REPLICA])
         self._tier.memories[_REPLICA].max_bytes = budget_of(num_ranks() * profile.model.kv_bytes)
@@ -87,18 +87,25 @@ class SharingServer(Server):
             DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
         )
         self.cost = CostModel.from_settings(
-            settings.cost, bytes_per_token=profile.model.bytes_per_token, num_extra_passes=1
+            settings.cost,
+            bytes_per_token=profile.model.bytes_per_token,
+            num_extra_passes=1,
+            places=(MEMORY, BLOCKS),
         )
+        self.cost.waits = Waits(clock=self.clock.now)
         limits = PlannerLimits.from_settings(settings, can_probe=True)
         self._lookups = Lookups(
             self._keeper, profile.costs, limits=limits, cost=self.cost, namespace=_NAMESPACE
         )
-        # Nothing is asked of its clients.
-        self._replica = Replica(_REPLICA, cast(VllmClient, None), cast(ControlClient, None))
-        self._sent: dict[str, _Sent] = {}
-        self._prefilling: list[_Sent] = []  # as far as the proxy knows
+        self.engine.on_answer = lambda answer: self.admission.end(answer)
+        self.admission = Controlled(settings.control, self._lookups.sharing, clock=self.clock.now)
+        self._prefilling = Prefilling(_REPLICA)
+        self._sent: dict[str, SentRequest] = {}
+        self._own: set[str] = set()  # requests that the proxy makes to measure
         self._in_flight: set[str] = set()  # tickets that are not reported
-        self._unstored: deque[tuple[float, JournalEvent]] = deque()  # and when each is stored
+        self._unstored: deque[tuple[float, Prefilled | FinishedReport | Dropped]] = (
+            deque()
+        )  # and when each is stored
         self._stored_at = 0.0  # when the proxy's writer has done what it was given
         self.reports: dict[str, FinishedReport] = {}
 
@@ -123,6 +130,17 @@ class SharingServer(Server):
         answer = Answer(self._new_id(), at)
         self.engine.at(at, partial(self._route, answer, prompt, max_tokens, donor, mode))
         return answer
+
+    @contextmanager
+    def calling(self, on_answer: Callable[[Answer], None]) -> Iterator[None]:
+        """The controller learns of each answer, too."""
+
+        def note(answer: Answer) -> None:
+            self.admission.end(answer)
+            on_answer(answer)
+
+        with super().calling(note):
+            yield
 
     def close(self) -> None:
         self._lookups.close()
@@ -151,9 +169,25 @@ class SharingServer(Server):
 
     def decision(self, request_id: str) -> str:
         """What became of a request, and why no more was shared."""
-        report, plan = self.reports[request_id], self._sent[request_id].request.routed.plan
+        report, plan = self.reports.get(request_id), self._sent[request_id].request.routed.plan
+        if report is None:
+            return f"full: {plan.reason}"  # it had no ticket
         reason = report.reason or plan.reason
         return report.decision if reason is None else f"{report.decision}: {reason}"
+
+    def holds(self, prompt: TokenIds) -> bool:
+        """Whether it is stored."""
+        self.clock.sleep_until(self._stored_at)
+        self.read_events()
+        return self._keeper.tree.find(_NAMESPACE, prompt) is not None
+
+    def info(self) -> ReplicaInfo:
+        """What the connector says of itself."""
+        return self._connector.info()
+
+    def drop(self, report: FinishedReport) -> None:
+        """What was stored of a request of the proxy itself."""
+        self._connector.scheduler.drop(segment.segment_id for segment in report.stored)
 
     def read_events(self) -> None:
         """
@@ -163,8 +197,14 @@ class SharingServer(Server):
         journal, now = self._connector.events.read(self._num_read), self.clock.now()
         self._num_read = journal.last
         for event in journal.events:
+            if isinstance(event, Moved | Dropped):
+                self._prefilling.replica.note_places(event)
+            if isinstance(event, Moved | OnDiskOnly):
+                continue
             if isinstance(event, FinishedReport):
                 self._learn(event)
+            if not isinstance(event, Dropped) and event.ticket_id in self._own:
+                continue
             self._stored_at = max(self._stored_at, now) + self.profile.costs.store_s
             self._unstored.append((self._stored_at, event))
         while self._unstored and self._unstored[0][0] <= now:
@@ -177,7 +217,7 @@ class SharingServer(Server):
         self.reports[report.ticket_id] = report
         observe(self.cost, sent.request.routed, sent.request.progress, report)
 
-    def _store(self, event: JournalEvent) -> None:
+    def _store(self, event: Prefilled | FinishedReport | Dropped) -> None:
         if isinstance(event, Dropped):
             self._keeper.forget(event.segment_ids)
             return
@@ -199,68 +239,59 @@ class SharingServer(Server):
     ) -> None:
         """Look up and plan, which takes its time, and send to vLLM."""
         self.read_events()
-        self._note_prefilled(answer.sent_at)
-        own = Prompt(prompt, PromptText("", ""))
-        lookup = self._lookups.find(own, donor, mode, self._replica.queue(self.cost.rates))
-        sent_at = answer.sent_at + lookup.seconds
-        self._note_prefilled(sent_at)
-        plan, ticket_id = self._repairing(lookup.plan), answer.request_id
-        ticket = ticket_for(plan, prompt, ticket_id=ticket_id, namespace=_NAMESPACE, store=True)
-        request = RoutedRequest(Incoming(_OWNER, own, mode, may_store=True), Routed(plan, ticket))
+        self._prefilling.note(answer.sent_at)
+        own, sent_at = Prompt(prompt, PromptText("", "")), answer.sent_at
+        treatment = self.admission.begin(answer.request_id, own.num_tokens)
+        if treatment.refusal is not None:
+            routed = Routed(NoPlan(treatment.refusal))
+        else:
+            lookup = self._lookups.find(own, donor, mode, self._prefilling.replica.queue(self.cost.rates))
+            routed, sent_at = self._routed(own, lookup, answer.request_id), answer.sent_at + lookup.seconds
+        incoming = Incoming(_OWNER, own, mode, may_store=routed.ticket is not None and routed.ticket.store)
+        request = RoutedRequest(incoming, routed, treatment=treatment)
+        self._send_routed(SentRequest(request, answer), max_tokens, sent_at)
+
+    def send_own(self, prompt: TokenIds, plan: Plan | NoPlan, *, at: float) -> Answer:
+        """A request of the proxy itself, which measures what this plan takes. It is not in the tree."""
+        answer = Answer(self._new_id(), at)
+        ticket = ticket_for(plan, prompt, ticket_id=answer.request_id, namespace=_NAMESPACE, store=True)
+        ticket = replace(ticket, from_memory=True)
+        incoming = Incoming(_OWNER, Prompt(prompt, PromptText("", "")), SharingMode.APPROX, may_store=True)
+        sent = SentRequest(RoutedRequest(incoming, Routed(plan, ticket)), answer)
+        self._own.add(answer.request_id)
+        self.engine.at(at, partial(self._send_routed, sent, 1, at))
+        return answer
+
+    def _send_routed(self, sent: SentRequest, max_tokens: int, sent_at: float) -> None:
+        request, request_id = sent.request, sent.answer.request_id
+        assert request.incoming.prompt is not None, "all have one"
         request.execution.replica = _REPLICA
-        request.progress.sent_at = sent_at
-        request.progress.was_alone = not self._replica.being_prefilled()
-        self._replica.requests.add(request)
-        self._sent[ticket_id] = _Sent(request, answer)
-        self._prefilling.append(self._sent[ticket_id])
-        self._in_flight.add(ticket_id)
+        self._prefilling.add(sent, sent_at, self.cost.rates)
+        self._sent[request_id] = sent
+        if request.routed.ticket is not None:
+            self._in_flight.add(request_id)
         make = partial(
             self._request,
-            ticket_id,
-            prompt,
+            request_id,
+            request.incoming.prompt.token_ids,
             max_tokens,
             salt=request.salt,
             transfer=request.transfer_params,
         )
-        self.engine.send(make, answer, arrives_at=sent_at + self.profile.costs.front_s)
+        self.engine.send(make, sent.answer, arrives_at=sent_at + self.profile.costs.front_s)
 
-    def _note_prefilled(self, time: float) -> None:
-        """What the proxy knows at this time: whose first token it has passed on."""
-        for sent in tuple(self._prefilling):
-            if sent.answer.token_at and sent.answer.token_at[0] <= time:
-                sent.request.note_prefilled()
-                self._replica.requests.discard(sent.request)
-                self._prefilling.remove(sent)
+    def _routed(self, prompt: Prompt, lookup: Lookup, ticket_id: str) -> Routed:
+        """Plan and ticket, which asks for a save if the controller lets it."""
+        plan, num_tokens = self._repairing(lookup.plan), prompt.num_tokens
+        num_cached = lookup.report(num_tokens).num_cached
+        store = self.admission.may_store(ticket_id, _NAMESPACE, prompt.token_ids, num_reused=num_cached)
+        if isinstance(plan, NoPlan) and not store:
+            return Routed(plan)
+        ticket = ticket_for(plan, prompt.token_ids, ticket_id=ticket_id, namespace=_NAMESPACE, store=store)
+        return Routed(plan, ticket)
 
     def _repairing(self, plan: Plan | NoPlan) -> Plan | NoPlan:
         if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
             return plan
         num_tokens = plan.order.num_tokens + plan.num_selecting
         return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))
-
-
-class _Sent(NamedTuple):
-    """A request on its way through the proxy."""
-
-    request: RoutedRequest
-    answer: Answer
-
-
-@contextmanager
-def servers(
-    profile: Profile, settings: Settings, *, chooses: bool = True, ranks: int = 1
-) -> Iterator[tuple[Server, SharingServer]]:
-    """Both, each with a clock of its own."""
-    init_none_hash(get_hash_fn_by_name("sha256"))
-    with ExitStack() as opened:
-        opened.enter_context(torch.inference_mode())
-        opened.enter_context(alike_ranks(ranks))
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="kvshare-device-")))
-        config = vllm_config(profile.model, folder)
-        plain = Server(profile, config, SimulatedGpu(profile.costs, Clock()))
-        opened.callback(plain.close)
-        gpu, config = SimulatedGpu(profile.costs, Clock()), vllm_config(profile.model, folder, shares=True)
-        opened.enter_context(virtual_threads(gpu))
-        shared = SharingServer(profile, config, gpu, settings, chooses=chooses)
-        opened.callback(shared.close)
-        yield plain, shared

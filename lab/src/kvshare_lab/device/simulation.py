@@ -28,6 +28,7 @@ from kvshare_lab.bench.harness import environment, listed
 from kvshare_lab.device.profile import read_profile
 
 PARTS = ("first_token", "load", "between_tokens", "choosing")
+DONORS = ("host", "device")
 
 
 def run(
@@ -39,10 +40,14 @@ def run(
     requests: int = 64,
     rounds: int = 3,
     ranks: int = 1,
+    donors: str = "host",
+    changed: float = 0.1,
     seed: int = 0,
 ) -> dict[str, Any]:
     """
     `ranks`: GPUs like this one, of a model so many times as wide, whose forward passes take as long.
+    `donors`: whose KV is copied from host memory always (`host`), or from vLLM's blocks where it still lies
+    there (`device`, as a server does). `changed`: share of the tokens of near-duplicates, for load.
 
     Raises:  ConfigError for a profile, a part, a length or a share that is none, MissingExtraError without
              vLLM
@@ -50,6 +55,7 @@ def run(
     chosen, known = listed("--parts", parts, str, PARTS), read_profile(profile)
     lengths = listed("--tokens", tokens, int, range(64, known.model.max_model_len))
     shares = listed("--near", near, float, None)
+    places = listed("--donors", donors, str, DONORS)
     if find_spec("vllm") is None:
         raise MissingExtraError(
             "`kvshare bench device` runs vLLM's scheduler, and vLLM is not installed: "
@@ -65,6 +71,8 @@ def run(
         requests=requests,
         rounds=rounds,
         ranks=ranks,
+        copies_blocks="device" in places,
+        changed=changed,
         seed=seed,
     )
     return {**found, "device": known.device, "environment": environment()}

@@ -1,12 +1,14 @@
 """
 Requests with and without sharing on a simulated device, on default settings, for `kvshare bench inway`.
 
-    alone       one prompt after the other, of each length and kind, from a server's first request on
+    alone       one prompt after the other, of each length and kind, from a server's first client on
     load        prompts of one length and kind, at 80 % of what vLLM completes without sharing
     mix         prompts of all lengths, of which a share are near-duplicates, at the same load
 
-on a device as it was measured, and on machines that are derived from it. Each request is sent to both arms,
-with the same prompts before it and at the same time: sharing on, and vLLM as it answers with mode off.
+on a device as it was measured, and on machines that are derived from it. The server is the product as it is
+started: it has measured its costs, and its controller serves some blocks of time without sharing. Each
+request is sent to both arms, with the same prompts before it and at the same time: sharing on, and vLLM as it
+answers with mode off.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.settings import load_settings
+from kvshare_lab.device.arms import servers
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.machines import machine
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.servers import Server
-from kvshare_lab.device.sharing_server import SharingServer, servers
+from kvshare_lab.device.sharing_server import SharingServer
+from kvshare_lab.device.start import measure_at_start
 from kvshare_lab.device.traffic import alone, in_turns, taken_s
 from kvshare_lab.vllm.bounds import KINDS, Cell, Cells, prompt_of_kind
 from kvshare_lab.vllm.prompts import unrelated_prompt
@@ -63,6 +67,7 @@ def in_way(profile: Profile, name: str, options: InWay, *, seed: int) -> Cells:
     """The cells of one of `machines.MACHINES`."""
     derived, cells = machine(profile, name, longest=max(options.lengths)), Cells()
     with servers(derived, load_settings(None)) as (plain, shared):
+        measure_at_start(shared, np.random.default_rng([seed, 1]))
         arms = _Arms(plain, shared, options, np.random.default_rng(seed), cells, name)
         arms.alone()
         for length in options.lengths:
@@ -139,8 +144,10 @@ class _Arms:
         """Popular prompts, which both arms have answered."""
         donors = {length: [unrelated_prompt(self.rng, length) for _ in range(_DONORS)] for length in lengths}
         for donor in chain(*donors.values()):
-            for server in (self.plain, self.shared):
-                alone(server, donor)
+            alone(self.plain, donor)
+            alone(self.shared, donor)
+            if not self.shared.holds(donor):  # it came while nothing was shared
+                alone(self.shared, donor)
         return donors
 
     def _one_of(self, donors: Sequence[TokenIds]) -> TokenIds:

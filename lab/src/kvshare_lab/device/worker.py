@@ -22,12 +22,14 @@ from kvshare.kv.listening import ListeningRows
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
-from kvshare.vllm_connector.scheduler import prefill_times
+from kvshare.vllm_connector.scheduler import joining, prefill_times
 from kvshare.vllm_connector.worker import copying, device
+from kvshare.vllm_connector.worker.block_copies import FindBlockCopies
 from kvshare.vllm_connector.worker.block_layout import find_layout
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
-from kvshare.vllm_connector.worker.copying import Work
-from kvshare.vllm_connector.worker.device import GpuDevice, LoadWork
+from kvshare.vllm_connector.worker.copying import LoadWork, Work
+from kvshare.vllm_connector.worker.device import GpuDevice
+from kvshare.vllm_connector.worker.early_passes import EarlyPasses
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.placeholders import ArrivedLoad, Placeholders
@@ -36,6 +38,7 @@ from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
 from kvshare.vllm_connector.worker.transfers import Transfers
+from kvshare.vllm_connector.worker.under_way import PendingLoad
 from kvshare.vllm_connector.worker.worker import ConnectorWorker, WorkerParts
 from kvshare_lab.device.gpu import THERE, SimulatedGpu
 from kvshare_lab.device.profile import Model
@@ -46,7 +49,7 @@ _WorkT = TypeVar("_WorkT", bound=Work)
 _ROWS_AT_ONCE = 128
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
 # The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
-_VIRTUAL = {copying: ("threading", "time"), device: ("time",), prefill_times: ("time",)}
+_VIRTUAL = {copying: ("threading", "time"), device: ("time",), joining: ("time",), prefill_times: ("time",)}
 
 
 class SimulatedDevice(GpuDevice):
@@ -58,6 +61,9 @@ class SimulatedDevice(GpuDevice):
 
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
         return self._charged(super().load(cache, find_copies, mark=mark))
+
+    def copy_blocks(self, cache: PagedCache, find_copies: FindBlockCopies, *, mark: Any) -> Work:
+        return self._charged(super().copy_blocks(cache, find_copies, mark=mark))
 
     def save(
         self,
@@ -92,9 +98,9 @@ class SimulatedTransfers(Transfers):
         super().__init__(attached, on_gpu, reports)
         self._gpu = on_gpu.gpu
 
-    def begin_load(self, request: LoadRequest) -> None:
+    def begin_load(self, request: LoadRequest, *, joins: bool) -> None:
         with self._gpu.on_behalf_of(request.request_id):
-            super().begin_load(request)
+            super().begin_load(request, joins=joins)
 
     def begin_save(self, request: SaveRequest) -> None:
         with self._gpu.on_behalf_of(request.request_id):
@@ -108,9 +114,21 @@ class SimulatedPlaceholders(Placeholders):
         super().__init__(attached, device, reports, **own)
         self._gpu = device.gpu
 
-    def _compute_and_report(self, due: Sequence[ArrivedLoad]) -> None:
-        with self._gpu.on_behalf_of(due[0].request_id):
-            super()._compute_and_report(due)
+    def _compute_and_report(self, due: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad]) -> None:
+        with self._gpu.on_behalf_of([*joining, *due][0].request_id):
+            super()._compute_and_report(due, joining)
+
+
+class SimulatedEarlyPasses(EarlyPasses):
+    """The same."""
+
+    def __init__(self, attached: Attached, device: SimulatedDevice, reports: Reports, **own: Any) -> None:
+        super().__init__(attached, device, reports, **own)
+        self._gpu = device.gpu
+
+    def begin(self, load: PendingLoad) -> None:
+        with self._gpu.on_behalf_of(load.request.request_id):
+            super().begin(load)
 
 
 class SimulatedForward(PartialForward):
@@ -124,12 +142,15 @@ class SimulatedForward(PartialForward):
     def _forward(self, runs: Sequence[Run]) -> None:
         token_ids, _, _, _ = self._inputs(runs)
         self._gpu.charged.passes += 1
-        self._gpu.launch(self._gpu.costs.placeholders_s(len(token_ids)))
+        self._gpu.launch(0.0)
+        busy_s = self._gpu.reached_at() - self._gpu.clock.now()
+        of_layer_s = self._gpu.costs.placeholders_s(len(token_ids), busy_s=busy_s) / len(self._cache.layers)
         keys, _ = self._cache.kv_layout.planes
         shape = (len(token_ids), 4 * keys.num_heads, keys.dim)
         query = torch.empty(shape, dtype=self._cache.kv_layout.dtype, device=THERE)
         for layer in self._cache.layers.values():
-            layer.impl.forward(layer, query, output=query)
+            layer.impl.forward(layer, query, output=query)  # waits for its layer first
+            self._gpu.hold(self._gpu.reached_at() + of_layer_s)
 
     def observe(self, rows: ListeningRows, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """
@@ -202,11 +223,15 @@ class SimulatedWorker(ConnectorWorker):
             SimulatedPlaceholders(
                 self._attached, on_gpu, self._reports, step_tokens=step_tokens, can_listen=can_listen
             ),
+            SimulatedEarlyPasses(
+                self._attached, on_gpu, self._reports, step_tokens=step_tokens, can_listen=can_listen
+            ),
         )
         self.handshake = WorkerHandshake(
             unsupported=(),
             can_move_keys=True,
             can_listen=can_listen,
+            can_copy_blocks=True,
             rope=cache.kv_layout.digest,
             num_layers=model.num_layers,
             num_kv_heads=model.num_heads,

@@ -12,8 +12,10 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     bounds.py           when sharing is in the way of requests
     slow_disk.py        a proxy whose disk is slow
     failing_worker.py   the worker class with which loads fail during a soak
+    kinds.py            tiny models of the kinds that vLLM serves
+    int8_weights.py     one of them with weights of 8 bits
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
-servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py, and
-gpu/, which reports several parts.
+servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py,
+restart.py, and gpu/, which reports several parts.
 """

@@ -215,11 +215,16 @@ def shared_vllm(
     *,
     kv_bytes: int,
     token: str,
+    disk: Path | None = None,
     can_fail: bool = False,
 ) -> Server:
-    """vLLM with KVShare's connector, as `kvshare vllm` starts it. `can_fail`: see `failing_loads`."""
+    """
+    vLLM with KVShare's connector, as `kvshare vllm` starts it. `disk`: a folder for its KV. `can_fail`: see
+    `failing_loads`.
+    """
     port, control_port = free_ports(2)
     own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
+    own += [] if disk is None else ["--disk", str(disk)]
     command = [*_KVSHARE, "vllm", str(model), *own, *options.arguments]
     environment = {**options.environment, TOKEN_VARIABLE: token}
     if can_fail:  # `kvshare vllm` takes no other worker class

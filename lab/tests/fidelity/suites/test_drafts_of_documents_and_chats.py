@@ -10,10 +10,15 @@ import pytest
 from kvshare_lab.fidelity.scenario import Draft, Messages
 from kvshare_lab.fidelity.suites.chats import chain, resubmit, thinking, window
 from kvshare_lab.fidelity.suites.documents import agent, rag, reorder
+from kvshare_lab.fidelity.suites.examples import fewshot
 from kvshare_lab.fidelity.suites.library import Library
+from kvshare_lab.fidelity.suites.own_forms import sheet
+from kvshare_lab.fidelity.suites.programs import code
+from kvshare_lab.fidelity.suites.records import table
 
 Suite = Callable[[Library, int, random.Random], Draft | None]
-SUITES = (rag, reorder, agent, thinking, resubmit, window, chain)
+OF_DOCUMENTS = (rag, reorder, agent, thinking, resubmit, window, chain, fewshot)
+SUITES = (*OF_DOCUMENTS, table, code, sheet)
 HALVES = (Library(None, 0), Library(None, 1))
 NUM = 12
 
@@ -67,7 +72,7 @@ def test_candidates_are_different(suite: Suite) -> None:
         assert draft.expected in (None, *draft.candidates[:1])
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", OF_DOCUMENTS)
 def test_an_empty_library_gives_nothing(suite: Suite) -> None:
     """Where there are no documents, no number yields a draft."""
 

@@ -122,7 +122,7 @@ class Probed:
     """The results of a probe pass, the same for every budget."""
 
     scores: Scores  # (T,) of the copied positions
-    attended: Scores  # (L, T)
+    attended: Scores  # (L, T) of the layers that are listened to
     kv: SequenceKV  # after the pass, with the copied rows of the probes restored
 
 
@@ -135,10 +135,11 @@ def probed(trial: Trial) -> Probed:
     attention, kv = trial.watch(rows)
     listening = np.isin(rows.nonzero()[0], server.listeners(trial.base))
     at = torch.from_numpy(places)
-    changed = (kv.v[:, at] - trial.placed.v[:, at]).flatten(2).norm(dim=2)
+    layers = slice(server.num_listening_layers(trial.num_layers))
+    changed = (kv.v[layers, at] - trial.placed.v[layers, at]).flatten(2).norm(dim=2)
     for fresh, old in ((kv.k, trial.placed.k), (kv.v, trial.placed.v)):
         fresh[:, at] = old[:, at]
-    attended = attention[:, listening].mean(axis=1)
+    attended = attention[layers, listening].mean(axis=1)
     return Probed(server.scores(stretches, attended, places, changed.cpu().numpy()), attended, kv)
 
 

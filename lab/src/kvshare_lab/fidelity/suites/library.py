@@ -36,6 +36,7 @@ TEXTS = texts("conversations")
 _RELATION = " >> "  # "Ulm >> country": how MuSiQue writes a question without words
 _LONGEST = {"user": 320, "assistant": 700}  # characters of a message; a token has about four
 _BREAK = re.compile(r"(?<=[.!?:;])\s+|\n+")
+_SENTENCES = 3  # of a piece of news
 
 Conversation = tuple[Message, ...]  # a user's message, the assistant's, and so on
 
@@ -149,6 +150,20 @@ class Library:
         found += [] if self._folder else [in_turns(said) for said in _SAMPLES["chats"]]
         chats = self._half("chat", found, lambda chat: chat[0]["content"])
         return [Source(chat.name, conversation_of(chat.item)) for chat in chats]
+
+    @cached_property
+    def foreign(self) -> Mapping[str, Sequence[Source[str]]]:
+        """Pieces of news by language, of some sentences each; none without a folder."""
+        if self._folder is None:
+            return {}
+        found = {}
+        for language in ("de", "zh"):
+            lines = [
+                row["src"] for row in objects(self._paths([f"wmt19/newstest2019.{language}-en.jsonl.gz"]))
+            ]
+            pieces = [" ".join(lines[at : at + _SENTENCES]) for at in range(0, len(lines), _SENTENCES)]
+            found[language] = self._half(language, pieces, str)
+        return found
 
     def owns(self, passage: Passage) -> bool:
         """

@@ -44,7 +44,7 @@ async def ttft(servers: Stack, config: Config, progress: Progress) -> Figures:
     `measured_tokens`: from where on sharing was faster with `--changed` of the tokens replaced.
     `learned_tokens`: the same by the rates that the proxy has measured meanwhile.
     """
-    progress.lacks("donor_on_device", "the connector keeps donors in host memory only")
+    progress.lacks("donor_on_device", "rows do not tell donors in GPU memory from those in host memory")
     rows: list[Figures] = []
     async with session(servers, config.part("ttft")) as bench:
         took_s, found = 0.0, {}

@@ -1,0 +1,180 @@
+"""
+`kvshare bench restart`: time to first token of edited prompts whose donors an earlier process has stored.
+
+An engine stores prompts and stops. Another one starts on the same store; what the kernel has cached of the KV
+is given back first, so that it is read from the disk. The arms, for each recipient of a donor of its own:
+    full      nothing is shared
+    disk      the donor's KV is on disk
+    memory    the same prompt again: the KV is in memory now
+With `objects`: how long a start takes with so many small objects on disk, without a model.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from delta_tree import NodeDraft, Piece, PieceTable, Segment, SegmentId, TokenIds, new_segment_id, token_ids
+from kvshare.embedded.engine import EmbeddedEngine
+from kvshare.embedded.stored_kv import StoredKV
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.sequence import SegmentKV
+from kvshare.requests import SharingMode
+from kvshare.served_model import DEFAULT
+from kvshare.settings import load_settings
+from kvshare.tiers import KV_FOLDER
+from kvshare.tiers.disk_tier import DiskTier
+from kvshare.tiers.files import Files
+from kvshare.tiers.kv_object import ObjectForm
+from kvshare_lab.bench.harness import Answer, ask, bench_settings, edited, environment, median, random_prompt
+
+_ARMS = ("full", "disk", "memory")
+_NUM_ANSWER = 16  # tokens whose text is compared
+_PER_PROMPT, _SEGMENT_TOKENS = 10, 16  # of the generated store
+
+
+async def run(
+    *,
+    prompt_tokens: int = 2000,
+    changed: float = 0.05,
+    edits: int = 5,
+    repeats: int = 5,
+    seed: int = 0,
+    model: str | None = None,
+    objects: int = 0,
+) -> dict[str, Any]:
+    """
+    Medians over `repeats` recipients. `model`: what `model.path` may be; None: the default chat model.
+
+    Raises:  ModelError
+    """
+    found = _started(objects) if objects else {}
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        async with _engine_at(folder, model) as engine:
+            vocab_size = engine.server.model.vocab_size
+            donors = [random_prompt(rng, prompt_tokens, vocab_size) for _ in range(repeats + 1)]
+            for donor in donors:
+                await ask(engine, donor, mode=SharingMode.OFF, store=True)
+        _drop_cached(Path(folder))
+        draw = partial(random_prompt, rng, vocab_size=vocab_size)
+        async with _engine_at(folder, model) as engine:
+            await engine.settle()
+            rows = [
+                await _asked(engine, edited(donor, changed=changed, edits=edits, draw=draw))
+                for donor in donors
+            ]
+            status = {tier.name: tier for tier in engine.status().tiers}
+            disk_rate = engine.sharing.costs()["loads"]["disk"]["bytes_per_s"]
+            name = engine.server.model.name
+    return {
+        "engine": "embedded",
+        "model": name,
+        **_summary(rows[1:]),  # after the first, caches and allocator are warm
+        "num_from_disk": status["disk"].num_hits,
+        "disk_bytes_per_s": disk_rate,
+        **found,
+        "environment": environment(),
+    }
+
+
+@asynccontextmanager
+async def _engine_at(folder: str, model: str | None) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(bench_settings(folder, {"model.path": model or DEFAULT, "index.dense": False}))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def _asked(engine: EmbeddedEngine, recipient: TokenIds) -> dict[str, Answer]:
+    """One recipient in each arm."""
+    modes = {"full": SharingMode.OFF, "disk": SharingMode.APPROX, "memory": SharingMode.APPROX}
+    return {
+        arm: await ask(engine, recipient, mode=mode, max_tokens=_NUM_ANSWER, ignore_eos=True)
+        for arm, mode in modes.items()
+    }
+
+
+def _drop_cached(folder: Path) -> None:
+    """Give back what the kernel has cached of the objects."""
+    for path in (folder / KV_FOLDER).rglob("*.kv"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _summary(rows: list[dict[str, Answer]]) -> dict[str, Any]:
+    """`equal_answers`: how often the text is the same from disk and from memory, which it must be."""
+    ttft = {arm: median([row[arm].first_token_s for row in rows]) for arm in _ARMS}
+    last = rows[-1]["disk"]
+    stages = [row["disk"].finished.stage_seconds for row in rows]
+    return {
+        "speedup": ttft["full"] / ttft["disk"],
+        "memory_speedup": ttft["full"] / ttft["memory"],
+        "median_ttft_s": ttft,
+        "read_s": median([stage.get("fetch", 0.0) for stage in stages]),
+        "recomputed_fraction": last.report.num_missed / last.report.num_prompt_tokens,
+        "decision": last.report.decision,
+        "equal_answers": sum(row["disk"].text == row["memory"].text for row in rows) / len(rows),
+    }
+
+
+def _started(num_objects: int) -> dict[str, Any]:
+    """A generated store of small objects, ten to a prompt, and how long a process takes to open it."""
+    layout = KVLayout.uniform(1, 1, 8, dtype=torch.float32, device=torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = load_settings(overrides={"store.path": folder, "store.disk_keep_free_bytes": 0}).store
+        stored = StoredKV(settings, layout, min_tokens=1, identity="bench", parts=())
+        tree, _ = stored.open_tree()
+        disk = DiskTier(
+            Path(folder) / KV_FOLDER,
+            ObjectForm.of(layout, ()),
+            max_bytes=settings.max_disk_bytes,
+            keep_free_bytes=0,
+            files=_UnsyncedFiles(),
+        )
+        rng = np.random.default_rng(0)
+        for _ in range(num_objects // _PER_PROMPT):
+            tokens = token_ids(rng.integers(1, 30_000, _PER_PROMPT * _SEGMENT_TOKENS))
+            pairs = [_object(layout, place * _SEGMENT_TOKENS) for place in range(_PER_PROMPT)]
+            pieces = PieceTable(Piece(SegmentId(one.segment_id), 0, _SEGMENT_TOKENS) for one, _ in pairs)
+            tree.insert(NodeDraft("bench", tokens, None, pieces, tuple(one for one, _ in pairs), len(tokens)))
+            for one, kv in pairs:
+                disk.write(one, kv.rows())
+        tree.close()
+        began = time.perf_counter()
+        again = StoredKV(settings, layout, min_tokens=1, identity="bench", parts=())
+        tree, forgotten = again.open_tree()
+        seconds = time.perf_counter() - began
+        num_nodes = tree.stats().num_nodes
+        keeper = again.new_keeper(tree)
+        missing = keeper.tier.fetch(tree.nodes()[-1].pieces.segment_ids).missing
+        keeper.close()
+        tree.close()
+    return {
+        "objects": num_objects,
+        "open_s": seconds,
+        "prompts_found": num_nodes,
+        "prompts_lost": len(forgotten) + len(missing),
+    }
+
+
+def _object(layout: KVLayout, position: int) -> tuple[Segment, SegmentKV]:
+    kv = SegmentKV(tuple(torch.randn(plane.shape(_SEGMENT_TOKENS)) for plane in layout.planes))
+    described = Segment(new_segment_id(), "bench", position, _SEGMENT_TOKENS, 0, kv.num_bytes, kv.checksum())
+    return described, kv
+
+
+class _UnsyncedFiles(Files):
+    """Does not wait for the device, as nothing is measured while the store is generated."""
+
+    def sync(self, descriptor: int) -> None:
+        pass
