@@ -6,7 +6,7 @@ Probes are for orchestrators and load balancers and ask for no key. Answers of `
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -24,10 +24,14 @@ from kvshare.admin import (
     checked,
 )
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.tenants import NamespaceOwner
+from proxy import admin_server
+from proxy.activity import MOST_MINUTES
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError
 from proxy.lifecycle import Phase
 from proxy.request_body import read_object
+from proxy.server_status import status_document
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -41,6 +45,8 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
     if not serves_admins:
         return
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/admin/status", status)
+    app.router.add_get("/admin/activity", activity)
     app.router.add_get("/admin/stats", stats)
     app.router.add_get("/admin/tree", tree)
     app.router.add_get("/admin/node/{id}", node)
@@ -48,6 +54,7 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
     app.router.add_post("/admin/evict", _executing(Evict))
     app.router.add_post("/admin/pin", _executing(Pin))
     app.router.add_post("/admin/unpin", _executing(Unpin))
+    admin_server.add_routes(app)
     app.router.add_get("/admin/requests", requests)
     app.router.add_get("/admin/requests/{id}", request_by_id)
 
@@ -77,21 +84,35 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
+async def status(request: web.Request) -> web.Response:
+    """GET /admin/status: what the server is, and how its parts are."""
+    return web.json_response(status_document(request.app[SERVER]))
+
+
+async def activity(request: web.Request) -> web.Response:
+    """GET /admin/activity?minutes=N: what requests reused, saved and cost, over time and by tenant."""
+    minutes = _count(request, "minutes", default=60, most=MOST_MINUTES)
+    return web.json_response(request.app[SERVER].activity.document(minutes))
+
+
 async def stats(request: web.Request) -> web.Response:
     """GET /admin/stats: how much is stored."""
     server = request.app[SERVER]
+    _know_owners(server)
     return _answer(server, await server.engine.stats(checked(StatsQuestion, _arguments(request))))
 
 
 async def tree(request: web.Request) -> web.Response:
     """GET /admin/tree: prompts below their parents."""
     server = request.app[SERVER]
+    _know_owners(server)
     return _answer(server, await server.engine.tree(checked(TreeQuestion, _arguments(request))))
 
 
 async def node(request: web.Request) -> web.Response:
     """GET /admin/node/{id}: one prompt."""
     server = request.app[SERVER]
+    _know_owners(server)
     return _answer(server, await server.engine.node(checked(NodeQuestion, _arguments(request))))
 
 
@@ -105,8 +126,9 @@ def _executing(kind: type[Evict] | type[Pin] | type[Unpin]) -> Handler:
     """A handler that carries out a command of this kind; its body has the arguments."""
 
     async def handler(request: web.Request) -> web.Response:
-        command = checked(kind, await read_object(request))
-        return web.json_response(await request.app[SERVER].engine.execute(command))
+        command, server = checked(kind, await read_object(request)), request.app[SERVER]
+        _know_owners(server)
+        return web.json_response(await server.engine.execute(command))
 
     return handler
 
@@ -129,22 +151,42 @@ def _digests_in(document: Mapping[str, Any]) -> set[str]:
 
 
 def _owners(server: ServerContext, digests: AbstractSet[str]) -> dict[str, dict[str, Any]]:
-    """Of these namespaces, whose they are, as far as the configured keys tell."""
-    found: dict[str, dict[str, Any]] = {}
-    for owner, words in server.keyring.owners():
-        found |= dict.fromkeys(digests & set(server.engine.digests_of(owner)), words)
-    return found
+    """Of these namespaces, whose they are: also those of keys that are not configured any more."""
+    owners = ((digest, server.engine.tenants.owner_of(digest)) for digest in sorted(digests))
+    return {digest: _described(server, owner) for digest, owner in owners if owner is not None}
+
+
+def _described(server: ServerContext, owner: NamespaceOwner) -> dict[str, Any]:
+    """`keys`: those that use such a namespace now. `divided`: by a client's salt."""
+    keys = server.keyring.names_of(owner.tenant, owner.scope, owner.key)
+    return {"tenant": owner.tenant, "scope": owner.scope, "keys": keys, "divided": owner.is_divided}
+
+
+def _know_owners(server: ServerContext) -> None:
+    """The namespaces of the configured keys, also of those of which no request came since the start."""
+    for owner in server.keyring.owners():
+        for digest in server.engine.digests_of(owner):
+            server.engine.tenants.note(digest, owner)
 
 
 async def requests(request: web.Request) -> web.Response:
-    """GET /admin/requests?limit=N: what happened to the last N generating requests, newest first."""
-    if unknown := sorted(request.query.keys() - {"limit"}):
-        raise RequestError(f"{unknown[0][:40]}: unknown argument; expected limit", param=unknown[0][:40])
-    limit = request.query.get("limit", "20")
-    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MOST_LISTED))
-    if not (is_number and 1 <= int(limit) <= _MOST_LISTED):
-        raise RequestError(f"limit: expected 1 to {_MOST_LISTED}, got {limit!r}", param="limit")
-    return web.json_response({"requests": request.app[SERVER].history.latest(int(limit))})
+    """GET /admin/requests?limit=N&tenant=NAME: what happened to the last N generating requests."""
+    limit = _count(request, "limit", default=20, most=_MOST_LISTED, others=("tenant",))
+    return web.json_response(
+        {"requests": request.app[SERVER].history.latest(limit, request.query.get("tenant"))}
+    )
+
+
+def _count(request: web.Request, name: str, *, default: int, most: int, others: Sequence[str] = ()) -> int:
+    """An argument of a query, a number from 1 on; there may be `others`. Raises RequestError."""
+    if unknown := sorted(request.query.keys() - {name, *others}):
+        expected = " or ".join([name, *others])
+        raise RequestError(f"{unknown[0][:40]}: unknown argument; expected {expected}", param=unknown[0][:40])
+    given = request.query.get(name, str(default))
+    is_number = given.isascii() and given.isdigit() and len(given) <= len(str(most))
+    if not (is_number and 1 <= int(given) <= most):
+        raise RequestError(f"{name}: expected 1 to {most}, got {given!r}", param=name)
+    return int(given)
 
 
 async def request_by_id(request: web.Request) -> web.Response:
@@ -155,4 +197,17 @@ async def request_by_id(request: web.Request) -> web.Response:
             "No request with this id is known; only the latest are. Ids are in the header X-KVShare-Request."
         )
         raise HttpError(404, ErrorCode.NOT_FOUND, message)
-    return web.json_response(found)
+    return web.json_response({**found, "gone": await _gone(request.app[SERVER], found)})
+
+
+async def _gone(server: ServerContext, document: Mapping[str, Any]) -> list[int]:
+    """Of a request's donors, and the nodes that it was stored as, those that were evicted since."""
+    donors = {donor for prompt in document["prompts"] for donor in prompt["donors"]}
+    stored = {entry["node"] for entry in document.get("stored", ()) if entry["node"] is not None}
+    gone = []
+    for node_id in sorted(donors | stored):
+        try:
+            await server.engine.tree(TreeQuestion(root=node_id, depth=1))
+        except RequestError:
+            gone.append(node_id)
+    return gone

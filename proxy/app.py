@@ -7,51 +7,60 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
 
 from kvshare.addresses import check_port
-from kvshare.collector import make_collections_rare, take_short_turns
+from kvshare.background import Background, saved_often
+from kvshare.collector import keep_freed_memory, make_collections_rare, take_short_turns
 from kvshare.engine import Engine, GeneratingEngine
+from kvshare.errors import ConfigError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
-from kvshare.settings import Settings
+from kvshare.settings import Settings, SettingsSource
 from proxy import admin
-from proxy.auth import ANY_ORIGIN, Keyring
+from proxy.auth import ANY_ORIGIN
 from proxy.connection import FrontRunner
 from proxy.context import SERVER, ServerContext
+from proxy.dashboard import routes as dashboard
 from proxy.generate import routes as generate
 from proxy.lifecycle import Lifecycle
+from proxy.live_settings import LiveSettings
 from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
 from proxy.openapi import routes as openapi
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
+from proxy.usage import UsageLedger
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
+_USAGE_KEPT_S = 60.0  # so often it is written
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
 
-def build_app(settings: Settings, engine: Engine) -> web.Application:
+def build_app(settings: Settings, engine: Engine, source: SettingsSource | None = None) -> web.Application:
     """
     The application of the main port. It owns the engine: starts it in the background, stops it at cleanup.
 
-    Raises:  ConfigError if two keys have one name or one hash
+    `source`: where the settings were read from, and can be read again.
+    Raises:  ConfigError if two keys have one name or one hash, or the file of keys is wrong
     """
     lifecycle = Lifecycle(engine)
     metrics = Metrics(
         status=lambda: engine.status() if lifecycle.is_engine_up else None,
         num_inflight=lambda: lifecycle.num_running,
     )
-    server = ServerContext(
-        settings, engine, Keyring(settings.auth.keys), lifecycle, metrics, RequestHistory(), settings.rules
-    )
+    live = LiveSettings(settings, engine, source)
+    usage = UsageLedger(settings.store.path)
+    live.on_change(lambda: metrics.name_tenants(live.keyring.tenants()))
+    server = ServerContext(live, engine, lifecycle, metrics, RequestHistory(), usage)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
+    app.cleanup_ctx.append(lambda _: _usage_kept(usage))
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
     app.on_shutdown.append(lambda _: lifecycle.drain(0))  # what still runs ends with an error
     return app
@@ -68,6 +77,7 @@ async def serve(
     *,
     on_listening: Callable[[str], None],
     on_ready: Callable[[str], None] | None = None,
+    source: SettingsSource | None = None,
 ) -> None:
     """
     Listen at once, load the engine meanwhile, drain at the first SIGTERM or SIGINT, stop at the second.
@@ -78,13 +88,14 @@ async def serve(
              begins to start
     """
     ports = _checked_ports(settings)
-    app = build_app(settings, engine)
-    lifecycle = app[SERVER].lifecycle
+    app = build_app(settings, engine, source)
+    server = app[SERVER]
+    lifecycle = server.lifecycle
     runners = [FrontRunner(app, shutdown_timeout=_CLOSE_S)]
     if settings.server.admin_port is not None:
         runners.append(FrontRunner(build_admin_app(app), shutdown_timeout=_CLOSE_S))
-    _warn_if_exposed(settings)
-    with _stop_signals() as (first, second):
+    _warn_if_exposed(server)
+    with _stop_signals(server.live) as (first, second):
         try:
             for runner, port in zip(runners, ports, strict=True):
                 await runner.setup()
@@ -94,10 +105,11 @@ async def serve(
             await _first_of(lifecycle.wait_started(), first.wait())
             make_collections_rare()
             take_short_turns()
+            keep_freed_memory()
             if on_ready is not None and lifecycle.is_engine_up:
                 on_ready(url)
             await first.wait()
-            drain_s = settings.server.drain_s
+            drain_s = server.settings.server.drain_s
             log.info("draining: %d requests run, at most %g s", lifecycle.num_running, drain_s)
             await _first_of(lifecycle.drain(drain_s), second.wait())  # the cleanup ends what still runs
             log.info("drained")
@@ -117,6 +129,14 @@ def _checked_ports(settings: Settings) -> list[int]:
     return list(ports.values())
 
 
+@asynccontextmanager
+async def _usage_kept(usage: UsageLedger) -> AsyncIterator[None]:
+    """Read what an earlier run has saved, and write it now and then, and at the end."""
+    await asyncio.to_thread(usage.load)
+    async with saved_often(usage.save, every_s=_USAGE_KEPT_S):
+        yield
+
+
 async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
     """Wait for one, cancel the others; raises what the finished one raised."""
     tasks = [asyncio.ensure_future(entry) for entry in awaitables]
@@ -131,15 +151,18 @@ async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """Events for the first and the second SIGTERM or SIGINT, while inside; SIGHUP does nothing then."""
-    first, second = asyncio.Event(), asyncio.Event()
+def _stop_signals(live: LiveSettings) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first and the second SIGTERM or SIGINT, while inside. SIGHUP reads settings again."""
+    first, second, reloading = asyncio.Event(), asyncio.Event(), Background()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (second if first.is_set() else first).set()
 
-    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGHUP: _ignore_hangup}
+    def on_hangup() -> None:
+        reloading.spawn(_reload(live))
+
+    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGHUP: on_hangup}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -147,11 +170,15 @@ def _stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by default it would end the process
 
 
-def _ignore_hangup() -> None:
-    """By default SIGHUP would end the process at once, without a drain."""
-    log.warning("SIGHUP ignored: settings are read at start; restart to change them")
+async def _reload(live: LiveSettings) -> None:
+    """Read the settings again; wrong ones are one error in the log."""
+    try:
+        await live.reload()
+    except ConfigError as exc:
+        log.error("SIGHUP: the settings are as before, as they could not be read again: %s", exc)
 
 
 def _application(server: ServerContext, *, serves_clients: bool, serves_admins: bool) -> web.Application:
@@ -159,6 +186,8 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     app[SERVER] = server
     app.on_response_prepare.append(add_headers)
     admin.add_routes(app, serves_admins=serves_admins)
+    if serves_admins:
+        dashboard.add_routes(app)
     engine = server.engine
     openapi.add_routes(app, is_relay=isinstance(engine, VllmEngine))
     if isinstance(engine, GeneratingEngine):
@@ -184,13 +213,14 @@ def _base_url(runner: web.AppRunner) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _warn_if_exposed(settings: Settings) -> None:
-    if not settings.auth.keys and not is_loopback(settings.server.host):
+def _warn_if_exposed(server: ServerContext) -> None:
+    settings, is_open = server.settings, server.keyring.is_open
+    if is_open and not is_loopback(settings.server.host):
         log.warning(
             "no API keys, and listening on %s: all clients share one namespace. Configure auth.keys",
             settings.server.host,
         )
-    if not settings.auth.keys and ANY_ORIGIN in settings.server.cors_origins:
+    if is_open and ANY_ORIGIN in settings.server.cors_origins:
         log.warning(
             "no API keys and server.cors_origins is '*': every web page may use this server from a browser "
             "that reaches it; list the origins that should"

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
@@ -24,6 +22,7 @@ from kvshare.errors import ConfigError, ErrorCode
 from kvshare.loopback import is_loopback
 from kvshare.namespace import Owner
 from kvshare.settings import KeySettings
+from kvshare.tenants import named, owner_of_key
 from proxy.errors import HttpError, forbidden
 
 ANY_ORIGIN = "*"
@@ -32,6 +31,8 @@ _REQUESTED = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,2048}")  # field names w
 _EXPOSED = ", ".join(
     [
         *("X-Request-Id", "Request-Id", "Retry-After", "retry-after-ms"),
+        *(f"x-ratelimit-{part}-requests" for part in ("limit", "remaining", "reset")),
+        *(f"anthropic-ratelimit-requests-{part}" for part in ("limit", "remaining", "reset")),
         *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason", "X-KVShare-Rules"),
     ]
 )
@@ -45,6 +46,11 @@ class Caller:
     name: str
     owner: Owner
     is_admin: bool = False  # an admin may also infer
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name."""
+        return named(self.owner).tenant
 
 
 LOCAL = Caller("local", Owner("local", "tenant"))
@@ -86,12 +92,32 @@ class Keyring:
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
         return found[0]
 
-    def owners(self) -> Iterator[tuple[Owner, dict[str, Any]]]:
-        """Who may own KV, as an administrator knows them: tenant, scope and the names of their keys."""
+    def owners(self) -> Iterator[Owner]:
+        """Who may own KV."""
         if self.is_open:
-            yield LOCAL.owner, {"tenant": LOCAL.owner.tenant, "scope": LOCAL.owner.scope, "keys": []}
-        for owner, keys in self._keys.items():
-            yield owner, {"tenant": keys[0].tenant, "scope": owner.scope, "keys": [key.name for key in keys]}
+            yield LOCAL.owner
+        yield from self._keys
+
+    def tenants(self) -> list[str]:
+        """Their names, in the order of the keys."""
+        return list(dict.fromkeys(named(owner).tenant for owner in self.owners()))
+
+    def names_of(self, tenant: str, scope: str, key: str | None) -> list[str]:
+        """The names of the keys whose requests have this owner; `key`: of a private one."""
+        owner = owner_of_key(tenant, scope, key or "")
+        return [key.name for key in self._keys.get(owner, [])]
+
+    def owner_named(self, tenant: str | None, key: str | None) -> Owner | None:
+        """The owner of a key's requests, or of what a tenant's keys share; None: there is no such one."""
+        keys = (entry for entries in self._keys.values() for entry in entries)
+        if key is not None:
+            found = (
+                owner_of(entry) for entry in keys if entry.name == key and tenant in (None, entry.tenant)
+            )
+            return next(found, None)
+        if tenant not in self.tenants():
+            return None
+        return owner_of_key(str(tenant), "tenant", "")
 
     def check_admin(self, request: web.Request, caller: Caller) -> None:
         """Raises HttpError 403 if `caller`, who sent `request`, may only infer."""
@@ -102,10 +128,8 @@ class Keyring:
 
 
 def owner_of(key: KeySettings) -> Owner:
-    """All keys of a tenant have one owner; a private key has its own, which no other names give."""
-    if key.scope == "private":
-        return Owner(json.dumps([key.tenant, key.name]), key.scope)
-    return Owner(key.tenant, key.scope)
+    """All keys of a tenant have one owner; a private key has its own."""
+    return owner_of_key(key.tenant, key.scope, key.name)
 
 
 def _presented_key(request: web.Request) -> bytes:
@@ -128,16 +152,25 @@ def is_local(request: web.Request) -> bool:
 
     A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and what a reverse proxy on this
     machine forwards come from a loopback address too. They are not local, but a proxy is known by headers
-    only: the operator of one that sets none configures keys.
+    only: the operator of one that sets none configures keys. A page of this server itself is local: the only
+    one with scripts is the dashboard.
     """
-    foreign = ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For", "X-Real-IP")
-    if any(header in request.headers for header in foreign):
+    forwarded = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
+    if any(header in request.headers for header in forwarded) or _is_of_foreign_page(request):
         return False
     try:
         host = request.url.host
     except ValueError:  # the header Host is no host's name
         return False
     return is_loopback(request.remote or "") and is_loopback(host or "")
+
+
+def _is_of_foreign_page(request: web.Request) -> bool:
+    """Whether a browser sent the request for a page that another server sent. Pages cannot set these."""
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site is None and origin is None:
+        return False
+    return site != "same-origin" or origin not in (None, f"{request.scheme}://{request.host}")
 
 
 def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from kvshare.engine import Engine
 from kvshare.settings import RuleSettings, Settings
+from proxy.activity import Activity
 from proxy.auth import Keyring
 from proxy.lifecycle import Lifecycle
+from proxy.live_settings import LiveSettings
 from proxy.metrics import Metrics
 from proxy.request_history import RequestHistory
+from proxy.usage import UsageLedger
 
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
     """What a handler needs beside its request."""
 
-    settings: Settings
+    live: LiveSettings
     engine: Engine
-    keyring: Keyring
     lifecycle: Lifecycle
     metrics: Metrics
     history: RequestHistory
-    rules: tuple[RuleSettings, ...]
+    usage: UsageLedger
+    activity: Activity = field(default_factory=Activity)
+
+    @property
+    def settings(self) -> Settings:
+        """Those in force now: read them again for each request."""
+        return self.live.settings
+
+    @property
+    def keyring(self) -> Keyring:
+        return self.live.keyring
+
+    @property
+    def rules(self) -> tuple[RuleSettings, ...]:
+        return self.live.settings.rules
 
 
 SERVER: web.AppKey[ServerContext] = web.AppKey("server", ServerContext)

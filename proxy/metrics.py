@@ -2,12 +2,13 @@
 The Prometheus metrics: what each request adds to, and what the engine is asked at scrape time.
 
 One registry per server, which also has the process's own figures. Label values come from fixed sets: route
-patterns, statuses, enums, the operator's names of rules and replicas; never from what a client sends.
+patterns, statuses, enums, the operator's names of rules, replicas and some tenants; never from a client.
 Texts, labels and buckets are in metrics.yaml.
 """
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,9 @@ class _Row:
 _TABLE = TypeAdapter(dict[str, dict[str, _Row]]).validate_python(
     yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 )
+_MOST_TENANTS = 50
+_OTHER = "other"
+_TOO_MANY = 429
 _Figures = Iterable[tuple[tuple[str, ...], float]]
 """Values of a metric's labels, and the figure for them."""
 
@@ -71,9 +75,19 @@ class Metrics(Collector):
         )
         inflight.set_function(num_inflight)
         self._status = status
+        self._tenants: set[str] = set()
         registry.register(self)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
+
+    def name_tenants(self, tenants: Iterable[str]) -> None:
+        """Metrics have these tenants by name: the first 50 since the start. All others are `other`."""
+        for tenant in tenants:
+            if len(self._tenants) < _MOST_TENANTS:
+                self._tenants.add(tenant)
+
+    def _named(self, tenant: str) -> str:
+        return tenant if tenant in self._tenants else _OTHER
 
     def collect(self) -> Iterator[Metric]:
         """The engine's own figures; none until it is up."""
@@ -89,6 +103,17 @@ class Metrics(Collector):
             for values, figure in figures:
                 family.add_metric(values, float(figure))
             yield family
+        yield self._bytes_of_tenants(status)
+
+    def _bytes_of_tenants(self, status: EngineStatus) -> Metric:
+        name = "kvshare_tenant_kv_bytes"
+        row, sums = _TABLE["engine gauges"][name], Counts[str]()
+        for tenant, num_bytes in status.tenant_bytes().items():
+            sums[self._named(tenant)] += num_bytes
+        family = GaugeMetricFamily(name, row.text, labels=row.labels)
+        for tenant, num_bytes in sums.items():
+            family.add_metric((tenant,), float(num_bytes))
+        return family
 
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
@@ -98,6 +123,8 @@ class Metrics(Collector):
             stages.labels(stage).observe(seconds)
         for rule in record.body.rules:
             self._counters["kvshare_rules_applied"].labels(rule).inc()
+        if record.admission.is_counted:
+            self._count_tenant(record, status)
         if record.preparation.mode is None:
             return
         self._histograms["kvshare_request_duration_seconds"].labels(endpoint).observe(record.duration_s)
@@ -111,6 +138,15 @@ class Metrics(Collector):
                     stages.labels(stage).observe(seconds)
         for report in record.answer.reports.values():
             self._count_sources(report, record.preparation.mode)
+
+    def _count_tenant(self, record: RequestRecord, status: int) -> None:
+        tenant, total = self._named(record.admission.caller.tenant), record.answer.total
+        outcome = "refused" if status == _TOO_MANY else "failed" if status >= 400 else "served"
+        self._counters["kvshare_tenant_requests"].labels(tenant, outcome).inc()
+        tokens = self._counters["kvshare_tenant_prompt_tokens"]
+        tokens.labels(tenant, "compute").inc(total.num_missed)
+        tokens.labels(tenant, "kvshare_exact").inc(total.num_exact)
+        tokens.labels(tenant, "kvshare_approx").inc(total.num_copied)
 
     def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
         """Where the KV of a prompt came from."""
@@ -146,6 +182,7 @@ def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
         "kvshare_tree_budget_bytes": status.kv_budget_bytes,
         "kvshare_embedding_backlog": status.num_embedding,
     }
+    yield from _tiers(status)
     if (index := status.index) is not None:
         figures |= {
             "kvshare_index_paused": index.paused is not None,
@@ -169,6 +206,29 @@ def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
         yield "kvshare_replica_inflight", [((each.name,), each.num_inflight) for each in replicas]
         yield "kvshare_replica_segments", [((each.name,), each.num_segments) for each in replicas]
         yield "kvshare_replica_kv_bytes", [((each.name,), each.kv_bytes) for each in replicas]
+
+
+def _tiers(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
+    """Of the engine in this process."""
+    if tiers := status.tiers:
+        yield "kvshare_tier_segments", [((tier.name,), tier.num_segments) for tier in tiers]
+        yield "kvshare_tier_bytes", [((tier.name,), tier.num_bytes) for tier in tiers]
+        yield "kvshare_tier_max_bytes", [((tier.name,), tier.max_bytes) for tier in tiers]
+        yield "kvshare_tier_due_bytes", [((tier.name,), tier.num_due_bytes) for tier in tiers]
+        yield "kvshare_tier_paused", [((tier.name,), tier.problem is not None) for tier in tiers]
+        yield (
+            "kvshare_tier_reads",
+            [
+                ((tier.name, result), count)
+                for tier in tiers
+                for result, count in (
+                    ("hit", tier.num_hits),
+                    ("miss", tier.num_misses - tier.num_late - tier.num_dropped),
+                    ("late", tier.num_late),
+                    ("dropped", tier.num_dropped),
+                )
+            ],
+        )
 
 
 def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:

@@ -23,7 +23,9 @@ from proxy.request_record import RECORD, RequestFailure, RequestRecord
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
-_OPEN = ("/health", "/ready", "/openapi.json", "/docs", "unknown")  # routes that ask for no key
+_FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
+# Routes that ask for no key. The dashboard's files hold no data.
+_OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
 _MAX_COMPARED = 100  # characters of a path
@@ -44,8 +46,11 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         endpoint = _endpoint(request)
         server.metrics.count(record, endpoint=endpoint, status=status)
+        if record.admission.is_counted:
+            server.usage.count(record, status)
         if record.preparation.mode is not None:
             server.history.end(record, endpoint, status)
+            server.activity.count(record, status)
         log_request(record, endpoint, status, request.remote or "-")
 
 
@@ -59,6 +64,10 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["X-Request-Id"] = record.request_id
     if is_anthropic(request.path):
         response.headers["Request-Id"] = record.request_id
+    if record.admission.is_counted:
+        allowance = request.app[SERVER].live.quotas.allowance(record.admission.caller.tenant)
+        if allowance is not None:
+            response.headers.update(allowance.headers(is_anthropic=is_anthropic(request.path)))
     if record.body.rules:
         response.headers["X-KVShare-Rules"] = ",".join(record.body.rules)
     if record.preparation.mode is not None:
@@ -79,10 +88,14 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         answer = preflight(request, server.settings.server.cors_origins)
         if answer is not None:  # before keys are asked for: a browser sends none with it
             return answer
-        _admit(request, server)
+        admission = request[RECORD].admission
+        admission.is_counted = _admit(request, server)
         if isinstance(request.match_info.http_exception, web.HTTPNotFound):
             raise _unknown_route(request)
-        return await handler(request)
+        if not admission.is_counted:
+            return await handler(request)
+        with server.live.quotas.admitted(admission.caller.tenant):
+            return await handler(request)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
         record.admission.failure = RequestFailure.of(exc, reply)
@@ -91,23 +104,25 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         return reply.to_response(request.path, record.request_id)
 
 
-def _admit(request: web.Request, server: ServerContext) -> None:
+def _admit(request: web.Request, server: ServerContext) -> bool:
     """
     Record the caller, and check that it may use the matched route now.
 
     A route asks for a key, and is closed while the server starts or drains, unless it is listed here.
+    Returns: whether the request counts for the limits of its tenant: it wants something computed
     """
     route, record, keyring = _endpoint(request), request[RECORD], server.keyring
     is_metrics = route == "/metrics"
     if route in _OPEN or (is_metrics and keyring.is_open):
         with suppress(HttpError):  # none is asked for; a known one is named in the log
             record.admission.caller = keyring.caller_of(request)
-        return
+        return False
     record.admission.caller = keyring.caller_of(request)
     if is_for_operators(route):
         keyring.check_admin(request, record.admission.caller)
     if not is_metrics:
         server.lifecycle.check_accepting()
+    return request.method not in _FREE and not is_for_operators(route)
 
 
 def _unknown_route(request: web.Request) -> HttpError:

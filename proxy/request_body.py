@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.namespace import Owner
 from kvshare.requests import SharingMode
 from kvshare.rules.rewrite import apply_rules
 from kvshare.rules.texts import shape_of
+from kvshare.tenants import named
 from proxy.cache_salt import divided
 from proxy.connection import send_continue
 from proxy.content_encoding import codings_of, decoded
@@ -33,6 +36,7 @@ BODY_TIMEOUT_S = 60.0  # a client that trickles its body holds a connection no l
 MAX_KEYS = 16  # of the `kvshare` object, unknown ones included
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)  # read and decoded
 _LARGE_BODY = 256 * 1024  # bytes; larger ones are read and rewritten off the event loop
+_EXPLAIN = "/admin/explain"
 _APIS = {  # that /admin/explain takes requests of
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -54,7 +58,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     is_large = len(raw) > _LARGE_BODY
     body = await asyncio.to_thread(parse_object, raw) if is_large else parse_object(raw)
     record = request[RECORD]
-    record.body.divided_owner = divided(record.admission.caller.owner, body)
+    record.body.divided_owner = divided(_asked_owner(request), body)
     rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
     # What is wrong about a `kvshare` object is reported where it is read.
     is_opted_out = isinstance(options, Mapping) and options.get("rules") is False
@@ -66,6 +70,22 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         rewritten = apply_rules(rules, body, shape)
     record.body.rules = rewritten.rules
     return rewritten.body
+
+
+def _asked_owner(request: web.Request) -> Owner:
+    """
+    Whose KV the request is about: the caller's own, but for `/admin/explain` also another's by its name.
+
+    Raises:  RequestError for a tenant or a key that is not configured
+    """
+    tenant, key = request.query.get("tenant"), request.query.get("key")
+    if request.path.rstrip("/") != _EXPLAIN or (tenant is None and key is None):
+        return request[RECORD].admission.caller.owner
+    owner = request.app[SERVER].keyring.owner_named(tenant, key)
+    if owner is None:
+        param = "tenant" if key is None else "key"
+        raise invalid(param, f"expected the name of a {param} of auth.keys")
+    return owner
 
 
 def check_is_json(request: web.Request) -> None:
@@ -115,7 +135,7 @@ def api_of(request: web.Request) -> str:
     Raises:  RequestError for another `api`
     """
     path = request.path.rstrip("/")
-    if path != "/admin/explain":
+    if path != _EXPLAIN:
         return path
     name = request.query.get("api", "chat")
     if name not in _APIS:
@@ -148,6 +168,7 @@ class KVShareObject(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     mode: Literal["off", "exact", "approx"] | None = None  # None: the request leaves it to the settings
+    max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # nats
     no_store: bool | None = None
     rules: bool | None = None  # whether the operator's rules act on it; `read_object` looks first
 
@@ -173,15 +194,28 @@ def is_controlled(given: KVShareObject | None) -> bool:
     return given is None or given.no_store is not False
 
 
-def request_options(request: web.Request, given: KVShareObject | None) -> tuple[SharingMode, bool]:
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """How a request may be shared, and whether its prompt may be stored."""
+
+    mode: SharingMode
+    may_store: bool
+    max_deviation: float | None = None  # nats; counts where it is below that of the settings
+
+
+def request_options(request: web.Request, given: KVShareObject | None) -> RequestOptions:
     """
-    How `request`, whose body has `given`, may be shared, and whether its prompt may be stored.
+    The options of `request`, whose body has `given`.
 
     Body and header decide together, the stricter wins: `no-cache` shares nothing, `no-store` stores nothing.
+    No request gets more than `sharing.max_mode` and the `max_mode` of its tenant.
     """
     given = given or KVShareObject()
     headers = request.headers.getall("Cache-Control", [])
     directives = {directive.strip().lower() for header in headers for directive in header.split(",")}
-    mode = SharingMode(given.mode or request.app[SERVER].settings.sharing.mode)
+    sharing, access = request.app[SERVER].settings.sharing, request.app[SERVER].live.access
+    of_tenant = access.limits_of(named(request[RECORD].owner).tenant).max_mode
+    mode = SharingMode.least(given.mode or sharing.mode, sharing.max_mode, of_tenant)
     may_store = not given.no_store and "no-store" not in directives
-    return SharingMode.OFF if "no-cache" in directives else mode, may_store
+    mode = SharingMode.OFF if "no-cache" in directives else mode
+    return RequestOptions(mode, may_store, given.max_deviation)

@@ -6,6 +6,7 @@ No prompt text and no tokens are in it.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -40,9 +41,11 @@ class RequestHistory:
         entry = self._entries.get(unique_id)
         return None if entry is None else entry()
 
-    def latest(self, count: int) -> list[dict[str, Any]]:
-        """Newest first."""
-        return [entry() for entry in islice(reversed(self._entries.values()), count)]
+    def latest(self, count: int, tenant: str | None = None) -> list[dict[str, Any]]:
+        """Newest first; only those of a tenant, if one is named."""
+        documents = (entry() for entry in reversed(self._entries.values()))
+        chosen = (each for each in documents if tenant is None or each["tenant"] == tenant)
+        return list(islice(chosen, count))
 
     def _set(self, unique_id: str, entry: Callable[[], dict[str, Any]]) -> None:
         self._entries[unique_id] = entry
@@ -70,6 +73,8 @@ def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> di
         "id": record.unique_id,
         "x_request_id": record.request_id,
         "key": record.admission.caller.name,
+        "tenant": record.admission.caller.tenant,
+        "at": round(time.time() - record.duration_s, 3),  # when it came in, in Unix seconds
         "endpoint": endpoint,
         "mode": record.preparation.mode,
         "status": status,  # None: its answer is under way
@@ -102,7 +107,13 @@ def _planned(report: SharingReport) -> dict[str, Any]:
         "prompt_tokens": report.num_prompt_tokens,
         **tokens_by_source(report),
         "first_difference": report.first_difference,
+        "saved_s": round(report.saved_s, _NUM_DIGITS),
         "donors": [int(donor) for donor in report.donors],
         "prediction": prediction
-        and {"expected": prediction.expected, "limit": prediction.limit, "rule": prediction.rule},
+        and {
+            "expected": prediction.expected,
+            "bound": prediction.bound,
+            "limit": prediction.limit,
+            "rule": prediction.rule,
+        },
     }

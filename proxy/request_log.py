@@ -55,9 +55,9 @@ def _generated(record: RequestRecord) -> dict[str, Any]:
         "completion": "-" if num_completion_tokens is None else num_completion_tokens,
     }
     if (prediction := total.prediction) is not None:
-        # How far the answer is expected to be off, or would have been, and how far it may be.
+        # How far the answer may be off but for the allowed risk, or might have been, and the limit of that.
         name = "deviation" if total.decision == "approx" else "refused"
-        fields |= {name: f"{prediction.expected:.2g}/{prediction.limit:g}", "repair": prediction.rule}
+        fields |= {name: f"{prediction.bound:.2g}/{prediction.limit:g}", "repair": prediction.rule}
     return fields
 
 

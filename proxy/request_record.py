@@ -27,6 +27,8 @@ from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from proxy.auth import ANONYMOUS, LOCAL, Caller
 from proxy.errors import ErrorReply
 
+LOOKUP_STAGES = ("prefix", "fingerprint", "embedding", "plan", "fetch")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
@@ -48,6 +50,7 @@ class AdmissionRecord:
     """Who sent a request, and why it got no answer."""
 
     caller: Caller = ANONYMOUS
+    is_counted: bool = False  # by the limits of its tenant, and in what it has used
     failure: RequestFailure | None = None  # what its handler raised
 
 
@@ -123,6 +126,13 @@ class RequestRecord:
         return perf_counter() - self.started
 
     @property
+    def lookup_s(self) -> float:
+        """What finding its plan took, and reading the KV for it."""
+        stages = self.preparation.stages
+        ended = [finished.stage_seconds for finished in self.answer.finished.values()]
+        return sum(times.get(stage, 0.0) for times in (stages, *ended) for stage in LOOKUP_STAGES)
+
+    @property
     def reason(self) -> Reason | None:
         """Why not more was shared; of several prompts the first reason."""
         return self.answer.total.reason if self.answer.reports else self.preparation.unplanned
@@ -145,8 +155,8 @@ def merged(reports: Iterable[SharingReport]) -> SharingReport:
     """
     One report of all prompts of a request, without donors.
 
-    Its counts are the sums. Its decision is that of the prompt that shares most boldly: `approx`, else
-    `exact`, else `full`. Its reason is the first that a prompt has. Its prediction is the worst of the
+    Its counts and seconds are the sums. Its decision is that of the prompt that shares most boldly: `approx`,
+    else `exact`, else `full`. Its reason is the first that a prompt has. Its prediction is the worst of the
     approximate plans; if there is none, the worst of those that were refused.
     """
     reports = list(reports)
@@ -159,6 +169,7 @@ def merged(reports: Iterable[SharingReport]) -> SharingReport:
         decision=next((decision for decision in Decision if decision in decisions), Decision.FULL),
         reason=next((report.reason for report in reports if report.reason is not None), None),
         prediction=_worst_prediction(reports),
+        saved_s=sum(report.saved_s for report in reports),
     )
 
 

@@ -36,11 +36,13 @@ class Usage:
     @property
     def kvshare(self) -> dict[str, Any]:
         """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
-        report = self.report
+        report, prediction = self.report, self.report.prediction
         return {
             **tokens_by_source(report),
             "decision": report.decision,
             "reason": report.reason,
+            "expected_deviation": prediction and prediction.expected,
+            "max_deviation": prediction and prediction.limit,
             "cache_miss_reason": cache_miss_reason(report.reason),
             "cache_missed_input_tokens": report.num_missed,
         }

@@ -89,18 +89,22 @@ async def engine_requests(
     record, started = request[RECORD], time.perf_counter()
     prompts = [await prompt for prompt in encoding]
     record.preparation.tokenize_s = time.perf_counter() - started
-    mode, store = request_options(request, kvshare)
-    namespace = request.app[ENGINE].namespace(**asdict(record.owner))
+    options = request_options(request, kvshare)
+    engine = request.app[ENGINE]
+    namespace = engine.namespace(**asdict(record.owner))
+    engine.tenants.note(namespace.digest, record.owner)
     return [
         GenerationRequest(
             request_id=uuid.uuid4().hex if number else record.unique_id,
             namespace=namespace,
             prompt=prompt,
             sampling=sampling,
-            mode=mode,
-            store=store,
+            mode=options.mode,
+            max_deviation=options.max_deviation,
+            store=options.may_store,
             is_controlled=is_controlled(kvshare),
             client=client_of(request),
+            tenant=record.admission.caller.tenant,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -80,7 +80,12 @@ async def explain(request: web.Request) -> web.Response:
         requests = (await _READERS[path](request)).requests
     if len(requests) != 1:
         raise invalid("prompt", f"expected one prompt, got {len(requests)}")
-    document = await request.app[ENGINE].explain(requests[0])
+    engine = request.app[ENGINE]
+    document = await engine.explain(requests[0])
+    if request.query.get("texts") == "true":  # the client's own
+        ids = requests[0].prompt.token_ids.tolist()
+        for span in document["spans"]:
+            span["text"] = await engine.decode_tokens(ids[span["start"] : span["end"]])
     return web.json_response({**document, "rules": request[RECORD].body.rules})
 
 

@@ -1,7 +1,8 @@
 """
 The table of routes as an OpenAPI 3.1 document.
 
-routes.yaml has a row for each route, schemas.yaml the shapes of answers, words.yaml what all have alike.
+routes.yaml and common_routes.yaml have a row for each route, schemas.yaml the shapes of answers, words.yaml
+what all have alike.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _operations(rows: Mapping[str, Mapping[str, Any]]) -> tuple[Operation, ...]:
 
 
 _TABLE = _read("routes.yaml")
-_COMMON = _operations(_TABLE["common"])
+_COMMON = _operations(_read("common_routes.yaml"))
 GENERATED = _operations(_TABLE["generated"]) + _COMMON
 RELAYED = _operations(_TABLE["relayed"]) + _COMMON
 SCHEMAS: Mapping[str, Any] = _read("schemas.yaml")

@@ -28,24 +28,24 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-ur
 
 def add_routes(app: web.Application, *, is_relay: bool) -> None:
     @lru_cache(maxsize=1)
-    def written(model: str) -> tuple[bytes, bytes]:
-        """Document and page, written again when the name of the served model changes."""
+    def written(model: str, asks_for_keys: bool) -> tuple[bytes, bytes]:
+        """Document and page, written again when another model is served, or the first key comes."""
         document = build_document(
             operations_of(app, is_relay=is_relay),
             model=model,
-            asks_for_keys=not app[SERVER].keyring.is_open,
+            asks_for_keys=asks_for_keys,
             is_relay=is_relay,
         )
         return json.dumps(document).encode(), render(document).encode()
 
     async def document(request: web.Request) -> web.Response:
         """GET /openapi.json"""
-        body, _ = written(app[SERVER].engine.card.model_id)
+        body, _ = written(app[SERVER].engine.card.model_id, not app[SERVER].keyring.is_open)
         return web.Response(body=body, content_type="application/json")
 
     async def page(request: web.Request) -> web.Response:
         """GET /docs"""
-        _, body = written(app[SERVER].engine.card.model_id)
+        _, body = written(app[SERVER].engine.card.model_id, not app[SERVER].keyring.is_open)
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
         return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
 

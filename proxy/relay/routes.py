@@ -143,12 +143,15 @@ def _executed(execution: Execution) -> dict[str, Any]:
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
     """What a request says of itself. Raises RequestError."""
     given = parse_kvshare(document)
-    mode, may_store = request_options(request, given)
+    options, engine, owner = request_options(request, given), request.app[ENGINE], request[RECORD].owner
+    for namespace in engine.digests_of(owner):
+        engine.tenants.note(namespace, owner)
     return Incoming(
-        owner=request[RECORD].owner,
+        owner=owner,
         unique_id=request[RECORD].unique_id,
-        mode=mode,
-        may_store=may_store,
+        mode=options.mode,
+        max_deviation=options.max_deviation,
+        may_store=options.may_store,
         is_controlled=is_controlled(given),
     )
 

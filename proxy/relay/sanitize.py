@@ -4,7 +4,8 @@ adds the members that are the proxy's.
 
 A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares: its
 `cache_salt` only divides its owner's, and vLLM gets that of the two together. Its key is not sent on. All of
-that is removed, on every route.
+that is removed, on every route. Embeddings in place of media are refused: with a connector vLLM takes them
+even if its operator did not allow that, and those of a wrong shape end it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from proxy.sse import dump
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
+_EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # of vLLM's chats
 
 # Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -49,8 +51,9 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
     A body without what the client may not say. `raw`: the same as bytes, returned if nothing has to go; None
     if `document` is no longer what the client sent, so that it must be written again.
 
-    Raises RequestError for one that is nested too deeply to be written again.
+    Raises RequestError for one that is nested too deeply to be written again, and for embeddings of media.
     """
+    _check_media(document)
     clean = {name: value for name, value in document.items() if name not in _FORBIDDEN and name != _OWN}
     xargs = document.get(_XARGS)
     if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
@@ -61,6 +64,20 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
         return dump(clean)
     except RecursionError:
         raise RequestError("The JSON body is nested too deeply.") from None
+
+
+def _check_media(document: Mapping[str, Any]) -> None:
+    """A part of a content is one of embeddings by its type, or, without a type, by one of its names."""
+    messages = document.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                for word in (part.get("type"), *part):
+                    if word in _EMBEDDINGS:
+                        raise RequestError(
+                            f"Unsupported content: {word!r}. Send the media itself.", param="messages"
+                        )
 
 
 def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:

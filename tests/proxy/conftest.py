@@ -17,7 +17,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from kvshare.settings import Settings, load_settings
+from kvshare.settings import Settings, SettingsSource, load_settings
 from proxy.app import build_admin_app, build_app
 from proxy.connection import FrontRunner
 from proxy.context import SERVER
@@ -85,16 +85,27 @@ def settings_with(**overrides: object) -> Settings:
     """The defaults without a controller, with `server__port=0` meaning server.port."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
     defaults = {"server.port": 0, "control.unshared_share": 0.0, "cost.measure_at_start": False}
+    defaults["sharing.max_risk"] = 1.0  # what is certified of a model is no question here
     return load_settings(overrides={**defaults, **changes})
 
 
 @asynccontextmanager
 async def running_server(
-    behaviour: Behaviour | None = None, *, wait: bool = True, admin: bool = False, **overrides: object
+    behaviour: Behaviour | None = None,
+    *,
+    wait: bool = True,
+    admin: bool = False,
+    source: SettingsSource | None = None,
+    **overrides: object,
 ) -> AsyncIterator[Server]:
-    """The server, with the engine started unless `wait` is off; `admin`: its admin port."""
+    """
+    The server, with the engine started unless `wait` is off; `admin`: its admin port.
+
+    `source`: where all its settings come from; None: from `overrides`, and nothing can be read again.
+    """
     engine = FakeEngine(behaviour)
-    app = build_app(settings_with(**overrides), engine)
+    settings = settings_with(**{"store__path": None, **overrides}) if source is None else source.load()
+    app = build_app(settings, engine, source)
     async with AsyncExitStack() as stack:
         runner = await _listening(stack, app)
         if admin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +25,14 @@ class EmbeddedServer:
     engine: EmbeddedEngine
     http: aiohttp.ClientSession
 
-    async def chat(self, *messages: tuple[str, str], **extra: object) -> aiohttp.ClientResponse:
+    async def chat(
+        self, *messages: tuple[str, str], headers: Mapping[str, str] | None = None, **extra: object
+    ) -> aiohttp.ClientResponse:
         """The answer to these messages of roles; what was computed for it is stored by then."""
         given = [{"role": role, "content": content} for role, content in messages]
         body = {"model": "kvshare-demo", "messages": given, "max_tokens": 2, "temperature": 0, **extra}
-        async with self.http.post(f"{self.url}/v1/chat/completions", json=body) as response:
+        url = f"{self.url}/v1/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
             await response.read()
         await self.engine.settle()
         return response
@@ -44,10 +47,11 @@ class EmbeddedServer:
 
 @asynccontextmanager
 async def running_embedded(**overrides: object) -> AsyncIterator[EmbeddedServer]:
-    """The server on a free port, without embeddings, in float32."""
-    settings = settings_with(
-        model__path="demo", model__dtype="float32", store__path=None, index__dense=False, **overrides
-    )
+    """The server on a free port, without embeddings, in float32. It shares whatever rates are measured."""
+    always: dict[str, object] = {"cost__min_saved_s": -3600.0, "cost__min_saved_fraction": 0.0}
+    model: dict[str, object] = {"model__path": "demo", "model__dtype": "float32"}
+    without: dict[str, object] = {"store__path": None, "index__dense": False}
+    settings = settings_with(**(without | always | model | overrides))
     engine = EmbeddedEngine(settings)
     app = build_app(settings, engine)
     runner = FrontRunner(app, shutdown_timeout=0.5)

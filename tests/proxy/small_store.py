@@ -33,6 +33,7 @@ class SmallStore(Engine):
     """Has the prompts 1 and 2. `asked`: what reached the engine, in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[object] = []
         ids = count(1)
         self._tree = DeltaTree.open(None, identity="small", new_id=lambda: NodeId(next(ids)))
@@ -48,6 +49,7 @@ class SmallStore(Engine):
             "costs": costs,
             "control": {"unshared_share": 0.02, "num_requests": {}, "changes": {}, "loads": []},
             "pins": {"num_bytes": 0, "max_bytes": 0},
+            "tiers": [],
         }
 
     async def tree(self, question: TreeQuestion) -> TreeDocument:

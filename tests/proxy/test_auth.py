@@ -147,7 +147,15 @@ def test_keys_that_cannot_be_told_apart_are_refused(same: str) -> None:
         Keyring([KeySettings(**entry) for entry in entries])
 
 
-ADMIN_ROUTES = ["/admin/stats", "/admin/tree", "/admin/node/1", "/admin/diff?a=1&b=2", "/metrics"]
+ADMIN_ROUTES = [
+    "/admin/status",
+    "/admin/activity",
+    "/admin/stats",
+    "/admin/tree",
+    "/admin/node/1",
+    "/admin/diff?a=1&b=2",
+    "/metrics",
+]
 
 
 @pytest.mark.parametrize("path", ADMIN_ROUTES)
@@ -171,6 +179,12 @@ async def test_an_admin_key_may_infer(guarded: Server) -> None:
     [
         {"Origin": "https://evil.example"},
         {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},  # another port of this machine
+        {"Sec-Fetch-Site": "none"},  # an address that was typed in
+        {"Sec-Fetch-Site": "same-origin", "Origin": "https://evil.example"},
+        {"Sec-Fetch-Site": "same-origin", "Host": "rebound.example"},
+        {"Sec-Fetch-Site": "same-origin", "X-Forwarded-For": "203.0.113.9"},
+        {"Origin": "null"},
         {"X-Forwarded-For": "203.0.113.9"},
         {"Forwarded": "for=203.0.113.9"},
         {"Host": "evil.example"},
@@ -181,6 +195,13 @@ async def test_admin_without_keys_is_for_local_programs(server: Server, headers:
     assert (await server.get("/admin/stats")).status == 200
     response = await server.get("/admin/stats", **headers)
     assert response.status == 403
+
+
+async def test_a_page_of_the_server_itself_is_local(server: Server) -> None:
+    """The dashboard in a browser on the server's machine: no keys are configured, and none is needed."""
+    own = {"Sec-Fetch-Site": "same-origin"}
+    assert (await server.get("/admin/stats", **own)).status == 200
+    assert (await server.post("/admin/evict", {"all": True}, Origin=server.url, **own)).status == 200
 
 
 async def test_the_admin_port_takes_the_operator_routes_away() -> None:

@@ -15,10 +15,18 @@ from kvshare.errors import ErrorCode
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.sharing.control.blocks import Arm
-from kvshare.status import ControlStatus, EngineStatus, IndexStatus, LoadStatus, ReplicaStatus
+from kvshare.status import (
+    ControlStatus,
+    EngineStatus,
+    IndexStatus,
+    LoadStatus,
+    ReplicaStatus,
+    TierStatus,
+)
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
+from proxy.auth import LOCAL
 from proxy.metrics import Metrics
-from proxy.request_record import AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
+from proxy.request_record import AdmissionRecord, AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
 from vector_index import CircuitState, IndexSchema, Nominator, QdrantRemoteIndex
 
 _ROOT = Path(__file__).parents[2]
@@ -86,9 +94,27 @@ def statuses(circuits: Mapping[str, CircuitState]) -> Iterator[EngineStatus]:
     counts = counted().counts()
     load = LoadStatus("2-3", 1, "less", slower=0.1, num_blocks_more=9, num_blocks_less=9)
     control = ControlStatus(0.02, dict.fromkeys(Arm, 1), {"reduced": 1, "returned": 0}, (load,))
-    yield EngineStatus(True, "", index=index, counts=counts, num_embedding=0, control=control)
+    tiers = tuple(TierStatus(name, 1, 1, 1, num_hits=1, num_misses=3) for name in ("memory", "disk"))
+    yield EngineStatus(
+        True,
+        "",
+        index=index,
+        counts=counts,
+        num_embedding=0,
+        control=control,
+        tiers=tiers,
+        tenant_bytes=lambda: {"acme": 1},
+    )
     replica = ReplicaStatus("replica-1", serves=True, shares=True, num_inflight=0, num_segments=0, kv_bytes=0)
-    yield EngineStatus(True, "", index=index, counts=counts, replicas=(replica,), num_pending_tickets=0)
+    yield EngineStatus(
+        True,
+        "",
+        index=index,
+        counts=counts,
+        replicas=(replica,),
+        num_pending_tickets=0,
+        tenant_bytes=lambda: {"a": 1},
+    )
 
 
 def request(decision: Decision) -> RequestRecord:
@@ -101,11 +127,12 @@ def request(decision: Decision) -> RequestRecord:
         num_repaired=1,
         decision=decision,
         reason=reason,
-        prediction=Prediction(0.1, 0.0, 0.02, "windows", 1),
+        prediction=Prediction(0.1, 0.2, 0.0, 0.02, "windows", 1),
     )
     return RequestRecord(
         "id",
         "id",
+        admission=AdmissionRecord(LOCAL, is_counted=True),
         body=BodyRecord(rules=("clock",)),
         preparation=PreparationRecord(SharingMode.APPROX, tokenize_s=0.1),
         answer=AnswerRecord(

@@ -84,7 +84,7 @@ async def test_unknown_ids_and_wrong_limits_are_refused_in_words(server: Server)
         error = (await response.json())["error"]
         assert (error["param"], error["message"]) == ("limit", f"limit: expected 1 to 1000, got {wrong!r}")
     error = (await (await server.get("/admin/requests?limt=5")).json())["error"]
-    assert (error["param"], error["message"]) == ("limt", "limt: unknown argument; expected limit")
+    assert (error["param"], error["message"]) == ("limt", "limt: unknown argument; expected limit or tenant")
 
 
 async def test_a_refused_request_is_there_with_its_status(server: Server) -> None:

@@ -55,7 +55,7 @@ BODIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unsupported parameter": (chat(suffix=SECRET), "suffix", "Unsupported parameter"),
     "a role that is none": (chat(messages=[{"role": SECRET, "content": SECRET}]), "messages[0].role", "user"),
     "a word of few": (chat(reasoning_effort=SECRET), "reasoning_effort", "expected 'none'"),
-    "a key that is unknown": (chat(kvshare={SECRET: 1}), "…", "expected one of mode, no_store"),
+    "a key that is unknown": (chat(kvshare={SECRET: 1}), "…", "expected one of mode, max_deviation"),
     "a type that is unknown": (chat(tools=[{"type": SECRET}]), "tools[0].type", "expected 'function'"),
     "a tool that is not there": (
         chat(tool_choice={"type": "function", "function": {"name": SECRET}}, tools=[]),

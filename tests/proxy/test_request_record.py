@@ -12,7 +12,7 @@ from proxy.request_record import merged
 def report(
     decision: Decision, *, reason: Reason | None = None, expected: float | None = None
 ) -> SharingReport:
-    prediction = None if expected is None else Prediction(expected, 0.0, 0.02, "windows", 1)
+    prediction = None if expected is None else Prediction(expected, expected, 0.0, 0.02, "windows", 1)
     return SharingReport(1, 2, 3, 4, decision, reason, prediction=prediction)
 
 

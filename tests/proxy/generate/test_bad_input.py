@@ -85,6 +85,7 @@ async def test_what_is_no_json_object_is_refused(server: Server, path: str, body
         ({"kvshare": "off"}, "kvshare"),
         ({"kvshare": {"mode": "always"}}, "kvshare.mode"),
         ({"kvshare": {"no_store": 1}}, "kvshare.no_store"),
+        ({"kvshare": {"max_deviation": -0.1}}, "kvshare.max_deviation"),
     ],
 )
 async def test_wrong_values_name_their_parameter(

@@ -50,6 +50,7 @@ async def test_usage_always_accounts_for_the_prompt(server: Server) -> None:
     assert num_cached(miss.usage) == 0
     assert shared(miss.usage)["decision"] == "full"
     assert shared(miss.usage)["reason"] == "no_candidates"
+    assert (shared(miss.usage)["expected_deviation"], shared(miss.usage)["max_deviation"]) == (None, None)
     assert num_cached(hit.usage) == 10
     assert shared(hit.usage)["decision"] == "exact"
     for usage in (miss.usage, hit.usage):
@@ -246,22 +247,27 @@ async def test_keep_alive_comments_are_skipped_by_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "headers", "mode", "store"),
+    ("extra", "headers", "asked"),
     [
-        ({}, {}, "approx", True),
-        ({"kvshare": {"mode": "off"}}, {}, "off", True),
-        ({"kvshare": {"mode": "exact", "no_store": True}}, {}, "exact", False),
-        ({"kvshare": None}, {"Cache-Control": "max-age=0, No-Store"}, "approx", False),
-        ({"kvshare": {"mode": "approx"}}, {"Cache-Control": "no-cache"}, "off", True),
+        ({}, {}, ("approx", True, None)),
+        ({"kvshare": {"mode": "off"}}, {}, ("off", True, None)),
+        ({"kvshare": {"mode": "exact", "no_store": True}}, {}, ("exact", False, None)),
+        ({"kvshare": {"max_deviation": 0.01}}, {}, ("approx", True, 0.01)),
+        ({"kvshare": None}, {"Cache-Control": "max-age=0, No-Store"}, ("approx", False, None)),
+        ({"kvshare": {"mode": "approx"}}, {"Cache-Control": "no-cache"}, ("off", True, None)),
     ],
 )
 async def test_a_request_says_how_much_it_shares(
-    server: Server, extra: dict[str, object], headers: dict[str, str], mode: str, store: bool
+    server: Server,
+    extra: dict[str, object],
+    headers: dict[str, str],
+    asked: tuple[str, bool, float | None],
 ) -> None:
     """Body and Cache-Control decide about reuse and storage; the stricter of the two wins."""
     response = await server.post("/v1/chat/completions", chat(**extra), **headers)
     assert response.status == 200
-    assert (server.engine.requests[0].mode, server.engine.requests[0].store) == (mode, store)
+    (request,) = server.engine.requests
+    assert (request.mode, request.store, request.max_deviation) == asked
 
 
 async def test_the_settings_say_what_is_shared_by_default() -> None:

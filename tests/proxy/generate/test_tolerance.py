@@ -221,7 +221,7 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
         ),
         (
             {"kvshare": {"scope": "all"}},
-            "Unknown key 'kvshare.scope': expected one of mode, no_store, rules.",
+            "Unknown key 'kvshare.scope': expected one of mode, max_deviation, no_store, rules.",
         ),
         (
             {"model": "gpt-9"},

@@ -106,6 +106,6 @@ async def test_an_administrator_sees_whose_a_namespace_is(vllm: FakeVllm, tmp_pa
             rows = {row["namespace"] for row in document["namespaces" if path == "stats" else "roots"]}
             assert rows == document["owners"].keys()
             assert sorted(document["owners"].values(), key=lambda owner: owner["scope"]) == [
-                {"tenant": "acme", "scope": "private", "keys": ["carol"]},
-                {"tenant": "acme", "scope": "tenant", "keys": ["alice", "bob", "root"]},
+                {"tenant": "acme", "scope": "private", "keys": ["carol"], "divided": False},
+                {"tenant": "acme", "scope": "tenant", "keys": ["alice", "bob", "root"], "divided": False},
             ]

@@ -53,6 +53,27 @@ async def test_what_is_not_planned_says_why(
     assert (document["cache_missed_input_tokens"] is None) == (document["prompts"] == [])
 
 
+@pytest.mark.parametrize(
+    ("asked", "limit", "reason"),
+    [(0.0, 0.0, "deviates_too_much"), (9.0, 0.05, None), (None, 0.05, None)],
+)
+async def test_a_request_may_lower_its_limit_of_deviation(
+    relay: Relay, vllm: FakeVllm, asked: float | None, limit: float, reason: str | None
+) -> None:
+    """What would deviate by more is computed, and the history has the limit that decided."""
+    await relay.chat("Rome")
+    answer = await relay.chat("Oslo", kvshare={"max_deviation": asked})
+    assert vllm.tickets[-1].is_exact == (reason is not None)
+    assert "kvshare" not in vllm.generated[-1].body
+    assert answer.headers.get("X-KVShare-Reason") == reason
+    document = await history(relay, answer)
+    assert document["cache_miss_reason"] == (reason and miss(reason))
+    assert document["prompts"][0]["prediction"]["limit"] == limit
+    body = chat_body("Bonn", kvshare={"max_deviation": asked})
+    explained = await (await relay.send("/admin/explain", body)).json()
+    assert explained["prediction"]["limit"] == limit
+
+
 async def history(server: Relay, answer: Any) -> dict[str, Any]:
     found = await server.send(f"/admin/requests/{answer.headers['X-KVShare-Request']}", method="GET")
     document: dict[str, Any] = await found.json()

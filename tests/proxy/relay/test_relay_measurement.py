@@ -80,6 +80,7 @@ async def test_the_near_duplicates_are_plans_like_any(vllm: FakeVllm, tmp_path: 
     assert changed
     assert all(any(start <= place < start + 16 for start in (1007, 2031, 3055, 4079)) for place in changed)
     assert not near.ticket.is_exact
+    assert near.ticket.from_memory  # or nothing would be known of host memory
 
 
 async def test_nothing_is_left_of_them(vllm: FakeVllm, tmp_path: Path) -> None:

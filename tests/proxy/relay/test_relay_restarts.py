@@ -156,6 +156,75 @@ async def test_a_replica_that_does_not_come_back_takes_its_prompts_along(
         await eventually(lambda: relay.num_nodes == 0)
 
 
+@pytest.fixture
+def with_disk(vllm: FakeVllm) -> FakeVllm:
+    """What it holds is there after a restart."""
+    vllm.behaviour.max_disk_bytes = 10**8
+    return vllm
+
+
+async def test_a_vllm_that_restarts_with_a_disk_is_shared_with_again(
+    with_disk: FakeVllm, tmp_path: Path
+) -> None:
+    """Its prompts stay in the tree; a plan prices what is on disk, and its ticket says how long to wait."""
+    async with running_relay(tmp_path, with_disk) as relay:
+        await relay.chat("Rome")
+        await with_disk.restart()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        held = relay.engine.sharing.tree.nodes()[0].pieces.segment_ids
+        await eventually(lambda: all(entry in relay.engine.sharing.tier.on_disk for entry in held))
+        await relay.chat("Oslo")
+        ticket = with_disk.tickets[-1]
+        assert ticket.copies
+        assert ticket.disk_s > 0
+        assert "disk" in relay.engine.sharing.costs()["loads"]
+
+
+async def test_a_restart_that_lost_a_segment_loses_the_prompts_that_used_it(
+    with_disk: FakeVllm, tmp_path: Path
+) -> None:
+    """It was not written yet, or its file is damaged."""
+    async with running_relay(tmp_path, with_disk) as relay:
+        await relay.chat("Rome")
+        await relay.ask(OTHER)
+        kept, gone = relay.engine.sharing.tree.nodes()
+        await with_disk.stop()
+        for segment_id in gone.pieces.segment_ids:
+            del with_disk.segments[segment_id]
+        await with_disk.restart()
+        await eventually(lambda: relay.num_nodes == 1)
+        assert relay.engine.sharing.tree.get(kept.node_id) is not None
+
+
+async def test_a_lost_replica_with_a_disk_keeps_its_prompts(
+    with_disk: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long it takes to come back."""
+    async with running_relay(tmp_path, with_disk, vllm__lost_after_s=0.1) as relay:
+        await relay.chat("Rome")
+        await with_disk.stop()
+        await eventually(lambda: "its prompts stay, as it has a disk" in caplog.text)
+        assert relay.num_nodes == 1
+        await with_disk.restart()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        await relay.chat("Oslo")
+        assert with_disk.tickets[-1].copies
+
+
+async def test_both_restart_and_the_one_with_the_disk_is_slower(with_disk: FakeVllm, tmp_path: Path) -> None:
+    """The proxy remembers that it had a disk, and waits for it longer than for another one."""
+    async with running_relay(tmp_path, with_disk) as relay:
+        await relay.chat("Rome")
+    await with_disk.stop()
+    async with running_relay(tmp_path, with_disk, wait=False, vllm__lost_after_s=0.1) as relay:
+        await asyncio.sleep(0.5)
+        assert relay.num_nodes == 1
+        await with_disk.restart()
+        await eventually(lambda: bool(relay.engine.fleet.sharing()))
+        await relay.chat("Oslo")
+        assert with_disk.tickets[-1].copies
+
+
 async def test_a_damaged_store_is_moved_aside_and_told(
     vllm: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

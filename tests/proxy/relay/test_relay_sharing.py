@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from delta_tree import Span
+from delta_tree import SegmentId, Span
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.telemetry import Component, FallbackReason, TicketEvent
 from kvshare.vllm_protocol.messages import FinishedReport, JournalEvent, StoredSegment, Ticket, digest_of
+from kvshare.vllm_protocol.places import Moved
 from kvshare.vllm_protocol.salts import private_salt
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
 from tests.proxy.conftest import eventually, key_of, key_settings
@@ -147,6 +148,19 @@ async def test_a_donor_that_is_gone_over_there_leaves_the_tree(relay: Relay, vll
     await relay.chat("Oslo")
     assert vllm.tickets[-1].copies == ()
     assert relay.num_nodes == 1
+
+
+async def test_plans_know_what_lies_in_blocks_over_there(relay: Relay, vllm: FakeVllm) -> None:
+    """Until it has left them, is dropped, or another connector is there."""
+    await relay.chat("Rome")
+    (replica,), (segment_id, *_) = relay.engine.fleet.replicas, vllm.segments
+    other = SegmentId(segment_id + 1)
+    vllm._tell(Moved((segment_id, other)))
+    await eventually(lambda: replica.in_blocks == {segment_id, other})
+    vllm._tell(Moved((), (other,)))
+    await eventually(lambda: replica.in_blocks == {segment_id})
+    vllm.evict(*vllm.segments)
+    await eventually(lambda: not replica.in_blocks)
 
 
 async def test_a_plan_that_came_too_late_is_counted_and_kept_as_it_was_done(

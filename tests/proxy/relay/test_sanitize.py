@@ -50,6 +50,20 @@ def test_members_are_cut_and_added(
     assert json.loads(with_members(clean, members)) == expected
 
 
+@pytest.mark.parametrize("kind", ["image_embeds", "audio_embeds", "video_embeds"])
+@pytest.mark.parametrize("typed", [True, False])
+def test_embeddings_in_place_of_media_are_refused(kind: str, typed: bool) -> None:
+    """With its type or without, as vLLM reads them; a text that only mentions them passes."""
+    part = {kind: "AAAA"} | ({"type": kind} if typed else {})
+    for role, before in (("user", [{"type": "text", "text": kind}]), ("system", [])):
+        body = {"messages": [{"role": "user", "content": kind}, {"role": role, "content": [*before, part]}]}
+        with pytest.raises(RequestError, match=kind):
+            sanitized(json.dumps(body).encode(), body)
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": kind}]}, {"content": None}, 3]}
+    raw = json.dumps(body).encode()
+    assert sanitized(raw, body) == raw
+
+
 def test_every_one_of_equal_names_is_cut() -> None:
     """Also the one that is written in another way; what only looks like one of them stays."""
     raw = b'{"a":1, "cache_salt" : 2,"b":3,"cache\\u005fsalt":[{"kv":1}], "c":{"cache_salt":1} }'
