@@ -53,9 +53,13 @@ def compose(
         target = Target(target, min_run=min_run)
     elif target.min_run != min_run:
         raise ValueError(f"the target was made for a min_run of {target.min_run}, got {min_run}")
+    contents = [
+        target.content(node, segment_of, max_generation=max_generation, may_move=may_move)
+        for node in candidates
+    ]
     donors = [
-        Donor(node, place, target.tokens, segment_of, max_generation=max_generation, may_move=may_move)
-        for place, node in enumerate(candidates)
+        Donor(node, place, target.tokens, content, may_move=may_move)
+        for place, (node, content) in enumerate(zip(candidates, contents, strict=True))
     ]
     layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors)
     sharing = layout.sharing(allow_approximate)
@@ -120,7 +124,7 @@ class _Layout:
             if look is None:
                 new.append(donor)
             else:
-                self._looks[donor] = look
+                self._looks[donor] = self._first_look(donor, look) if look.is_new else look
         if not new:
             return
         hashes = hashes_of_all([donor.visible for donor in new], self._min_run)
@@ -128,14 +132,16 @@ class _Layout:
         if len(rest) >= self._min_run:
             passing = CandidateKGrams(hashes).narrow(self._sieve([rest]))
         for donor, own, places in zip(new, hashes, passing, strict=True):
-            self._looks[donor] = look = self._first_look(Look(donor.visible, own, places))
+            self._looks[donor] = look = self._first_look(donor, Look(donor.visible, own, places))
             self._shared.keep(look, rest.start, may_move=may_move)
 
-    def _first_look(self, look: Look) -> Look:
+    def _first_look(self, donor: Donor, look: Look) -> Look:
         pair, known = self._pair(look), lambda: self._shared.sorted_hashes
         look.shares = pair.has_common_run(look.places, known)
         if not look.shares:
-            look.shares_before = pair.has_common_run(self._shared.anywhere.passing(look.hashes), known)
+            look.shares_before = donor.exact_length >= self._min_run or pair.has_common_run(
+                self._shared.anywhere.passing(look.hashes), known
+            )
         return look
 
     def place_best_donor(self, donors: Sequence[Donor]) -> Donor | None:

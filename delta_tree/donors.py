@@ -5,7 +5,8 @@ One candidate for one new prompt: which of its tokens may be copied, and how goo
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,49 +24,63 @@ _HIDDEN = -1  # in place of a token that may not be copied: it equals no token i
 _CONTEXT = 64  # tokens before a run that are compared to choose between two sources of it
 
 
-class Donor:
-    """A candidate with its pieces resolved. Lives as long as one call of `compose`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """What may be copied of a candidate: its pieces with their segments, and its tokens."""
 
-    def __init__(
-        self,
-        node: Node,
-        place: int,
-        target: TokenIds,
-        segment_of: Callable[[SegmentId], Segment],
-        *,
-        max_generation: int,
-        may_move: bool = True,
-    ) -> None:
+    reason: DonorReason  # BELOW_MIN_RUN until more is known, or why nothing may be copied
+    visible: Ids  # token ids; _HIDDEN where a token may not be copied
+    exact_length: int  # leading tokens of the new prompt that this candidate holds exact KV for
+    starts: Sequence[int] = ()
+    pieces: Sequence[tuple[int, int, int, Segment]] = ()  # start in the prompt, offset, length, segment
+
+
+def content_of(
+    node: Node,
+    target: TokenIds,
+    segment_of: Callable[[SegmentId], Segment],
+    *,
+    max_generation: int,
+    may_move: bool,
+) -> Content:
+    """What of `node` may be copied to a prompt; nothing where a segment is missing."""
+    rows = node.pieces.rows()
+    try:
+        segments = [segment_of(row[1]) for row in rows]
+    except UnknownSegmentError:  # evicted since the candidate was nominated
+        return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
+    visible, num_hidden = node.token_ids, 0
+    for (start, _, offset, length), segment in zip(rows, segments, strict=True):
+        if segment.namespace != node.namespace:
+            return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
+        if segment.generation > max_generation or not (may_move or segment.first_position + offset == start):
+            if visible is node.token_ids:
+                visible = visible.copy()
+            visible[start : start + length] = _HIDDEN
+            num_hidden += length
+    is_all_hidden = num_hidden == node.num_tokens
+    return Content(
+        reason=DonorReason.GENERATION if is_all_hidden else DonorReason.BELOW_MIN_RUN,
+        visible=visible,
+        exact_length=common_prefix_length(visible[: node.exact_length], target),
+        starts=[row[0] for row in rows],
+        pieces=[(row[0], row[2], row[3], segment) for row, segment in zip(rows, segments, strict=True)],
+    )
+
+
+class Donor:
+    """A candidate while one composition is made. Lives as long as one call of `compose`."""
+
+    def __init__(self, node: Node, place: int, target: TokenIds, content: Content, *, may_move: bool) -> None:
         self.node = node
         self.place = place  # in the list of candidates, the last tie-break
-        self.reason = DonorReason.MISSING_SEGMENT
-        self.visible: Ids = node.token_ids
-        self.exact_length = 0  # leading tokens of the new prompt that this donor holds exact KV for
+        self.reason = content.reason
+        self.visible, self.exact_length = content.visible, content.exact_length
         self.pair: Pair | None = None  # with the new prompt; set by `compose` if anything is usable
         self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may occur in open stretches
         self._target = target
         self._may_move = may_move
-        self._starts: list[int] = []
-        self._pieces: list[tuple[int, int, int, Segment]] = []  # start in the prompt, offset, length, segment
-        num_hidden = 0
-        for start, entry, offset, length in node.pieces.rows():
-            try:
-                segment = segment_of(entry)
-            except UnknownSegmentError:
-                return  # evicted since the candidate was nominated
-            if segment.namespace != node.namespace:
-                return
-            self._starts.append(start)
-            self._pieces.append((start, offset, length, segment))
-            is_elsewhere = segment.first_position + offset != start
-            if segment.generation > max_generation or (is_elsewhere and not may_move):
-                if self.visible is node.token_ids:
-                    self.visible = node.token_ids.copy()
-                self.visible[start : start + length] = _HIDDEN
-                num_hidden += length
-        is_all_hidden = num_hidden == node.num_tokens
-        self.reason = DonorReason.GENERATION if is_all_hidden else DonorReason.BELOW_MIN_RUN
-        self.exact_length = common_prefix_length(self.visible[: node.exact_length], target)
+        self._starts, self._pieces = content.starts, content.pieces
 
     @property
     def usable(self) -> bool:
@@ -132,7 +147,7 @@ class Donor:
             if len(part) >= min_run:
                 yield Match(part.start, part.start, len(part))
 
-    def _pieces_of(self, run: Match) -> list[tuple[int, int, int, Segment]]:
+    def _pieces_of(self, run: Match) -> Sequence[tuple[int, int, int, Segment]]:
         """The pieces that the run touches."""
         first = bisect_right(self._starts, run.source) - 1
         return self._pieces[first : bisect_left(self._starts, run.source_end)]

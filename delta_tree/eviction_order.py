@@ -8,7 +8,7 @@ The node of least worth is evicted first; of equal nodes the one used least rece
 to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
 copied for other texts, this is least recently used.
 
-Nodes compete for room with the others of their scope: their namespace, or the memory that it was put into. A
+Nodes compete for room with the others of a scope: all, their namespace, or the memory that it was put into. A
 memory may hold any number of namespaces.
 """
 
@@ -39,8 +39,7 @@ class EvictionOrder:
         if namespace in self._memory_of:
             return
         self._memory_of[namespace] = memory
-        self._heaps.pop(namespace, None)
-        for node_id, rank in self._ranks.pop(namespace, {}).items():
+        for node_id, rank in self._ranks.get(namespace, {}).items():
             self._ranks[memory][node_id] = rank
             heappush(self._heaps[memory], (rank, node_id))
 
@@ -110,5 +109,6 @@ class EvictionOrder:
                 del self._ranks[scope]
                 self._heaps.pop(scope, None)
 
-    def _scopes(self, node: Node) -> tuple[None, str]:
-        return None, self._memory_of.get(node.namespace, node.namespace)
+    def _scopes(self, node: Node) -> tuple[str | None, ...]:
+        memory = self._memory_of.get(node.namespace)
+        return (None, node.namespace) if memory is None else (None, node.namespace, memory)

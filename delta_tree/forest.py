@@ -135,6 +135,18 @@ class Forest:
         )
         return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
 
+    def bytes_only_of(self, node_ids: Iterable[NodeId]) -> int:
+        """Bytes of the segments that these nodes refer to and no other node does; each named once."""
+        num_bytes, shared = 0, Counter[SegmentId]()
+        for node_id in node_ids:
+            for segment_id in self.nodes[node_id].pieces.segment_ids:
+                if segment_id in self._references:
+                    shared[segment_id] += 1
+                else:
+                    num_bytes += self.segments[segment_id].num_bytes
+        whole = (each for each, count in shared.items() if count == self._references[each])
+        return num_bytes + sum(self.segments[segment_id].num_bytes for segment_id in whole)
+
     def apply(self, change: Change) -> None:
         """Apply a change that is on disk, or that will be written with the next one."""
         unclaimed = {segment.segment_id for segment in change.put_segments}

@@ -28,6 +28,9 @@ class Lineage:
             parent = self._parents.get(parent)
         return tuple(found)
 
+    def is_root(self, node_id: NodeId) -> bool:
+        return node_id not in self._parents
+
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
         return tuple(self._children.get(node_id, ()))
 

@@ -80,6 +80,13 @@ class PieceTable:
             raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
         return cls(Piece(*row) for row in np.frombuffer(rows, dtype="<i8").reshape(-1, 3).tolist())
 
+    @classmethod
+    def _of_rows(cls, rows: bytes) -> "PieceTable":
+        """A table of rows that are known to be in order."""
+        table = cls(())
+        table._rows = rows
+        return table
+
     @property
     def num_tokens(self) -> int:
         return int(self._table()[:, 2].sum())
@@ -90,10 +97,12 @@ class PieceTable:
 
     def first(self, num_tokens: int) -> "PieceTable":
         """The pieces of the first `num_tokens` positions."""
-        rows = (row for row in self.rows() if row[0] < num_tokens)
-        return PieceTable(
-            Piece(entry, offset, min(size, num_tokens - start)) for start, entry, offset, size in rows
-        )
+        table = self._table()
+        ends = np.cumsum(table[:, 2])
+        first = table[: int(ends.searchsorted(num_tokens)) + 1].copy()
+        if len(first) and num_tokens < ends[len(first) - 1]:
+            first[-1, 2] -= ends[len(first) - 1] - num_tokens
+        return self._of_rows(first[first[:, 2] > 0].tobytes())
 
     def to_bytes(self) -> bytes:
         """The table's rows (segment id, offset, length) as little-endian int64."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from delta_tree.errors import UnknownNodeError, UnknownSegmentError
 from delta_tree.forest import Forest, TreeStats
-from delta_tree.node import Node, NodeId, Segment, SegmentId
+from delta_tree.node import Eviction, Node, NodeId, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, merge, token_ids
 
 _Stored = TypeVar("_Stored", Node, Segment)
@@ -67,6 +67,11 @@ class TreeReader:
         with self._lock:
             return _in_namespace(self._forest.nodes.values(), namespace)
 
+    def namespaces(self) -> frozenset[str]:
+        """Those that have nodes."""
+        with self._lock:
+            return frozenset(node.namespace for node in self._forest.nodes.values())
+
     def segments(self, namespace: str | None = None) -> tuple[Segment, ...]:
         """All segments that nodes refer to, or those of one namespace."""
         with self._lock:
@@ -76,6 +81,13 @@ class TreeReader:
         """Parent, grandparent and so on, without evicted ones; empty for a root or an unknown id."""
         with self._lock:
             return self._forest.lineage.ancestors(node_id)
+
+    def roots(self, namespace: str | None = None) -> tuple[Node, ...]:
+        """The nodes without a parent, or those of one namespace, in order of insertion."""
+        with self._lock:
+            is_root = self._forest.lineage.is_root
+            found = (node for node in self._forest.nodes.values() if is_root(node.node_id))
+            return _in_namespace(found, namespace)
 
     def children(self, node_id: NodeId) -> tuple[NodeId, ...]:
         """The nodes whose nearest ancestor is this one."""
@@ -87,8 +99,9 @@ class TreeReader:
         self, scopes: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
         """
-        The node to evict first, not pinned nor in `without`, if any. `scopes`: of these memories, or of
-        namespaces that were put into none; None: of all.
+        The node to evict first, not pinned nor in `without`, if any.
+
+        `scopes`: of these memories or namespaces; None: of all.
         """
         with self._lock:
             node_id = self._forest.eviction_order.first(scopes, without)
@@ -108,11 +121,24 @@ class TreeReader:
             self.node(node_id)
             return self._forest.freed_by((), [node_id])[1]
 
+    def freed_by(self, node_ids: Collection[NodeId]) -> Eviction:
+        """What the eviction of these nodes would remove. Unknown ones are ignored."""
+        with self._lock:
+            known = [node_id for node_id in node_ids if node_id in self._forest.nodes]
+            return Eviction(len(known), *self._forest.freed_by((), known))
+
     def subtree_bytes(self, node_id: NodeId) -> int:
         """KV bytes that only this node and its descendants refer to."""
         with self._lock:
             self.node(node_id)
             return self._forest.freed_by((), self._forest.lineage.subtree(node_id))[1]
+
+    def bytes_of_subtrees(self, node_ids: Iterable[NodeId]) -> dict[NodeId, int]:
+        """`subtree_bytes` of each of these; unknown ones are left out. Faster than one by one."""
+        with self._lock:
+            known = [node_id for node_id in node_ids if node_id in self._forest.nodes]
+            subtree = self._forest.lineage.subtree
+            return {node_id: self._forest.bytes_only_of(subtree(node_id)) for node_id in known}
 
     def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
         """The nodes that refer to the same KV as this one, and to how many of its tokens; most first."""

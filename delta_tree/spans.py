@@ -42,7 +42,7 @@ def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as sorted spans that neither overlap nor touch; empty ones are left out."""
     merged: list[Span] = []
     # Sorted by their starts alone: comparing whole spans takes several times as long.
-    for span in sorted((span for span in spans if span), key=attrgetter("start")):
+    for span in sorted([span for span in spans if span.end > span.start], key=attrgetter("start")):
         if merged and span.start <= merged[-1].end:
             if span.end > merged[-1].end:
                 merged[-1] = Span(merged[-1].start, span.end)

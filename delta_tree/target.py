@@ -5,13 +5,16 @@ Planning composes a prompt with all candidates and often once more, with some of
 parts. Hashes, shared k-grams and alignments of a candidate are the same then, so they are found once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from delta_tree.donors import Content, content_of
 from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
+from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.spans import TokenIds, token_ids
 
 
@@ -19,11 +22,12 @@ from delta_tree.spans import TokenIds, token_ids
 class Look:
     """What was found of a candidate's visible tokens, for the positions of the prompt after some prefix."""
 
-    visible: Ids  # held, so that no other array gets its id
+    visible: Ids  # held, so that no other array gets its address
     hashes: Hashes
     places: Places  # of k-grams that may occur in these positions
     shares: bool = False  # whether a k-gram does
     shares_before: bool = False  # if none does: whether one occurs anywhere in the prompt
+    is_new: bool = True  # whether `shares` is still to be found
     in_order: list[Match] | None = None  # the runs of an alignment, once it was made
 
 
@@ -35,7 +39,8 @@ class Target:
         if min_run < 1:
             raise ValueError(f"min_run must be at least 1, got {min_run}")
         self.tokens, self.min_run = token_ids(tokens), min_run
-        self._looks: dict[tuple[int, int, bool], Look] = {}  # by the id of `visible`
+        self._contents: dict[tuple[int, int, bool], tuple[Node, Content]] = {}  # by the id of the node
+        self._looks: dict[tuple[int, int, bool], Look] = {}  # by the address of `visible`
 
     @cached_property
     def hashes(self) -> Hashes:
@@ -51,10 +56,39 @@ class Target:
         """Of all its k-grams; only needed for candidates that share nothing after the exact prefix."""
         return Sieve(self.hashes)
 
+    def content(
+        self, node: Node, segment_of: Callable[[SegmentId], Segment], *, max_generation: int, may_move: bool
+    ) -> Content:
+        """What of a candidate may be copied, as it was when it was first asked for."""
+        key = (id(node), max_generation, may_move)
+        if key not in self._contents:  # the node is held, so that no other one gets its id
+            self._contents[key] = (
+                node,
+                content_of(node, self.tokens, segment_of, max_generation=max_generation, may_move=may_move),
+            )
+        return self._contents[key][1]
+
     def look(self, visible: Ids, start: int, *, may_move: bool) -> Look | None:
-        """What an earlier composition found of these tokens, for the positions from `start` on."""
-        return self._looks.get((id(visible), start, may_move))
+        """
+        What an earlier composition found of these tokens, for the positions from `start` on.
+
+        Where it looked at more tokens, of which these are the first, `shares` is still to be found.
+        """
+        found = self._looks.get((_address(visible), start, may_move))
+        if found is None or len(found.visible) == len(visible):
+            return found
+        if len(found.visible) < len(visible):
+            return None
+        size = max(len(visible) - self.min_run + 1, 0)
+        places = found.places[: found.places.searchsorted(size)]
+        return Look(visible, found.hashes[:size], places, is_new=True)
 
     def keep(self, look: Look, start: int, *, may_move: bool) -> None:
         """For a later composition."""
-        self._looks[id(look.visible), start, may_move] = look
+        look.is_new = False
+        self._looks[_address(look.visible), start, may_move] = look
+
+
+def _address(tokens: Ids) -> int:
+    address: int = tokens.__array_interface__["data"][0]
+    return address

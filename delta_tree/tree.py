@@ -227,6 +227,11 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         with self._lock:
             return self._drop(list(self._forest.nodes))
 
+    def purge_nodes(self, node_ids: Iterable[NodeId]) -> Eviction:
+        """Remove these nodes, pinned ones too. Unknown ones are ignored."""
+        with self._lock:
+            return self._drop([node_id for node_id in node_ids if node_id in self._forest.nodes])
+
     def discard_missing(self, alive: Container[SegmentId], *, lazily: bool = False) -> int:
         """
         Remove every node with a segment that is not in `alive`, pinned ones too. `lazily`: see `evict`.

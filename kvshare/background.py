@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from kvshare.safe_logging import classes_and_places
@@ -51,3 +53,26 @@ class Background:
         del self._tasks[task]
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a background task failed, answers are not affected: %s", classes_and_places(exc))
+
+
+@asynccontextmanager
+async def saved_often(save: Callable[[], None], *, every_s: float) -> AsyncIterator[None]:
+    """Write what outlives a restart now and then, and at the end, in a thread: never on the event loop."""
+    alone = threading.Lock()  # the last one may come while another one still writes
+
+    def save_alone() -> None:
+        with alone:
+            save()
+
+    async def save_now_and_then() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await asyncio.to_thread(save_alone)
+
+    saving = Background()
+    saving.spawn(save_now_and_then())
+    try:
+        yield
+    finally:
+        await saving.cancel()
+        await asyncio.to_thread(save_alone)

@@ -39,7 +39,9 @@ from kvshare.conversation.lark import Grammar
 from kvshare.conversation.tools import ToolFormat
 from kvshare.namespace import Namespace, Owner
 from kvshare.requests import Prompt, SharingMode, SharingReport, StoredPrompt
+from kvshare.settings import Settings
 from kvshare.status import EngineStatus, ModelCard
+from kvshare.tenants import Tenants
 
 
 class FinishReason(StrEnum):
@@ -90,9 +92,11 @@ class GenerationRequest:
     prompt: Prompt
     sampling: SamplingParams
     mode: SharingMode = SharingMode.APPROX
+    max_deviation: float | None = None  # nats; counts where it is below that of the settings
     store: bool = True  # False: nothing of this request is stored
     is_controlled: bool = True  # False: it asks to be stored, and the controller leaves it alone
     client: str = ""  # whose request it is: grammars of one client are compiled one after the other
+    tenant: str = ""  # and of which tenant: each has its share of slots and queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,17 @@ class Embeddings:
 
 
 class Engine(ABC):
-    """An engine serves one model. All coroutines run on one event loop, which nothing blocks."""
+    """
+    An engine serves one model. All coroutines run on one event loop, which nothing blocks.
+
+    `tenants`: whose its namespaces are. The front notes that and sets the limits.
+    """
+
+    def __init__(self) -> None:
+        self.tenants = Tenants()
+
+    def reconfigure(self, settings: Settings) -> None:  # noqa: B027  an engine may have nothing to change
+        """Go on with these settings, of which only those may differ that can change on a running server."""
 
     @property
     @abstractmethod
@@ -220,7 +234,7 @@ class GeneratingEngine(Engine):
         """The namespace of an `Owner`'s requests under this engine's model and KV layout."""
 
     def digests_of(self, owner: Owner) -> Collection[str]:
-        return (self.namespace(tenant=owner.tenant, scope=owner.scope).digest,)
+        return (self.namespace(tenant=owner.tenant, scope=owner.scope, salt=owner.salt).digest,)
 
     @abstractmethod
     async def encode_chat(self, chat: Chat) -> Prompt:

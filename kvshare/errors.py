@@ -59,6 +59,11 @@ class ErrorCode(StrEnum):
     NODE_NOT_FOUND = auto()
     NODE_PINNED = auto()
     TOO_MUCH_PINNED = auto()
+    # A tenant has reached a limit of its own.
+    RATE_LIMIT_EXCEEDED = auto()
+    TENANT_BUSY = auto()
+    # Settings that were to change on a running server.
+    INVALID_SETTINGS = auto()
     # The server cannot answer now, or failed.
     ENGINE_ERROR = auto()
     INTERNAL_ERROR = auto()

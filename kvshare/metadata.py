@@ -11,7 +11,7 @@ Each case is one warning. Commands on a stopped store use `opened`, which raises
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from delta_tree import (
     DeltaTree,
     DeltaTreeError,
     MetadataStoreError,
+    NodeId,
+    Segment,
+    SegmentId,
     StoreCorruptError,
     StoreForeignError,
     StoreLockedError,
@@ -130,6 +133,42 @@ def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, 
         tree.close()
         tree = _in_memory(exc.path, exc, identity)
     return tree, forgotten
+
+
+def open_stored_tree(
+    folder: str,
+    *,
+    identity: str,
+    whole: Callable[[Iterable[Segment]], Container[SegmentId]],
+    min_tokens: int,
+) -> tuple[DeltaTree, list[tuple[str, int]]]:
+    """
+    For an engine whose KV outlives the process: the prompts of which all KV is there, and those that left.
+
+    `whole`: those of the tree's segments whose KV is there; called once the tree is locked. A prompt that
+    lost its end is shortened to what is whole, if that has `min_tokens`. A tree in memory, whose `identity`
+    is None, is empty.
+    Raises:  StoreError if another process has the store open
+    """
+    tree = open_tree(folder, identity=identity, loss="What was stored on disk is deleted with it")
+    before = [(node.namespace, int(node.node_id)) for node in tree.nodes()]
+    alive = whole(tree.segments())
+    try:
+        _shorten(tree, alive, min_tokens)
+        tree.discard_missing(alive)
+    except MetadataStoreError as exc:
+        tree.close()
+        tree = _in_memory(exc.path, exc, identity)
+    return tree, [each for each in before if tree.get(NodeId(each[1])) is None]
+
+
+def _shorten(tree: DeltaTree, alive: Container[SegmentId], min_tokens: int) -> None:
+    for node in tree.nodes():
+        lost = (start for start, segment_id, _, _ in node.pieces.rows() if segment_id not in alive)
+        num_left = next(lost, node.num_tokens)
+        is_long = min_tokens <= num_left < node.num_tokens
+        if is_long and not node.pinned and tree.find(node.namespace, node.token_ids[:num_left]) is None:
+            tree.shorten(node.node_id, num_left, lazily=True)
 
 
 def _problem_of(exc: MetadataStoreError) -> str:

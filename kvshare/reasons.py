@@ -31,6 +31,7 @@ class Reason(StrEnum):
     ROTATION_UNKNOWN = auto()
     TOO_MUCH_RELOCATED = auto()  # only in a replay: no server has this limit
     KV_GONE = auto()
+    KV_LATE = auto()
     LOOKUP_FAILED = auto()
     # Only in front of vLLM.
     NO_CONNECTOR = auto()

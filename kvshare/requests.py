@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,11 @@ class SharingMode(StrEnum):
     OFF = "off"
     EXACT = "exact"
     APPROX = "approx"
+
+    @classmethod
+    def least(cls, *modes: str) -> SharingMode:
+        """The mode that shares least."""
+        return next(mode for mode in cls if mode in modes)
 
 
 class Decision(StrEnum):
@@ -56,13 +61,19 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The expected deviation of an answer from that of a full prefill: KL in nats, before the prefill."""
+    """How far an answer may deviate from that of a full prefill: KL in nats, known before the prefill."""
 
-    expected: float  # the plan's, including that of its donors
-    inherited: float  # what the copies carry from their donors
-    limit: float  # above it only equal prefixes are shared
+    expected: float  # mean over such plans, including what their donors carry
+    bound: float  # what an answer exceeds with at most the risk that is allowed
+    inherited: float  # expected of the copies' donors
+    limit: float  # of the bound: above it only equal prefixes are shared
     rule: str  # of repair: windows, attention, or none if all copies have their donors' context
     repaired: int  # tokens
+
+    @property
+    def keeps_limit(self) -> bool:
+        """Whether such answers deviate by more than the limit with no more than the risk that is allowed."""
+        return self.bound <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,7 @@ class SharingReport:
     donors: tuple[int, ...] = ()  # node ids: for admins only
     prediction: Prediction | None = None  # for the approximate plan, used or refused
     first_difference: int | None = None  # first position that is computed; None for several prompts together
+    saved_s: float = field(default=0.0, compare=False)  # by the plan's estimate, before what its lookup took
 
     @property
     def num_missed(self) -> int:

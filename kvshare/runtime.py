@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 from delta_tree import DeltaTree, Node
@@ -28,10 +29,11 @@ from kvshare.admin import (
     ServerStats,
     StatsQuestion,
     StoreQuestion,
+    TierDocument,
     TreeDocument,
     TreeQuestion,
 )
-from kvshare.background import Background
+from kvshare.background import Background, saved_often
 from kvshare.engine import Engine
 from kvshare.errors import ShuttingDownError
 from kvshare.served_index import ServedIndex
@@ -42,8 +44,10 @@ from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.kept_costs import KeptCosts
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
+from kvshare.sharing.tenant_budget import bytes_by_tenant
 from kvshare.status import EngineStatus
 from kvshare.telemetry import Component, FallbackReason
+from kvshare.tenants import Tenants
 from vector_index import PromptText
 
 _T = TypeVar("_T")
@@ -51,7 +55,7 @@ _Arguments = TypeVarTuple("_Arguments")
 KeeperT = TypeVar("KeeperT", bound=PromptKeeper[Any])
 
 _MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
-_COSTS_KEPT_S = 60.0  # so often what was measured is written, if there is anything new
+_KEPT_S = 60.0  # so often what was measured is written, if there is anything new
 
 Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
 
@@ -90,15 +94,22 @@ class Runtime(Generic[KeeperT]):
         else:
             self.embedding.spawn(self.sharing.indexing.remember(node, text))
 
+    async def index_stored(self) -> None:
+        """Index what the store had at the start, without embeddings; what was used last comes first."""
+        nodes = sorted(self.sharing.tree.nodes(), key=lambda node: -node.last_used_at)
+        await self.sharing.indexing.remember_all(nodes)
+
     async def ask(self, question: StoreQuestion[_T]) -> _T:
         """Answer an administrator's question in the writer thread: nothing changes meanwhile."""
-        return await self.write(question.answer, self.sharing.tree)
+        return await self.write(question.answer, self.sharing.tree, self.keeper.tenants)
 
     async def stats(self, question: StatsQuestion) -> ServerStats:
         stored = await self.ask(question)
         pins = await self.write(self.keeper.pins)
         control = cast(ControlDocument, asdict(self.control.status()))
-        return {**stored, "costs": self.sharing.costs(), "control": control, "pins": pins}
+        tiers = [cast(TierDocument, asdict(tier)) for tier in self.keeper.tiers()]
+        costs = self.sharing.costs()
+        return {**stored, "costs": costs, "control": control, "pins": pins, "tiers": tiers}
 
     def status(self) -> EngineStatus:
         """What is stored, in constant time and without a lock. The engine adds the running requests."""
@@ -114,6 +125,8 @@ class Runtime(Generic[KeeperT]):
             num_embedding=len(self.embedding),
             index=self.index.status(),
             control=self.control.status(),
+            tiers=self.keeper.tiers(),
+            tenant_bytes=partial(bytes_by_tenant, self.sharing.tree, self.keeper.tenants),
         )
 
     async def settle(self) -> None:
@@ -130,6 +143,7 @@ async def open_runtime(
     new_keeper: Callable[[DeltaTree], KeeperT],
     limits: PlannerLimits,
     cost: CostModel,
+    tenants: Tenants,
 ) -> AsyncIterator[Runtime[KeeperT]]:
     """
     Open the parts in order. They are closed in reverse order, also if a later part fails to open.
@@ -147,6 +161,9 @@ async def open_runtime(
         nominator = await index.open(forgotten)
         opened.push_async_callback(index.close)
         keeper = await loop.run_in_executor(writer, new_keeper, tree)
+        keeper.tenants = tenants
+        await loop.run_in_executor(writer, tenants.load, settings.store.path)
+        opened.push_async_callback(loop.run_in_executor, writer, keeper.close)
         sharing = Sharing(
             keeper=keeper,
             nominator=nominator,
@@ -162,28 +179,16 @@ async def open_runtime(
             break_even=lambda: sharing.shortest_that_pays,
         )
         kept_costs = KeptCosts(settings.store.path, cost)
-        await opened.enter_async_context(_saving(kept_costs))
+
+        def save() -> None:
+            kept_costs.save()
+            tenants.forget_all_but(tree.namespaces())
+            tenants.save(settings.store.path)
+
+        await opened.enter_async_context(saved_often(save, every_s=_KEPT_S))
         runtime = Runtime(keeper, index, sharing, control, writer, Background(), Background(), kept_costs)
         opened.push_async_callback(runtime.settle)
         yield runtime
-
-
-@asynccontextmanager
-async def _saving(kept_costs: KeptCosts) -> AsyncIterator[None]:
-    """Write measured costs now and then, and at the end, in a thread: never on the event loop."""
-
-    async def save_often() -> None:
-        while True:
-            await asyncio.sleep(_COSTS_KEPT_S)
-            await asyncio.to_thread(kept_costs.save)
-
-    saving = Background()
-    saving.spawn(save_often())
-    try:
-        yield
-    finally:
-        await saving.cancel()
-        await asyncio.to_thread(kept_costs.save)
 
 
 class Server(Protocol):
@@ -200,6 +205,7 @@ class ServedEngine(Engine, Generic[ServerT]):
     """An engine whose `start` opens a server, in `_opened`, and sets `_running` to it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._running: ServerT | None = None
         self._opened = AsyncExitStack()
 

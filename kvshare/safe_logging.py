@@ -23,6 +23,11 @@ def configure(*, level: str, json_lines: bool) -> None:
     text = Discreet("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if json_lines else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Send our records from this level up from now on."""
     for package in ("kvshare", "proxy", "delta_tree", "vector_index"):
         logging.getLogger(package).setLevel(level.upper())
 

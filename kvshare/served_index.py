@@ -18,6 +18,7 @@ from kvshare.errors import ConfigError
 from kvshare.extras import how_to_install, missing_modules
 from kvshare.settings import IndexSettings, StoreSettings
 from kvshare.status import IndexStatus
+from kvshare.tiers import KV_FOLDER
 from vector_index import (
     DiskSpace,
     EmbedderError,
@@ -187,9 +188,11 @@ class ServedIndex:
 
 
 def _bytes_below(folder: Path) -> int:
-    """The bytes on disk of a folder's files, which may be sparse, or deleted meanwhile."""
+    """The bytes on disk of a folder's files, which may be sparse, or deleted meanwhile; without KV."""
     num_blocks = 0
-    for parent, _, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
+        if KV_FOLDER in folders:
+            folders.remove(KV_FOLDER)  # its tier counts it, and there may be very many files
         for name in names:
             with suppress(OSError):
                 num_blocks += os.lstat(os.path.join(parent, name)).st_blocks

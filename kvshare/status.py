@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvshare.telemetry import Counts
@@ -40,6 +40,23 @@ class IndexStatus:
     store_bytes: int | None = None  # of metadata and index on disk; None: they have no folder
     num_foreign_hits: int = 0  # search results from another namespace, which were discarded
     circuits: Mapping[str, CircuitState] = field(default_factory=dict)  # by the component they protect
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier of KV: what it holds, and what became of the segments that plans asked it for."""
+
+    name: str  # memory, disk
+    num_segments: int
+    num_bytes: int
+    max_bytes: int
+    num_hits: int  # segments that were read from it
+    num_misses: int  # that were not, after the tiers above it did not have them
+    num_due_bytes: int = 0  # in memory, and not written here yet
+    num_written: int = 0  # segments
+    num_dropped: int = 0  # segments that could not be read, or were damaged
+    num_late: int = 0  # that were not read in time
+    problem: str | None = None  # why nothing is written now; None: it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +102,6 @@ class EngineStatus:
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None
     control: ControlStatus | None = None
+    tiers: tuple[TierStatus, ...] = ()
+    # Of KV, in all memories and on disk. Takes long with many namespaces.
+    tenant_bytes: Callable[[], Mapping[str, int]] = dict

@@ -53,6 +53,7 @@ class EvictionCause(StrEnum):
     CAPACITY = "capacity"
     END = "end"
     LOST = "lost"
+    QUOTA = "quota"  # of its tenant
 
 
 class TicketEvent(StrEnum):

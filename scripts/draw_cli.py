@@ -39,7 +39,7 @@ _REPORT = (
 _CONFIG = "index: {dense: false}\ncost: {min_saved_s: -60.0, min_saved_fraction: 0.0}\n"
 _STATES = ("ok", "warn", "fail")  # of a check
 _EDITS = ("keep", "insert", "delete", "replace")  # lines of an edit script, of which there may be any number
-_HEADERS = ("namespace", "prompt", "tokens", "edit", "positions", "node", "file")  # of tables
+_HEADERS = ("namespace", "tenant", "prompt", "tokens", "edit", "positions", "node", "file")  # of tables
 _FILES = {
     "handbook.md": "# Handbook\n\n"
     + "The office opens at nine and closes at five. Keys are at the desk. " * 30,

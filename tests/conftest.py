@@ -69,6 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "store": {"path": str(folder / "store")},
         "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False},
         "control": {"unshared_share": 0.0},
+        "sharing": {"max_risk": 1.0},  # nor what is certified of the forms model
         # Of prompts that come together one must not be stored while another is looked up.
         "index": {"dense_min_tokens": 100_000},
     }

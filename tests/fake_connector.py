@@ -39,6 +39,7 @@ class ConnectorBehaviour:
     prefills: bool = True  # tells of a prompt before it tells of its end
     silent: bool = False  # never tells the end of a ticket
     max_bytes: int = 10**7
+    max_disk_bytes: int = 0  # 0: no disk
     device: str = "a device"
 
 
@@ -50,12 +51,15 @@ class FakeConnector:
     def __init__(self, behaviour: ConnectorBehaviour) -> None:
         self.behaviour = behaviour
         self.dropped: list[SegmentId] = []
+        self.segments: dict[SegmentId, tuple[str, tuple[int, ...]]] = {}
         self.forget_all()
 
     def forget_all(self) -> None:
-        """As a process that starts: nothing held, a new epoch."""
+        """As a process that starts: nothing held, a new epoch. What the disk has is still there."""
         self.epoch = secrets.token_hex(4)
-        self.segments: dict[SegmentId, tuple[str, tuple[int, ...]]] = {}
+        if not self.behaviour.max_disk_bytes:
+            self.segments = {}
+        self.on_disk = set(self.segments)
         self.events: list[JournalEvent] = []
         self.prefilled: dict[str, Prefilled] = {}  # by ticket
         self.num_forgotten = 0  # events that are not remembered any more
@@ -162,6 +166,7 @@ class FakeConnector:
             num_segments=len(self.segments),
             max_model_len=4096,
             device=self.behaviour.device,
+            max_disk_bytes=self.behaviour.max_disk_bytes,
             data_parallel_rank=self.behaviour.rank,
             data_parallel_size=1 if self.behaviour.rank is None else 2,
         )
@@ -178,7 +183,7 @@ class FakeConnector:
 
     async def _segments(self, request: web.Request) -> web.Response:
         document = {"epoch": self.epoch, "last": len(self.events), "segment_ids": list(self.segments)}
-        return web.json_response(document)
+        return web.json_response({**document, "on_disk": sorted(self.on_disk & self.segments.keys())})
 
     async def _drop(self, request: web.Request) -> web.Response:
         known = [entry for entry in (await request.json())["segment_ids"] if entry in self.segments]

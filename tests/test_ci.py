@@ -21,11 +21,14 @@ def test_ci_runs_make_test() -> None:
 
 
 def test_the_workflow_has_a_step_for_each_target() -> None:
-    """In the same order, and nothing of its own."""
+    """In the same order, and nothing of its own; other systems and Pythons run the first of them."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    steps = [step["run"] for step in job["steps"] if "run" in step]
-    assert steps == [f"make {target}" for target in targets_of_test()]
+    steps = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+    expected = [f"make {target}" for target in targets_of_test()]
+    assert steps == {"test": expected, "core": expected[: expected.index("make core") + 1]}
 
 
 def test_hooks_call_targets() -> None:

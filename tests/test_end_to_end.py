@@ -48,14 +48,27 @@ def test_a_near_duplicate_is_served_from_another_prompts_kv(server: Server) -> N
     assert first["decision"] == "full"
     assert second["decision"] == "approx"
     assert second["copied"] > 0
+    assert 0 < second["expected_deviation"] < second["max_deviation"] == 0.05
     assert second["exact"] + second["copied"] > 2 * (second["recomputed"] + second["repaired"])
+
+
+def test_a_request_lowers_the_limit_of_deviation_and_cannot_raise_it(server: Server) -> None:
+    """Its usage says which limit decided; what is above it is computed."""
+    forms = pair(5)
+    with client_for(server, "ann") as ann:
+        ask(ann, forms.donor_messages, no_store=False)
+        _, none = ask(ann, forms.recipient_messages, max_deviation=0, no_store=True)
+        _, most = ask(ann, forms.recipient_messages, max_deviation=9, no_store=True)
+    assert (none["decision"], none["reason"], none["max_deviation"]) == ("exact", "deviates_too_much", 0)
+    assert none["expected_deviation"] > 0
+    assert (most["decision"], most["max_deviation"]) == ("approx", 0.05)
 
 
 def test_the_next_turn_of_a_chat_finds_the_whole_chat(server: Server) -> None:
     """Prompt and answer of the turn before are an exact prefix, and the answer is the unshared one."""
     messages = pair(2).donor_messages
     with client_for(server, "ann") as ann:
-        answer, first = ask(ann, messages)
+        answer, first = ask(ann, messages, mode="exact")  # other forms are like it
         turn = [
             *messages,
             {"role": "assistant", "content": answer},

@@ -8,7 +8,13 @@ import typer
 import yaml
 
 from kvshare.cli.main import app
-from kvshare.settings import KeySettings, ReplicaSettings, RuleSettings, default_config_path
+from kvshare.settings import (
+    KeySettings,
+    ReplicaSettings,
+    RuleSettings,
+    TenantSettings,
+    default_config_path,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -40,6 +46,7 @@ def test_every_field_of_the_lists_among_the_settings() -> None:
     """Keys, replicas and rules have the fields that their tables name."""
     for heading, model in (
         ("Fields of an API key", KeySettings),
+        ("Fields of a tenant", TenantSettings),
         ("Fields of a replica", ReplicaSettings),
         ("Fields of a rule", RuleSettings),
     ):

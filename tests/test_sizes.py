@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("delta_tree", "kvshare", "lab", "proxy", "scripts", "tests", "vector_index")
+ROOMS = ("delta_tree", "deploy", "kvshare", "lab", "proxy", "scripts", "tests", "vector_index")
 CODE = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 WORDS = [
     path for room in ROOMS for kind in ("toml", "yaml") for path in sorted((ROOT / room).rglob(f"*.{kind}"))

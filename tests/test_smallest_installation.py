@@ -76,11 +76,14 @@ def _environment() -> dict[str, str]:
 
 
 def test_the_wheel_has_the_four_packages_and_their_types(installation: Installation) -> None:
-    """No tests and no scripts; config.yaml lies beside the code that reads it."""
+    """No tests and no scripts; config.yaml and the dashboard's files lie beside the code that reads them."""
     names = zipfile.ZipFile(installation.wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
     assert {f"{package}/py.typed" for package in PACKAGES} | {"kvshare/config.yaml"} <= set(names)
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "proxy/dashboard/static").iterdir()}
+    assert pages
+    assert pages <= set(names)
 
 
 def test_nothing_of_an_extra_is_installed(installation: Installation) -> None:
@@ -107,9 +110,16 @@ async def test_a_proxy_answers_and_plans(installation: Installation, tmp_path: P
 
 @asynccontextmanager
 async def _proxy(installation: Installation, vllm: FakeVllm, folder: Path) -> AsyncIterator[str]:
-    """The URL of `kvshare serve --engine vllm`, with the default settings."""
+    """
+    The URL of `kvshare serve --engine vllm`, with the default settings; but any plan is made, as a vLLM that
+    computes nothing may be faster than all of them.
+    """
+    (folder / "config.yaml").write_text(
+        "{cost: {min_saved_s: -3600.0, min_saved_fraction: 0.0}, sharing: {max_risk: 1.0}}"
+    )
     urls = ["--vllm-url", vllm.url, "--vllm-control-url", vllm.control_url]
-    command = ["serve", "--engine", "vllm", *urls, "--port", "0", "--store", str(folder), "--format", "json"]
+    where = ["--port", "0", "--store", str(folder), "--config", str(folder / "config.yaml")]
+    command = ["serve", "--engine", "vllm", *urls, *where, "--format", "json"]
     with (folder / "stderr").open("w") as errors:
         process = await asyncio.create_subprocess_exec(
             installation.kvshare, *command, env=_environment(), stdout=subprocess.PIPE, stderr=errors

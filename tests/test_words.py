@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "words.yaml").read_text())
 ROOMS = (
     "delta_tree",
+    "deploy",
     "docs",
     "examples",
     "kvshare",

@@ -3,7 +3,7 @@ What administrators ask of a store and change in it, on a running server or the 
 
     questions.py   how much is stored, how prompts hang together, what differs between two
     commands.py    evict, pin, unpin
-    documents.py   the JSON-ready answers to both
+    documents.py   the JSON-ready answers to both; entries.py: of a prompt, its edits and its pieces
     arguments.py   their arguments, checked, from a query string or JSON
 """
 
@@ -19,6 +19,7 @@ from kvshare.admin.documents import (
     PinnedBytes,
     ServerStats,
     StoreStats,
+    TierDocument,
     TreeDocument,
 )
 from kvshare.admin.questions import DiffQuestion, NodeQuestion, StatsQuestion, StoreQuestion, TreeQuestion
@@ -41,6 +42,7 @@ __all__ = [
     "StatsQuestion",
     "StoreQuestion",
     "StoreStats",
+    "TierDocument",
     "TreeDocument",
     "TreeQuestion",
     "Unpin",

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from delta_tree import DeltaTree, Node, NodeId
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.tenants import Tenants
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +43,9 @@ Number = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=2**53 - 1)]
 Flag = Annotated[bool, BeforeValidator(_truth)]
 Digest = Annotated[str, Field(min_length=4)]
 """The digest of a namespace, or its first digits."""
+TenantName = Annotated[str, Field(min_length=1)]
+NO_TENANTS = Tenants()
+"""Of a store whose namespaces' tenants are not known."""
 
 
 def checked(kind: type[KindT], arguments: Mapping[str, Any]) -> KindT:
@@ -85,15 +89,38 @@ def not_found(name: str, node_id: int) -> RequestError:
     return RequestError(message, param=name, code=ErrorCode.NODE_NOT_FOUND)
 
 
-def namespace_of(tree: DeltaTree, digits: str | None) -> str | None:
-    """The stored namespace with this digest, or with a digest that begins so."""
-    if digits is None:
+def chosen(
+    tree: DeltaTree, tenants: Tenants, *, namespace: str | None, tenant: str | None
+) -> frozenset[str] | None:
+    """The stored namespaces that are named, by a digest or as a tenant's; None: none is, so all are meant."""
+    if namespace is not None:
+        found = frozenset([_namespace_of(tree, namespace)])
+        return found if tenant is None else found.intersection(tenants.namespaces_of(tenant))
+    if tenant is None:
         return None
-    matching = {node.namespace for node in tree.nodes() if node.namespace.startswith(digits)}
+    stored = tree.namespaces().intersection(tenants.namespaces_of(tenant))
+    if not stored:
+        raise RequestError(
+            f"tenant: no prompt of a tenant {tenant!r} is stored",
+            param="tenant",
+            code=ErrorCode.NAMESPACE_NOT_FOUND,
+        )
+    return stored
+
+
+def nodes_of(tree: DeltaTree, namespaces: frozenset[str] | None) -> tuple[Node, ...]:
+    """All nodes of these namespaces; None: all."""
+    return tuple(node for node in tree.nodes() if namespaces is None or node.namespace in namespaces)
+
+
+def _namespace_of(tree: DeltaTree, digits: str) -> str:
+    """The stored namespace with this digest, or with a digest that begins so."""
+    matching = {digest for digest in tree.namespaces() if digest.startswith(digits)}
     if len(matching) != 1:
         raise RequestError(
             f"namespace: expected the digest of one stored namespace, {len(matching)} begin with {digits}",
             param="namespace",
             code=ErrorCode.NAMESPACE_NOT_FOUND,
         )
-    return matching.pop()
+    (digest,) = matching
+    return digest

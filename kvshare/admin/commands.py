@@ -7,14 +7,27 @@ entries of what was evicted, and pins if there is memory enough.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from delta_tree import DeltaTree, Eviction, Node, NodeId, PinnedNodeError, SegmentId, UnknownNodeError
-from kvshare.admin.arguments import STRICT, Digest, Flag, Number, namespace_of, node_of, not_found
+from kvshare.admin.arguments import (
+    NO_TENANTS,
+    STRICT,
+    Digest,
+    Flag,
+    Number,
+    TenantName,
+    chosen,
+    node_of,
+    nodes_of,
+    not_found,
+)
 from kvshare.admin.documents import EvictionDocument, PinDocument
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.tenants import Tenants
 
 DocumentT = TypeVar("DocumentT")
 
@@ -36,31 +49,37 @@ class CommandResult(Generic[DocumentT]):
 @dataclass(frozen=True, slots=True)
 class Evict:
     """
-    Evict one prompt, or purge a namespace or everything, pinned prompts too. KV that others need stays.
+    Evict one prompt, or purge a namespace, a tenant or everything, pinned prompts too. KV that others need
+    stays.
 
-    Exactly one of `node`, `namespace` and `all`. `dry_run` is false by default for `node`, else true.
+    Exactly one of `node`, `namespace`, `tenant` and `all`. `dry_run` is false by default for `node` only.
+    `older_than_s`: only those that were not used for so long; pinned ones stay then.
     """
 
     __pydantic_config__ = STRICT
     node: Number | None = None
     namespace: Digest | None = None
+    tenant: TenantName | None = None
     all: Flag = False
+    older_than_s: Number | None = None
     dry_run: Flag | None = None
 
     @property
     def is_dry_run(self) -> bool:
         return self.node is None if self.dry_run is None else self.dry_run
 
-    def apply(self, tree: DeltaTree) -> CommandResult[EvictionDocument]:
-        _check_one_of(node=self.node, namespace=self.namespace, all=self.all or None)
+    def apply(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> CommandResult[EvictionDocument]:
+        _check_one_of(node=self.node, namespace=self.namespace, tenant=self.tenant, all=self.all or None)
         if self.node is not None:
+            if self.older_than_s is not None:
+                raise RequestError("older_than_s: expected none with node", param="older_than_s")
             return self._evict_node(tree, node_of(tree, "node", self.node))
-        chosen = namespace_of(tree, self.namespace)
-        nodes = tree.nodes(chosen)
-        if not self.is_dry_run:
-            return self._evicted(nodes, tree.purge_all() if chosen is None else tree.purge(chosen))
-        segments = tuple(segment.segment_id for segment in tree.segments(chosen))
-        return self._evicted(nodes, Eviction(len(nodes), segments, tree.stats(chosen).num_bytes))
+        nodes = nodes_of(tree, chosen(tree, tenants, namespace=self.namespace, tenant=self.tenant))
+        if self.older_than_s is not None:
+            since = time.time() - self.older_than_s
+            nodes = tuple(node for node in nodes if not node.pinned and node.last_used_at < since)
+        ids = [node.node_id for node in nodes]
+        return self._evicted(nodes, tree.freed_by(ids) if self.is_dry_run else tree.purge_nodes(ids))
 
     def _evict_node(self, tree: DeltaTree, node: Node) -> CommandResult[EvictionDocument]:
         try:
@@ -90,31 +109,33 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Protect one prompt from eviction, or all that a namespace has now; exactly one of the two."""
+    """Protect one prompt from eviction, or all that a namespace or a tenant has now; exactly one of them."""
 
     __pydantic_config__ = STRICT
     node: Number | None = None
     namespace: Digest | None = None
+    tenant: TenantName | None = None
 
-    def apply(self, tree: DeltaTree) -> CommandResult[PinDocument]:
+    def apply(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> CommandResult[PinDocument]:
         """Pins nothing yet: see `CommandResult.to_pin`."""
-        _check_one_of(node=self.node, namespace=self.namespace)
-        nodes = _one_or_all(tree, self.node, self.namespace)
+        _check_one_of(node=self.node, namespace=self.namespace, tenant=self.tenant)
+        nodes = _one_or_all(self, tree, tenants)
         return CommandResult(_sizes(tree, nodes), to_pin=tuple(node.node_id for node in nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Allow eviction again: of one prompt, those of a namespace, or all; exactly one of the three."""
+    """Allow eviction again: of one prompt, those of a namespace or a tenant, or all; exactly one of them."""
 
     __pydantic_config__ = STRICT
     node: Number | None = None
     namespace: Digest | None = None
+    tenant: TenantName | None = None
     all: Flag = False
 
-    def apply(self, tree: DeltaTree) -> CommandResult[PinDocument]:
-        _check_one_of(node=self.node, namespace=self.namespace, all=self.all or None)
-        nodes = [node for node in _one_or_all(tree, self.node, self.namespace) if node.pinned]
+    def apply(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> CommandResult[PinDocument]:
+        _check_one_of(node=self.node, namespace=self.namespace, tenant=self.tenant, all=self.all or None)
+        nodes = [node for node in _one_or_all(self, tree, tenants) if node.pinned]
         tree.unpin(*(node.node_id for node in nodes))
         return CommandResult(_sizes(tree, nodes))
 
@@ -129,8 +150,11 @@ def _check_one_of(**given: object) -> None:
         raise RequestError(f"node: expected exactly one of {', '.join(names)} and {last}", param="node")
 
 
-def _one_or_all(tree: DeltaTree, node_id: int | None, namespace: str | None) -> Collection[Node]:
-    return tree.nodes(namespace_of(tree, namespace)) if node_id is None else (node_of(tree, "node", node_id),)
+def _one_or_all(command: Pin | Unpin, tree: DeltaTree, tenants: Tenants) -> Collection[Node]:
+    """The node, or all of the namespaces, that a command names."""
+    if command.node is not None:
+        return (node_of(tree, "node", command.node),)
+    return nodes_of(tree, chosen(tree, tenants, namespace=command.namespace, tenant=command.tenant))
 
 
 def _sizes(tree: DeltaTree, nodes: Collection[Node]) -> PinDocument:

@@ -24,6 +24,14 @@ class StoredTotals(TypedDict):
 
 class NamespaceTotals(StoredTotals):
     namespace: str
+    tenant: str | None  # None: not known
+
+
+class TenantTotals(StoredTotals):
+    """Of all namespaces of a tenant. `max_bytes`: its limit; None: it has none."""
+
+    tenant: str
+    max_bytes: int | None
 
 
 class StoreStats(TypedDict):
@@ -31,6 +39,7 @@ class StoreStats(TypedDict):
 
     totals: StoredTotals
     namespaces: list[NamespaceTotals]
+    tenants: list[TenantTotals]
 
 
 class LoadCosts(TypedDict):
@@ -82,19 +91,41 @@ class ControlDocument(TypedDict):
     loads: list[LoadControl]
 
 
+class TierDocument(TypedDict):
+    """See `kvshare.status.TierStatus`."""
+
+    name: str
+    num_segments: int
+    num_bytes: int
+    max_bytes: int
+    num_hits: int
+    num_misses: int
+    num_due_bytes: int
+    num_written: int
+    num_dropped: int
+    num_late: int
+    problem: str | None
+
+
 class ServerStats(StoreStats):
-    """The same of a running server: with its rates, its controller, and the KV of its pinned prompts."""
+    """
+    The same of a running server: with its rates, its controller, the KV of its pinned prompts, and the tiers
+    of KV in its process.
+    """
 
     costs: Costs
     control: ControlDocument
     pins: PinnedBytes
+    tiers: list[TierDocument]
 
 
 class NodeSummary(TypedDict):
     id: int
     namespace: str
+    tenant: str | None  # None: not known
     num_tokens: int
     exact_length: int
+    num_bytes: int  # KV that it points to; what is not its own is other prompts' as well
     own_bytes: int
     subtree_bytes: int
     num_hits: int
@@ -112,6 +143,7 @@ class TreeEntry(NodeSummary):
 
 class TreeDocument(TypedDict):
     depth: int
+    num_roots: int  # there are; `roots` has those that were asked for
     roots: list[TreeEntry]
 
 

@@ -5,8 +5,8 @@ two. A question changes nothing; see `kvshare.admin.commands` for what does.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, TypeVar
 
@@ -14,29 +14,33 @@ from pydantic import Field
 
 from delta_tree import (
     DeltaTree,
-    EditScript,
     Node,
-    Op,
-    SegmentId,
     TreeStats,
     UnknownNodeError,
     UnknownSegmentError,
     align,
 )
-from kvshare.admin.arguments import STRICT, Digest, Number, namespace_of, node_of, not_found
+from kvshare.admin.arguments import (
+    NO_TENANTS,
+    STRICT,
+    Digest,
+    Number,
+    TenantName,
+    chosen,
+    node_of,
+    not_found,
+)
 from kvshare.admin.documents import (
     DiffDocument,
-    EditDocument,
-    EditsDocument,
     NodeDocument,
-    NodeSummary,
-    PieceDocument,
     StoredTotals,
     StoreStats,
     TreeDocument,
     TreeEntry,
 )
+from kvshare.admin.entries import edits_of, piece_of, summary_of, tenant_of
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.tenants import Tenants
 
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]
 DocumentT_co = TypeVar("DocumentT_co", covariant=True)
@@ -48,69 +52,116 @@ _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts fu
 class StoreQuestion(Protocol[DocumentT_co]):
     """Any of the questions below."""
 
-    def answer(self, tree: DeltaTree) -> DocumentT_co: ...
+    def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> DocumentT_co: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StatsQuestion:
-    """How much is stored, in all and per namespace."""
+    """How much is stored, in all, per namespace and per tenant."""
 
     __pydantic_config__ = STRICT
     namespace: Digest | None = None
+    tenant: TenantName | None = None
 
-    def answer(self, tree: DeltaTree) -> StoreStats:
-        chosen = namespace_of(tree, self.namespace)
-        digests = sorted({node.namespace for node in tree.nodes()}) if chosen is None else [chosen]
+    def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> StoreStats:
+        digests = chosen(tree, tenants, namespace=self.namespace, tenant=self.tenant)
+        totals = {
+            digest: _totals(tree.stats(digest))
+            for digest in sorted(tree.namespaces() if digests is None else digests)
+        }
+        owners = {digest: tenant_of(tenants, digest) for digest in totals}
+        of_tenants: defaultdict[str, list[StoredTotals]] = defaultdict(list)
+        for digest, row in totals.items():
+            if (owner := owners[digest]) is not None:
+                of_tenants[owner].append(row)
         return {
-            "totals": _totals(tree.stats(chosen)),
-            "namespaces": [{"namespace": digest, **_totals(tree.stats(digest))} for digest in digests],
+            "totals": _totals(tree.stats()) if digests is None else _sum(totals.values()),
+            "namespaces": [
+                {"namespace": digest, "tenant": owners[digest], **row} for digest, row in totals.items()
+            ],
+            "tenants": [
+                {
+                    "tenant": name,
+                    "max_bytes": tenants.max_bytes(name),
+                    **_sum(rows),
+                }
+                for name, rows in sorted(of_tenants.items())
+            ],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class TreeQuestion:
-    """Prompts below their parents, `depth` levels of them; of siblings, those that have most come first."""
+    """
+    Prompts below their parents, `depth` levels of them; of siblings, those that have most come first.
+
+    `limit`: at most so many roots, and so many below each prompt; `skip`: after so many roots, or with `root`
+    so many below it.
+    """
 
     __pydantic_config__ = STRICT
     root: Number | None = None
     namespace: Digest | None = None
+    tenant: TenantName | None = None
     depth: Annotated[Number, Field(le=_MAX_DEPTH)] = 4
     sort: TreeOrder = "bytes"
+    limit: Number | None = None
+    skip: Number | None = None
 
-    def answer(self, tree: DeltaTree) -> TreeDocument:
-        chosen = namespace_of(tree, self.namespace)
+    def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> TreeDocument:
+        digests = chosen(tree, tenants, namespace=self.namespace, tenant=self.tenant)
         if self.root is None:
-            roots = [node for node in tree.nodes(chosen) if not tree.ancestors(node.node_id)]
+            roots = _roots(tree, digests)
         else:
             node = node_of(tree, "root", self.root)
-            roots = [node] if chosen in (None, node.namespace) else []
-        return {"depth": self.depth, "roots": self._branches(tree, roots, self.depth, time.time())}
+            roots = [node] if digests is None or node.namespace in digests else []
+        shown = roots if self.root is not None else self._page(tree, roots, self.skip)
+        skip = None if self.root is None else self.skip
+        entries = self._branches(tree, tenants, shown, self.depth, skip=skip)
+        return {"depth": self.depth, "num_roots": len(roots), "roots": entries}
 
-    def _branches(self, tree: DeltaTree, nodes: Collection[Node], levels: int, now: float) -> list[TreeEntry]:
+    def _branches(
+        self,
+        tree: DeltaTree,
+        tenants: Tenants,
+        nodes: Collection[Node],
+        levels: int,
+        *,
+        skip: int | None = None,
+    ) -> list[TreeEntry]:
+        """Of these prompts; below them after `skip`."""
         if not levels:
             return []
         entries: list[TreeEntry] = []
         for node in nodes:
             try:
                 children = [tree.node(child) for child in tree.children(node.node_id)]
-                summary = _summary(tree, node, now)
+                summary = summary_of(tree, tenants, node)
+                page = self._page(tree, children, skip) if levels > 1 else []
             except UnknownNodeError:
                 continue  # evicted since we began; a running server does not wait for us
-            below = self._branches(tree, children, levels - 1, now)
+            below = self._branches(tree, tenants, page, levels - 1)
             entries.append({**summary, "num_children": len(children), "children": below})
-        return sorted(entries, key=self._weight, reverse=True)
+        return entries
 
-    def _weight(self, entry: TreeEntry) -> float:
+    def _page(self, tree: DeltaTree, siblings: Sequence[Node], skip: int | None) -> Sequence[Node]:
+        """Those that come first, sorted."""
+        first = skip or 0
+        last = None if self.limit is None else first + self.limit
+        return sorted(siblings, key=self._weight(tree, siblings), reverse=True)[first:last]
+
+    def _weight(self, tree: DeltaTree, siblings: Sequence[Node]) -> Callable[[Node], float]:
         """What siblings are sorted by."""
         match self.sort:
             case "bytes":
-                return entry["subtree_bytes"]
+                sizes = tree.bytes_of_subtrees([node.node_id for node in siblings])
+                return lambda node: sizes.get(node.node_id, 0)
             case "hits":
-                return entry["num_hits"]
+                return lambda node: node.num_hits
             case "age":
-                return entry["age_s"]
+                return lambda node: -node.created_at
             case "tokens":
-                return entry["num_tokens"]
+                return lambda node: node.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +171,18 @@ class NodeQuestion:
     __pydantic_config__ = STRICT
     id: Number
 
-    def answer(self, tree: DeltaTree) -> NodeDocument:
+    def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> NodeDocument:
         node = node_of(tree, "id", self.id)
         try:
             parents, shared_with = tree.ancestors(node.node_id), tree.shared_with(node.node_id)
             origin = tree.node(parents[0]) if parents else node
             script = align(origin.token_ids, node.token_ids, min_run=_MIN_RUN)
             return {
-                **_summary(tree, node, time.time()),
+                **summary_of(tree, tenants, node),
                 "parents": list(parents),
                 "children": list(tree.children(node.node_id)),
-                "edits": _edits(script) if parents else None,
-                "pieces": [_piece(tree, *row) for row in node.pieces.rows()],
+                "edits": edits_of(script) if parents else None,
+                "pieces": [piece_of(tree, *row) for row in node.pieces.rows()],
                 "shared_with": [{"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with],
             }
         except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
@@ -147,7 +198,7 @@ class DiffQuestion:
     b: Number
     min_run: Number = 1
 
-    def answer(self, tree: DeltaTree) -> DiffDocument:
+    def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> DiffDocument:
         source, target = node_of(tree, "a", self.a), node_of(tree, "b", self.b)
         if source.namespace != target.namespace:
             raise RequestError(
@@ -162,7 +213,7 @@ class DiffQuestion:
             "num_common_prefix": prefix,
             "kept_share_of_a": script.num_kept / source.num_tokens,
             "kept_share_of_b": script.num_kept / target.num_tokens,
-            "edits": _edits(script),
+            "edits": edits_of(script),
         }
 
 
@@ -179,46 +230,23 @@ def _totals(stats: TreeStats) -> StoredTotals:
     }
 
 
-def _summary(tree: DeltaTree, node: Node, now: float) -> NodeSummary:
+def _sum(rows: Iterable[StoredTotals]) -> StoredTotals:
+    """Of several namespaces together, which share nothing."""
+    listed = list(rows)
     return {
-        "id": node.node_id,
-        "namespace": node.namespace,
-        "num_tokens": node.num_tokens,
-        "exact_length": node.exact_length,
-        "own_bytes": tree.owned_bytes(node.node_id),
-        "subtree_bytes": tree.subtree_bytes(node.node_id),
-        "num_hits": node.num_hits,
-        "age_s": max(now - node.created_at, 0.0),
-        "idle_s": max(now - node.last_used_at, 0.0),
-        "pinned": node.pinned,
+        "num_nodes": sum(row["num_nodes"] for row in listed),
+        "num_roots": sum(row["num_roots"] for row in listed),
+        "num_pinned": sum(row["num_pinned"] for row in listed),
+        "num_segments": sum(row["num_segments"] for row in listed),
+        "num_tokens": sum(row["num_tokens"] for row in listed),
+        "num_stored_tokens": sum(row["num_stored_tokens"] for row in listed),
+        "num_bytes": sum(row["num_bytes"] for row in listed),
+        "max_depth": max((row["max_depth"] for row in listed), default=0),
     }
 
 
-def _edits(script: EditScript) -> EditsDocument:
-    counts = dict.fromkeys((op.value for op in Op), 0)
-    ops: list[EditDocument] = []
-    for edit in script.edits:
-        source, target = edit.source, edit.target
-        counts[edit.op.value] += len(source if edit.op is Op.DELETE else target)
-        ops.append(
-            {
-                "op": edit.op.value,
-                "source": [source.start, source.end],
-                "target": [target.start, target.end],
-            }
-        )
-    return {"counts": counts, "ops": ops}
-
-
-def _piece(tree: DeltaTree, start: int, segment_id: SegmentId, offset: int, length: int) -> PieceDocument:
-    segment = tree.segment(segment_id)
-    return {
-        "start": start,
-        "end": start + length,
-        "segment": f"{segment_id:016x}",
-        "offset": offset,
-        "shift": start - (segment.first_position + offset),
-        "generation": segment.generation,
-        "num_references": tree.reference_count(segment_id),
-        "num_bytes": round(segment.bytes_per_token * length),
-    }
+def _roots(tree: DeltaTree, namespaces: Collection[str] | None) -> Sequence[Node]:
+    """The prompts without a parent, of these namespaces; None: of all."""
+    if namespaces is None:
+        return tree.roots()
+    return [node for namespace in sorted(namespaces) for node in tree.roots(namespace)]

@@ -69,11 +69,13 @@ def check_sqlite(version: tuple[int, int, int]) -> Check:
 
 
 def check_config(path: Path | None) -> tuple[Settings | None, Check]:
-    """The settings, if the config is valid."""
-    from kvshare.settings import load_settings
+    """The settings, if they are valid, and so is the file of keys."""
+    from kvshare.settings import access_of, load_settings
 
     try:
-        return load_settings(path), found("config.read", where=path or "the defaults")
+        settings = load_settings(path)
+        access_of(settings)
+        return settings, found("config.read", where=path or "the defaults")
     except ConfigError as exc:
         return None, found("config.wrong", problem=exc)
 
@@ -106,7 +108,8 @@ def check_pages(settings: Settings) -> Check:
     """Which web pages of other origins may call the server."""
     origins = settings.server.cors_origins
     if "*" in origins:
-        return found("pages.any with keys" if settings.auth.keys else "pages.any")
+        asks_for_keys = settings.auth.keys or settings.auth.keys_file is not None
+        return found("pages.any with keys" if asks_for_keys else "pages.any")
     return found("pages.listed", origins=", ".join(origins)) if origins else found("pages.none")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from kvshare.addresses import SERVER_NAME
+from kvshare.cli.source import Chosen
 from kvshare.errors import KVShareError, UnreachableError
 
 Fields = Mapping[str, Any] | None
@@ -91,11 +92,16 @@ class AdminClient(JsonClient):
 
     _key_hint = " (give an admin key with --key or KVSHARE_ADMIN_KEY)"
 
-    def stats(self, *, namespace: str | None = None) -> dict[str, Any]:
-        return self.call("/admin/stats", query={"namespace": namespace})
+    def stats(self, *, namespace: str | None = None, tenant: str | None = None) -> dict[str, Any]:
+        return self.call("/admin/stats", query={"namespace": namespace, "tenant": tenant})
 
-    def tree(self, *, root: int | None, namespace: str | None, depth: int, sort: str) -> dict[str, Any]:
-        query = {"root": root, "namespace": namespace, "depth": depth, "sort": sort}
+    def tiers(self) -> dict[str, Any]:
+        return {"tiers": self.stats().get("tiers", [])}
+
+    def tree(
+        self, *, root: int | None, namespace: str | None, tenant: str | None, depth: int, sort: str
+    ) -> dict[str, Any]:
+        query = {"root": root, "namespace": namespace, "tenant": tenant, "depth": depth, "sort": sort}
         return self.call("/admin/tree", query=query)
 
     def node(self, node_id: int) -> dict[str, Any]:
@@ -104,19 +110,25 @@ class AdminClient(JsonClient):
     def diff(self, a: int, b: int, *, min_run: int) -> dict[str, Any]:
         return self.call("/admin/diff", query={"a": a, "b": b, "min_run": min_run})
 
-    def evict(
-        self, *, node: int | None, namespace: str | None, everything: bool, dry_run: bool
-    ) -> dict[str, Any]:
-        body = {"node": node, "namespace": namespace, "all": everything, "dry_run": dry_run}
+    def evict(self, which: Chosen, *, older_than_s: int | None, dry_run: bool) -> dict[str, Any]:
+        body = {**which.arguments, "older_than_s": older_than_s, "dry_run": dry_run}
         return self.call("/admin/evict", body=body)
 
-    def pin(self, *, node: int | None, namespace: str | None) -> dict[str, Any]:
-        return self.call("/admin/pin", body={"node": node, "namespace": namespace})
+    def pin(self, which: Chosen) -> dict[str, Any]:
+        return self.call("/admin/pin", body=which.arguments)
 
-    def unpin(self, *, node: int | None, namespace: str | None, everything: bool) -> dict[str, Any]:
-        return self.call("/admin/unpin", body={"node": node, "namespace": namespace, "all": everything})
+    def unpin(self, which: Chosen) -> dict[str, Any]:
+        return self.call("/admin/unpin", body=which.arguments)
 
-    def explain(self, request: Mapping[str, Any], *, api: str = "chat") -> dict[str, Any]:
+    def explain(
+        self,
+        request: Mapping[str, Any],
+        *,
+        api: str = "chat",
+        tenant: str | None = None,
+        key: str | None = None,
+    ) -> dict[str, Any]:
         """The plan that a request would get; without a model in it, of the one that is served."""
         model = request.get("model") or self.call("/v1/models")["data"][0]["id"]
-        return self.call("/admin/explain", query={"api": api}, body={**request, "model": model})
+        query = {"api": api, "tenant": tenant, "key": key}
+        return self.call("/admin/explain", query=query, body={**request, "model": model})

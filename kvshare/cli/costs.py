@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-_KINDS = ("prefill", "pass", "load", "lookup", "embedding")  # of kvshare/sharing/cost.py, which imports numpy
+if TYPE_CHECKING:
+    from kvshare.admin import Costs
+
+_KINDS = (
+    "prefill",
+    "pass",
+    "load",
+    "blocks",
+    "disk",
+    "lookup",
+    "embedding",
+)  # of kvshare/sharing/cost.py, which imports numpy
 _NEEDED = ("load", "prefill")  # before these are measured, it is not known from where on sharing pays
 _EXAMPLE = "8192"  # tokens
 
@@ -30,21 +41,42 @@ def in_words(costs: object) -> SaidCosts | None:
         return None
 
 
+def disk_break_even(costs: object) -> int | None:
+    """
+    From how many tokens on reading KV from disk is faster than computing it; None if no length is.
+
+    Raises:  KeyError for a server without a disk tier, or of another version
+    """
+    from kvshare.sharing.cost import rates_of
+    from kvshare.sharing.rates import DISK, MEMORY
+
+    rates = rates_of(cast("Costs", costs))
+    if DISK not in rates.loads:
+        raise KeyError(DISK)
+    for num_tokens in (1 << power for power in range(4, 21)):
+        loaded_s = sum(rates.load_s(num_tokens, place=place) for place in (DISK, MEMORY))
+        if loaded_s + num_tokens * rates.reused_s < rates.full_s(num_tokens):
+            return num_tokens
+    return None
+
+
 def _said(costs: Mapping[str, Any]) -> SaidCosts:
     tokens, measured = costs["break_even_tokens"], costs["measured"]
     never = tokens is None
     return SaidCosts(
-        origin=_origin(measured, costs["machine"]),
+        origin=_origin(measured, costs["machine"], without={"blocks", "disk"} - costs["loads"].keys()),
         rates=_rates(costs),
         break_even="a plan never pays" if never else f"a plan pays from {tokens:,} tokens on",
         ever_pays=not never,
-        missing=tuple(kind for kind in _NEEDED if kind not in measured),
+        missing=tuple(
+            kind for kind in _NEEDED if kind not in measured and not (kind == "load" and "blocks" in measured)
+        ),
     )
 
 
-def _origin(measured: list[str], machine: str) -> str:
+def _origin(measured: list[str], machine: str, *, without: Collection[str]) -> str:
     known = [kind for kind in _KINDS if kind in measured]
-    assumed = [kind for kind in _KINDS if kind not in known]
+    assumed = [kind for kind in _KINDS if kind not in known and kind not in without]
     parts = {"measured": known, "assumed": assumed}
     said = "; ".join(f"{how}: {', '.join(kinds)}" for how, kinds in parts.items() if kinds)
     return f"{said} (on {machine})" if machine else said

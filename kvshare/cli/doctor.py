@@ -95,7 +95,12 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
     else:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
-    of_store = (store_checks.check_store, store_checks.check_index, store_checks.check_embedder)
+    of_store = (
+        store_checks.check_store,
+        store_checks.check_disk,
+        store_checks.check_index,
+        store_checks.check_embedder,
+    )
     found += [check(settings) for check in of_store]
     return [*found, *checks.check_ports(settings, url), checks.check_pages(settings)]
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli import doctor, models, replay, serve, store, vllm_command, warm
+from kvshare.cli import config, doctor, models, replay, serve, store, store_files, usage, vllm_command, warm
 from kvshare.cli.output import exit_code, hush
 from kvshare.cli.plugins import CommandGroup
 from kvshare.crash_report import report_crashes
@@ -38,6 +38,7 @@ app.command("version")(doctor.version)
 app.command("fetch-model")(models.fetch_model)
 app.command("explain")(store.explain)
 app.command("stats")(store.stats)
+app.command("tiers")(store.tiers)
 app.command("tree")(store.tree)
 app.command("node")(store.node)
 app.command("diff")(store.diff)
@@ -48,6 +49,10 @@ app.command("warm")(warm.warm)
 app.command("hash-key")(serve.hash_key)
 app.command("workload")(replay.workload)
 app.add_typer(replay.app, name="replay")
+app.add_typer(store_files.app, name="store")
+app.command("tenants")(usage.tenants)
+app.command("usage")(usage.usage)
+app.add_typer(config.app, name="config")
 
 
 def main() -> None:

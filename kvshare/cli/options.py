@@ -3,6 +3,7 @@ How commands declare options: options.toml says what each is for, and of those t
 type, limits and default. And the options that several commands share.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -14,6 +15,7 @@ import typer
 
 Command = Callable[..., None]
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TYPES = {"text": str, "texts": list[str], "int": int, "float": float, "path": Path, "flag": bool}
 
 
@@ -74,6 +76,16 @@ def checked_url(url: str | None, option: str) -> str:
     return url
 
 
+def seconds(text: str, option: str) -> int:
+    """A duration like 90s, 30m, 12h or 7d. Raises a usage error for another one."""
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(
+            f"expected a duration like 90s, 30m, 12h or 7d, got {text!r}", param_hint=option
+        )
+    return int(match[1]) * _SECONDS[match[2]]
+
+
 class OutputFormat(StrEnum):
     """How the answer is written to stdout."""
 
@@ -87,3 +99,4 @@ Url = Annotated[str | None, option("shared", "--url")]
 Key = Annotated[str | None, option("shared", "--key")]
 Store = Annotated[Path | None, option("shared", "--store")]
 NamespaceDigest = Annotated[str | None, option("shared", "--namespace")]
+TenantName = Annotated[str | None, option("shared", "--tenant")]

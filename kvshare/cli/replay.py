@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvshare.cli.connector_options import parse_bytes
 from kvshare.cli.options import Config, OutputFormat, argument, checked_url, option, with_options
 from kvshare.cli.output import ExitCode, is_quiet, note, show
-from kvshare.cli.vllm_command import parse_bytes
 from kvshare.extras import require
 
 if TYPE_CHECKING:

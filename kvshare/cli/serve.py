@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.engine import Engine
-    from kvshare.settings import Settings
+    from kvshare.settings import Settings, SettingsSource
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
     """Serve a model over an OpenAI-shaped API. Listens on loopback by default."""
     from kvshare import safe_logging
-    from kvshare.settings import load_settings
+    from kvshare.settings import SettingsSource
 
     replicas = [options.pop(name) for name in ("vllm_url", "vllm_control_url", "vllm_data_parallel_size")]
     dry_run, served_name = options.pop("dry_run"), options["model__served_name"]
@@ -45,7 +46,8 @@ def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINA
         for name, value in given.items()
         if value is not None
     }
-    settings = load_settings(config, overrides)
+    source = SettingsSource(config, overrides)
+    settings = source.load()
     if served_name is not None and settings.engine.kind == "vllm":
         raise ConfigError(
             "--served-name",
@@ -58,7 +60,8 @@ def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINA
     level = "error" if is_quiet() else settings.logging.level
     safe_logging.configure(level=level, json_lines=settings.logging.json_lines)
     raise_open_files()
-    _run(settings, output_format)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server listens, and reads settings again
+    _run(settings, output_format, source)
 
 
 def hash_key(
@@ -88,7 +91,7 @@ def _replicas(
     ] or None
 
 
-def _run(settings: Settings, output_format: OutputFormat) -> None:
+def _run(settings: Settings, output_format: OutputFormat, source: SettingsSource) -> None:
     """Load the engine's code, then listen; the engine starts while the server already answers /health."""
     started = time.perf_counter()
     from proxy.app import serve as serve_http
@@ -116,7 +119,7 @@ def _run(settings: Settings, output_format: OutputFormat) -> None:
         show("ready", {"url": url, "model": engine.card.model_id, "ready_s": ready_s}, output_format)
 
     try:
-        asyncio.run(serve_http(settings, engine, on_listening=listening, on_ready=announce))
+        asyncio.run(serve_http(settings, engine, on_listening=listening, on_ready=announce, source=source))
     except OSError as exc:
         # asyncio's text has the address, which may be the admin port's.
         raise EngineError(f"cannot serve: {exc.strerror or exc}; `kvshare doctor` says more") from exc

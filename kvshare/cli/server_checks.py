@@ -18,7 +18,7 @@ from kvshare import __version__
 from kvshare.addresses import SERVER_NAME
 from kvshare.cli.checks import Check, first_line, found
 from kvshare.cli.client import AdminClient, AnswerError, JsonClient
-from kvshare.cli.costs import in_words
+from kvshare.cli.costs import disk_break_even, in_words
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongServerError
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.grammar_pool.vllm_formats import has_xgrammar
@@ -187,7 +187,8 @@ def check_costs(url: str, key: str | None) -> list[Check]:
     Nothing is measured here: it depends on the machine under the load that it has.
     """
     try:
-        said = in_words(AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats().get("costs"))
+        costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats().get("costs")
+        said = in_words(costs)
     except UnreachableError as exc:
         return [found("break-even.unknown", problem=f"none answers at {url} ({exc.problem})")]
     except KVShareError as exc:
@@ -200,4 +201,15 @@ def check_costs(url: str, key: str | None) -> list[Check]:
         return [found("costs.assumed", origin=said.origin, rates=said.rates, url=url), unmeasured]
     measured = found("costs.measured", origin=said.origin, rates=said.rates, url=url)
     pays = found("break-even.known" if said.ever_pays else "break-even.never", said=said.break_even, url=url)
-    return [measured, pays]
+    return [measured, pays, *_check_disk_rate(costs, url)]
+
+
+def _check_disk_rate(costs: object, url: str) -> list[Check]:
+    """Whether KV on disk pays, by what was measured; nothing for a server without a disk tier."""
+    try:
+        num_tokens = disk_break_even(costs)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return []
+    if num_tokens is None:
+        return [found("disk.slow", url=url)]
+    return [found("disk.pays", num_tokens=num_tokens, url=url)]

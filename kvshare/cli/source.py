@@ -1,6 +1,7 @@
 """Where the commands about a store get their documents from."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 Api = Literal["chat", "completions", "responses", "messages"]
@@ -9,23 +10,43 @@ TreeOrder = Literal["bytes", "hits", "age", "tokens"]  # the heaviest, the busie
 Document = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which prompts a command is for: exactly one of these."""
+
+    node: int | None = None
+    namespace: str | None = None
+    tenant: str | None = None
+    everything: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `kvshare.admin` has them."""
+        named = {"node": self.node, "namespace": self.namespace, "tenant": self.tenant}
+        return {**named, "all": True} if self.everything else named
+
+
 class Source(Protocol):
     """A running server, or the metadata of a stopped one. An argument of None is the same as absent."""
 
-    def stats(self, *, namespace: str | None) -> Document: ...
+    def stats(self, *, namespace: str | None, tenant: str | None) -> Document: ...
 
-    def tree(self, *, root: int | None, namespace: str | None, depth: int, sort: TreeOrder) -> Document: ...
+    def tiers(self) -> Document: ...
+
+    def tree(
+        self, *, root: int | None, namespace: str | None, tenant: str | None, depth: int, sort: TreeOrder
+    ) -> Document: ...
 
     def node(self, node_id: int) -> Document: ...
 
     def diff(self, a: int, b: int, *, min_run: int) -> Document: ...
 
-    def evict(
-        self, *, node: int | None, namespace: str | None, everything: bool, dry_run: bool
+    def evict(self, which: Chosen, *, older_than_s: int | None, dry_run: bool) -> Document: ...
+
+    def pin(self, which: Chosen) -> Document: ...
+
+    def unpin(self, which: Chosen) -> Document: ...
+
+    def explain(
+        self, request: Mapping[str, Any], *, api: Api, tenant: str | None, key: str | None
     ) -> Document: ...
-
-    def pin(self, *, node: int | None, namespace: str | None) -> Document: ...
-
-    def unpin(self, *, node: int | None, namespace: str | None, everything: bool) -> Document: ...
-
-    def explain(self, request: Mapping[str, Any], *, api: Api) -> Document: ...

@@ -1,14 +1,16 @@
 """
-`kvshare stats`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running server, or of the metadata of
-a stopped one. Both answer alike: a `Source` is either.
+`kvshare stats`, `tiers`, `tree`, `node`, `diff`, `explain`, `evict`, `pin`: of a running server, or of the
+metadata of a stopped one. Both answer alike: a `Source` is either.
 """
+
+from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,14 +21,19 @@ from kvshare.cli.options import (
     NamespaceDigest,
     OutputFormat,
     Store,
+    TenantName,
     Url,
     argument,
     checked_url,
     option,
+    seconds,
 )
 from kvshare.cli.output import note, show
-from kvshare.cli.source import Api, Document, Source, TreeOrder
+from kvshare.cli.source import Api, Chosen, Document, Source, TreeOrder
 from kvshare.errors import StoreError
+
+if TYPE_CHECKING:
+    from kvshare.cli.stopped_store import StoppedStore
 
 
 def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Callable[..., None]:
@@ -60,9 +67,15 @@ def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Call
 
 
 @with_source
-def stats(origin: Source, namespace: NamespaceDigest = None) -> Document:
-    """How much is stored, in all and per namespace."""
-    return origin.stats(namespace=namespace)
+def stats(origin: Source, namespace: NamespaceDigest = None, tenant: TenantName = None) -> Document:
+    """How much is stored, in all, per tenant and per namespace."""
+    return origin.stats(namespace=namespace, tenant=tenant)
+
+
+@with_source
+def tiers(origin: Source) -> Document:
+    """What memory and disk hold of KV, and how often plans found it there."""
+    return origin.tiers()
 
 
 @with_source
@@ -72,9 +85,10 @@ def tree(
     depth: Annotated[int, option("tree", "--depth", min=1)] = 4,
     sort: Annotated[TreeOrder, option("tree", "--sort")] = "bytes",
     namespace: NamespaceDigest = None,
+    tenant: TenantName = None,
 ) -> Document:
     """Stored prompts, each below the one that it was edited from, and the KV that they hold."""
-    return origin.tree(root=root, depth=depth, sort=sort, namespace=namespace)
+    return origin.tree(root=root, depth=depth, sort=sort, namespace=namespace, tenant=tenant)
 
 
 @with_source
@@ -99,17 +113,21 @@ def evict(
     origin: Source,
     node_id: Annotated[int | None, argument("evict", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
+    tenant: TenantName = None,
     everything: Annotated[bool, option("evict", "--all")] = False,
+    older_than: Annotated[str | None, option("evict", "--older-than")] = None,
     yes: Annotated[bool, option("evict", "--yes", "-y")] = False,
     dry_run: Annotated[bool, option("evict", "--dry-run", "-n")] = False,
 ) -> Document | tuple[Document, str]:
     """Evict stored prompts, and free KV that no other prompt uses. More than one needs --yes."""
-    if (node_id is not None) + (namespace is not None) + everything != 1:
-        raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
+    which = _chosen(node_id, namespace, tenant, everything)
     if yes and dry_run:
         raise typer.BadParameter("expected either --yes or --dry-run")
+    if older_than is not None and node_id is not None:
+        raise typer.BadParameter("expected no --older-than with ID")
     only_show = dry_run or (node_id is None and not yes)
-    document = origin.evict(node=node_id, namespace=namespace, everything=everything, dry_run=only_show)
+    age_s = None if older_than is None else seconds(older_than, "--older-than")
+    document = origin.evict(which, older_than_s=age_s, dry_run=only_show)
     if not only_show:
         return document
     return document, "dry run: nothing was evicted" + ("" if dry_run else "; add --yes to do it")
@@ -120,11 +138,10 @@ def pin(
     origin: Source,
     node_id: Annotated[int | None, argument("pin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
+    tenant: TenantName = None,
 ) -> Document:
-    """Protect stored prompts from eviction: one, or all that a namespace has now. At most half of the KV."""
-    if (node_id is None) == (namespace is None):
-        raise typer.BadParameter("expected exactly one of ID and --namespace")
-    return origin.pin(node=node_id, namespace=namespace)
+    """Protect prompts from eviction: one, or all that a namespace or tenant has. At most half of the KV."""
+    return origin.pin(_chosen(node_id, namespace, tenant))
 
 
 @with_source
@@ -132,12 +149,11 @@ def unpin(
     origin: Source,
     node_id: Annotated[int | None, argument("unpin", "node_id", metavar="[ID]")] = None,
     namespace: NamespaceDigest = None,
+    tenant: TenantName = None,
     everything: Annotated[bool, option("unpin", "--all")] = False,
 ) -> Document:
     """Allow the eviction of pinned prompts again. Nothing is evicted now."""
-    if (node_id is not None) + (namespace is not None) + everything != 1:
-        raise typer.BadParameter("expected exactly one of ID, --namespace and --all")
-    return origin.unpin(node=node_id, namespace=namespace, everything=everything)
+    return origin.unpin(_chosen(node_id, namespace, tenant, everything))
 
 
 @with_source
@@ -148,6 +164,8 @@ def explain(
         typer.FileText | None, option("explain", "--file", "-f", metavar="<path>", encoding="utf-8")
     ] = None,
     api: Annotated[Api, option("explain", "--api")] = "chat",
+    tenant: Annotated[str | None, option("explain", "--tenant")] = None,
+    of_key: Annotated[str | None, option("explain", "--of-key")] = None,
 ) -> Document:
     """Show the plan that a prompt would get: its donors, why others were not used, what is computed."""
     if (prompt is None) == (file is None):
@@ -156,7 +174,18 @@ def explain(
     if file is None and api != "chat":
         raise typer.BadParameter("expected --file with a request of this API", param_hint="--api")
     request = one_turn if file is None else _read_request(file, is_chat=api == "chat")
-    return origin.explain(request, api=api)
+    return origin.explain(request, api=api, tenant=tenant, key=of_key)
+
+
+def _chosen(
+    node_id: int | None, namespace: str | None, tenant: str | None, everything: bool | None = None
+) -> Chosen:
+    """What the options name; `everything`: --all, of a command that has it. Raises a usage error."""
+    given = (node_id is not None, namespace is not None, tenant is not None, bool(everything))
+    if sum(given) != 1:
+        options = ["ID", "--namespace", "--tenant"] + ["--all"] * (everything is not None)
+        raise typer.BadParameter(f"expected exactly one of {', '.join(options[:-1])} and {options[-1]}")
+    return Chosen(node_id, namespace, tenant, bool(everything))
 
 
 def _read_request(file: typer.FileText, *, is_chat: bool) -> dict[str, Any]:
@@ -186,11 +215,15 @@ def source(*, url: str | None, key: str | None, store: Path | None, config: Path
         from kvshare.cli.client import AdminClient
 
         return AdminClient(checked_url(url, "--url"), key=key or os.environ.get("KVSHARE_ADMIN_KEY"))
+    return stopped_store(store, config)
+
+
+def stopped_store(store: Path | None, config: Path | None) -> StoppedStore:
+    """The store at --store or in the settings. Raises StoreError if the settings have none."""
+    from kvshare.cli.stopped_store import StoppedStore
     from kvshare.settings import load_settings
 
     path = store or load_settings(config).store.path
     if path is None:
         raise StoreError("store.path is null: the server has its store in memory; ask it with --url")
-    from kvshare.cli.stopped_store import StoppedStore
-
     return StoppedStore(Path(path), config)

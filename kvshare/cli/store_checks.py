@@ -54,6 +54,22 @@ def check_store(settings: Settings) -> Check:
     return found("store.whole", path=path, num_nodes=num_nodes, free=megabytes(free))
 
 
+def check_disk(settings: Settings) -> Check:
+    """The disk has room for KV."""
+    from kvshare.tiers.inspection import StoredFiles
+    from vector_index import DiskSpace, megabytes
+
+    store = settings.store
+    if store.path is None or not store.max_disk_bytes or settings.engine.kind == "vllm":
+        return found("disk.off")
+    free, floor = DiskSpace(Path(store.path), 0).free_bytes(), store.disk_keep_free_bytes
+    if free < floor:
+        return found("disk.nearly full", free=megabytes(free), floor=megabytes(floor))
+    sizes = StoredFiles(Path(store.path)).sizes()
+    used, limit = megabytes(sum(sizes.values())), megabytes(store.max_disk_bytes)
+    return found("disk.found", num_objects=len(sizes), used=used, limit=limit, free=megabytes(free))
+
+
 def check_index(settings: Settings) -> Check:
     """The index's backend answers."""
     if settings.index.backend == "server":

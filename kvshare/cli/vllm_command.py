@@ -1,13 +1,11 @@
 """
 `kvshare vllm`: stock `vllm serve`, started with the settings of KVShare's connector. Imports no vLLM.
 
-A launcher: this process becomes vLLM, so that signals and exit status are vLLM's. The four options of this
+A launcher: this process becomes vLLM, so that signals and exit status are vLLM's. The options of this
 command are taken out wherever they stand; everything else is vLLM's, passed on untouched and in order.
 """
 
-import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvshare.cli.connector_options import connector_options, disk_settings, parse_bytes, parse_connector
 from kvshare.cli.options import argument, option
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
@@ -39,15 +38,6 @@ _SHORT = {
 _SPREAD = [_SHORT[f"-dp{letter}"] for letter in "nrlhem"]  # ranks behind several APIs or on several machines
 
 
-def parse_bytes(text: object) -> int:
-    """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b?)", str(text).strip().lower())
-    if match is None or ("." in match[1] and match[2] is None):
-        raise typer.BadParameter(f"expected a size such as 4GiB, 500MB or 1073741824, got {str(text)!r}")
-    power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-
-
 def vllm(
     context: typer.Context,
     arguments: Annotated[list[str], argument("vllm", "arguments", metavar="MODEL")],
@@ -56,6 +46,13 @@ def vllm(
     kv_bytes: Annotated[
         int, option("vllm", "--kv-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
     ] = 4 * 1024**3,
+    disk: Annotated[Path | None, option("vllm", "--disk", metavar="PATH", show_default=False)] = None,
+    disk_bytes: Annotated[
+        int | None, option("vllm", "--disk-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
+    ] = None,
+    beside: Annotated[
+        dict[str, Any] | None, option("vllm", "--beside", parser=parse_connector, metavar="JSON")
+    ] = None,
     print_command: Annotated[bool, option("vllm", "--print-command")] = False,
 ) -> None:
     """
@@ -71,7 +68,14 @@ def vllm(
     given = given_options(arguments)
     port = control_port if control_port is not None else _next_port(given.get("port", _VLLM_PORT))
     ranks = _num_ranks(given, port)
-    settings = connector_options(host=control_host, port=port, max_bytes=kv_bytes // ranks, ranks=ranks)
+    settings = connector_options(
+        host=control_host,
+        port=port,
+        max_bytes=kv_bytes // ranks,
+        ranks=ranks,
+        disk=disk_settings(disk, disk_bytes, kv_bytes=kv_bytes, ranks=ranks),
+        beside=beside,
+    )
     _check_options(given, settings, control_host)
     _check_version()
     if not any(name.endswith(_RENDERS.removeprefix("--")) for name in given):
@@ -85,6 +89,17 @@ def vllm(
     if print_command:
         typer.echo(shlex.join(command))
         return
+    _note_ports(control_host, port, ranks)
+    _check_ports(given, control_host, range(port, port + ranks))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(command[0], command)
+    except OSError as exc:
+        raise EngineError(f"{command[0]} cannot be run: {exc.strerror or exc}") from exc
+
+
+def _note_ports(control_host: str, port: int, ranks: int) -> None:
     host = f"[{control_host}]" if ":" in control_host else control_host
     note(f"the connector will answer on http://{host}:{port}")
     if ranks > 1:
@@ -93,13 +108,6 @@ def vllm(
             f"proxy with: kvshare serve --vllm-data-parallel-size {ranks}, or data_parallel_size: {ranks} in "
             "vllm.replicas"
         )
-    _check_ports(given, control_host, range(port, port + ranks))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execv(command[0], command)
-    except OSError as exc:
-        raise EngineError(f"{command[0]} cannot be run: {exc.strerror or exc}") from exc
 
 
 def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
@@ -117,29 +125,8 @@ def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
         config = AutoConfig.from_pretrained(str(model), revision=given.get("revision"))
     except Exception:  # noqa: BLE001  vLLM will say what is wrong with it
         return False
-    # A multimodal model has its layer types in a part of the configuration; nothing is shared with it anyway.
-    return set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
-
-
-def connector_options(*, host: str, port: int, max_bytes: int, ranks: int = 1) -> list[str]:
-    """
-    The options of `vllm serve` that put KVShare's connector to work.
-
-    `ranks`: data-parallel ones. Each has `max_bytes`, and rank r has the control port `port + r`.
-    """
-    from kvshare.vllm_protocol.messages import WORKER_CLASS
-
-    own: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes}
-    if ranks > 1:
-        own["data_parallel_size"] = ranks
-    transfer = {
-        "kv_connector": "KVShareConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",  # if KV is gone by then, the request does not fail
-        "kv_connector_extra_config": {"kvshare": own},
-    }
-    text = json.dumps(transfer, separators=(",", ":"))
-    return ["--kv-transfer-config", text, "--worker-cls", WORKER_CLASS, "--enable-prompt-tokens-details"]
+    own = config.get_text_config()  # a multimodal model has its layer types there
+    return set(getattr(own, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
 
 
 def given_options(arguments: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -47,7 +48,12 @@ def tool_format(chat_template: ChatTemplate) -> ToolFormat:
 
 def takes_tools(chat_template: ChatTemplate) -> bool:
     """Whether the template puts `tools` into the prompt."""
-    text = _for_tools(chat_template)
+    return _reads_tools(_for_tools(chat_template))
+
+
+@lru_cache(maxsize=16)
+def _reads_tools(text: str) -> bool:
+    """Parsing takes milliseconds, and each request asks."""
     try:
         return "tools" in meta.find_undeclared_variables(_PARSER.parse(text))
     except TemplateSyntaxError:  # statements that only transformers knows, such as `{% generation %}`

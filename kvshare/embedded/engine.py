@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -65,10 +65,16 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         return ModelCard(self._running.model.name, self._created, self._running.model.max_model_len)
 
     async def start(self) -> None:
-        self._running = await self._opened.enter_async_context(open_server(self._settings, self._load))
+        self._running = await self._opened.enter_async_context(
+            open_server(self._settings, self._load, self.tenants)
+        )
+
+    def reconfigure(self, settings: Settings) -> None:
+        self._admission.max_waiting = settings.engine.max_waiting
 
     async def settle(self) -> None:
-        """For benchmarks and tests: wait until all computed KV is stored and indexed."""
+        """For benchmarks and tests: wait until all computed KV, and that of earlier runs, is indexed."""
+        await self.server.restoring.settle()
         await self.server.runtime.settle()
 
     @property
@@ -108,7 +114,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         decoding = self._decoding(request)
         with self._treated(request) as treatment:
             # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
-            async with self._constraint(request) as constraint, self._admission.slot():
+            async with self._constraint(request) as constraint, self._admission.slot(request.tenant):
                 await self._answer(request, replace(decoding, constraint=constraint), treatment, emit)
 
     def _treated(self, request: GenerationRequest) -> AbstractContextManager[Treatment]:
@@ -196,18 +202,23 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             return Lookup(NoPlan(treatment.refusal))
         is_short = prompt.num_tokens < runtime.sharing.shortest_that_pays
         if is_short or not runtime.sharing.may_share(prompt, request.mode):
-            return await runtime.sharing.find_plan(namespace, prompt, request.mode)
+            return await self._found(request)
         await runtime.background.caught_up(namespace, timeout_s=_SETTLE_S)
         waited = await self._arrivals.waited(
             [namespace],
             prompt.token_ids,
             request.mode,
-            lambda: runtime.sharing.find_plan(namespace, prompt, request.mode),
+            lambda: self._found(request),
             num_reused=lambda lookup: lookup.report(prompt.num_tokens).num_cached,
         )
         lookup = waited.result.after_waiting(waited.seconds)
         runtime.sharing.note_use(lookup)
         return lookup
+
+    def _found(self, request: GenerationRequest) -> Awaitable[Lookup]:
+        return self.sharing.find_plan(
+            request.namespace.digest, request.prompt, request.mode, max_deviation=request.max_deviation
+        )
 
     async def _compute(
         self, task: Task, emit: Callable[[Event], None], started: Started, retention: Retention
@@ -244,9 +255,8 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
-        prompt, mode = request.prompt, request.mode
-        lookup = await self.sharing.find_plan(request.namespace.digest, prompt, mode)
-        return await self.server.off_loop(explain_lookup, self.sharing, prompt, lookup, mode)
+        lookup = await self._found(request)
+        return await self.server.off_loop(explain_lookup, self.sharing, request.prompt, lookup, request.mode)
 
 
 def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:

@@ -13,7 +13,7 @@ from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.listening import Listener
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
-from kvshare.sharing.selection import RepairChoice, choose
+from kvshare.sharing.selection import RepairChoice, choose, num_listening_layers
 
 Compute = Callable[[PartialPass, TokenIds], torch.Tensor]
 """Computes the KV of a pass's positions in place. Returns the logits after its last one, (V,) float32."""
@@ -74,7 +74,7 @@ class _ProbePass:
         self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # memory of their own
         self.listener = Listener(
             plan.listeners,
-            num_layers=kv.layout.num_layers,
+            num_layers=num_listening_layers(kv.layout.num_layers),
             num_slots=plan.num_tokens,
             device=kv.layout.device,
         )
@@ -92,7 +92,8 @@ class _ProbePass:
         )
 
     def _changed(self) -> NDArray[np.float32]:
-        """(L, P): how far the computed values of the probes are from the copied ones."""
-        difference = self._kv.v[:, self._places].float() - self._copied_v.float()
+        """(L, P) of the first layers: how far the probes' computed values are from the copied ones."""
+        first = slice(num_listening_layers(self._kv.layout.num_layers))
+        difference = self._kv.v[first, self._places].float() - self._copied_v[first].float()
         changed: NDArray[np.float32] = difference.flatten(2).norm(dim=2).cpu().numpy()
         return changed

@@ -8,6 +8,7 @@ from delta_tree import Node
 from kvshare.embedded.scheduler import Task
 from kvshare.embedded.server import EmbeddedServer
 from kvshare.engine import GenerationRequest
+from kvshare.namespace import Owner
 from kvshare.requests import StoredPrompt
 from kvshare.sharing.arrivals import Arrivals
 
@@ -62,6 +63,7 @@ class Retention:
                 await self._prompt_stored.wait()
             if not self._is_wanted or task.error is not None or not task.prefilled:
                 return
+            self._note_owner()
             node, found = await runtime.write(self._complete, task)
             self.stored.node = None if found is None else int(found.node_id)
             if node is None:
@@ -75,9 +77,16 @@ class Retention:
             self.give_up()
             runtime.keeper.release(task.plan)
 
+    def _note_owner(self) -> None:
+        """Whose the namespace is may be forgotten since the request came."""
+        namespace = self._request.namespace
+        owner = Owner(namespace.tenant, namespace.scope, namespace.salt)
+        self._server.runtime.keeper.tenants.note(namespace.digest, owner)
+
     async def _store_prompt(self, task: Task) -> None:
         runtime = self._server.runtime
         try:
+            self._note_owner()
             self._node = await runtime.write(runtime.keeper.store_prompt, task.computed_prompt)
             if self._node is None:
                 await runtime.sharing.indexing.forget_evicted()

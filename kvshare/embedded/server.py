@@ -19,24 +19,24 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from delta_tree import DeltaTree, token_ids
+from delta_tree import token_ids
+from kvshare.background import Background
 from kvshare.embedded.decoder import DecoderModel, load_network
 from kvshare.embedded.grammar import Grammars
 from kvshare.embedded.loading import context_share, served
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.scheduler import Scheduler
 from kvshare.embedded.start_measurement import fingerprint_of, measure
+from kvshare.embedded.stored_kv import StoredKV
 from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
-from kvshare.kv.tier import MemoryTier
-from kvshare.metadata import check_not_in_use, open_emptied_tree
+from kvshare.metadata import check_not_in_use
 from kvshare.namespace import joined
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import find_model
@@ -46,6 +46,8 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.memory_keeper import MemoryKeeper
 from kvshare.sharing.plan import NoPlan
+from kvshare.sharing.rates import DISK, MEMORY
+from kvshare.tenants import Tenants
 
 _T = TypeVar("_T")
 _WARM_UP_TOKENS = 16
@@ -63,6 +65,7 @@ class EmbeddedServer:
     encoder: PromptEncoder
     namespace_fields: Mapping[str, str]  # the fields that all namespaces of this model have in common
     runtime: Runtime[MemoryKeeper[SegmentKV]]
+    restoring: Background  # indexes what an earlier process has stored
     grammars: Grammars
     scheduler: Scheduler
 
@@ -84,7 +87,7 @@ class EmbeddedServer:
 
 
 @asynccontextmanager
-async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedServer]:
+async def open_server(settings: Settings, load: Load, tenants: Tenants) -> AsyncIterator[EmbeddedServer]:
     """
     Open the parts in order, and close them in reverse, also when opening a later one fails.
 
@@ -100,7 +103,10 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
         model, encoder = await loop.run_in_executor(executor, load, settings, stopping)
         encoder.limit_to(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
         fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
-        runtime = await opened.enter_async_context(_runtime(settings, model, fields))
+        runtime = await opened.enter_async_context(_runtime(settings, model, fields, tenants))
+        restoring = Background()
+        opened.push_async_callback(restoring.cancel)
+        restoring.spawn(runtime.index_stored())
         grammars = Grammars(
             encoder.backend,
             vocab_size=model.vocab_size,
@@ -115,7 +121,7 @@ async def open_server(settings: Settings, load: Load) -> AsyncIterator[EmbeddedS
         if isinstance(model, EmbeddedModel):
             await loop.run_in_executor(executor, _know_costs, settings, model, runtime, stopping.is_set)
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
-        yield EmbeddedServer(executor, model, encoder, fields, runtime, grammars, scheduler)
+        yield EmbeddedServer(executor, model, encoder, fields, runtime, restoring, grammars, scheduler)
 
 
 def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
@@ -147,9 +153,9 @@ def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[s
 
 
 def _runtime(
-    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
+    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str], tenants: Tenants
 ) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
-    """The runtime with an empty store: the KV of stored prompts was lost with the last process."""
+    """The runtime, with the prompts whose KV is on disk."""
     identity = joined(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
     limits = PlannerLimits.from_settings(
@@ -162,20 +168,26 @@ def _runtime(
     if model.can_share:
         log_calibration(limits.calibration, model.fingerprint)
 
-    def new_keeper(tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
-        tier = MemoryTier(settings.store.kv_bytes)
-        return MemoryKeeper(tree, tier, min_tokens=settings.sharing.min_prompt_tokens)
-
+    parts = [*fields.values(), limits.calibration.digest]
+    stored = StoredKV(
+        settings.store,
+        model.layout if model.can_share else None,
+        min_tokens=settings.sharing.min_prompt_tokens,
+        identity=identity,
+        parts=parts,
+    )
     return open_runtime(
         settings,
-        open_tree=partial(open_emptied_tree, settings.store.path, identity=identity),
-        new_keeper=new_keeper,
+        open_tree=stored.open_tree,
+        new_keeper=stored.new_keeper,
         limits=limits,
         cost=CostModel.from_settings(
             settings.cost,
             bytes_per_token=model.layout.bytes_per_token,
             context_share=context_share(model) if isinstance(model, EmbeddedModel) else 0.0,
+            places=(MEMORY, DISK) if stored.uses_disk else (MEMORY,),
         ),
+        tenants=tenants,
     )
 
 

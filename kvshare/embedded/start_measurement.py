@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import kvshare
-from delta_tree import Copy, NodeId, SegmentId, Span, token_ids
+from delta_tree import Copy, NodeId, Segment, SegmentId, Span, token_ids
 from kvshare import machine
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.sequence import SequenceKV
@@ -94,7 +94,8 @@ def _measure_prefills(
 def _measure_reuse(model: EmbeddedModel, cost: CostModel, kv: SequenceKV, *, is_quick: bool) -> None:
     """Load what was computed, once and as often as a long context has room; then continue that context."""
     tier, segment = MemoryTier(0), kv.cut(Span(0, kv.capacity))
-    tier.put(_SEGMENT, segment, segment.checksum())
+    described = Segment(_SEGMENT, "", 0, kv.capacity, 0, segment.num_bytes, segment.checksum())
+    tier.put(described, segment)
     segments = tier.fetch([_SEGMENT]).segments
     context = min(model.max_model_len, _CONTEXT_TOKENS, _CONTEXT_BYTES // model.layout.bytes_per_token)
     long = model.new_sequence(max(context, kv.capacity))

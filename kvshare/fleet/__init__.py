@@ -15,6 +15,7 @@ Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connecto
     in_flight.py       requests whose replica has not reported yet
     replica_keeper.py  stores and evicts prompts whose KV is in the replicas
     remote_tier.py     which replica holds which segment
+    known_disks.py     which replicas have a disk, over restarts
     format_guard.py    refuses formats that would end a vLLM
 
 Its sister is `kvshare.embedded`: both run on `kvshare.runtime`, and neither knows the other.

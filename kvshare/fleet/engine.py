@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -24,6 +25,7 @@ from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.format_guard import FormatGuard
 from kvshare.fleet.in_flight import InFlight
+from kvshare.fleet.known_disks import KnownDisks
 from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.rendering import Renderer
@@ -41,7 +43,9 @@ from kvshare.sharing.arrivals import Arrivals
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.rates import BLOCKS, MEMORY
 from kvshare.status import EngineStatus, ModelCard, ReplicaStatus
+from kvshare.tenants import Tenants
 from kvshare.vllm_protocol.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
@@ -62,6 +66,7 @@ class FleetServer:
     watchers: Sequence[Watcher]
     measurement: StartMeasurement
     formats: FormatGuard
+    disks: KnownDisks
 
 
 class VllmEngine(ServedEngine[FleetServer]):
@@ -90,7 +95,9 @@ class VllmEngine(ServedEngine[FleetServer]):
         return ModelCard(name, self._created, models.max_model_len)
 
     async def start(self) -> None:
-        server = await self._opened.enter_async_context(_open_server(self._settings, self.fleet))
+        server = await self._opened.enter_async_context(
+            _open_server(self._settings, self.fleet, self.tenants)
+        )
         self._running = server
         answers = [event for entry in server.watchers for event in (entry.asked_vllm, entry.asked_connector)]
         await _all_within(_FIRST_ANSWERS_S, answers)
@@ -130,15 +137,28 @@ class VllmEngine(ServedEngine[FleetServer]):
             ready=bool(serving),
             detail=f"{len(serving)} of {len(replicas)} replicas serve, {len(sharing)} share",
             num_running=sum(replica.num_inflight for replica in replicas),
-            kv_budget_bytes=sum(replica.info.max_bytes for replica in replicas if replica.info is not None),
+            kv_budget_bytes=sum(each.info.most_bytes for each in replicas if each.info is not None),
             num_pending_tickets=len(self._running.in_flight),
             replicas=tuple(_status(replica, runtime.keeper.tier) for replica in replicas),
         )
 
     async def _evict_unclaimed(self, server: FleetServer) -> None:
-        """Wait for all replicas, at most `lost_after_s`; then evict prompts whose KV no replica holds."""
-        connections = [watcher.was_connected for watcher in server.watchers]
-        await _all_within(self._settings.vllm.lost_after_s, connections)
+        """
+        Wait for all replicas, at most `lost_after_s`, but for those that had a disk as long as it takes; then
+        evict prompts whose KV no replica holds.
+        """
+        connections = {watcher.name: watcher.was_connected for watcher in server.watchers}
+        await _all_within(self._settings.vllm.lost_after_s, [*connections.values()])
+        silent = [
+            name for name in sorted(server.disks.names & connections.keys()) if not connections[name].is_set()
+        ]
+        if silent:
+            log.warning(
+                "waiting for replica %s, which had KV on a disk: until it answers, prompts whose KV no "
+                "replica holds stay. Start that vLLM, or remove it from vllm.replicas",
+                ", ".join(silent),
+            )
+        await _all_within(math.inf, [connections[name] for name in silent])
         await server.runtime.evict(server.runtime.keeper.evict_unclaimed)
 
 
@@ -168,19 +188,20 @@ def _refuse_own_address(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetServer]:
+async def _open_server(settings: Settings, fleet: Fleet, tenants: Tenants) -> AsyncIterator[FleetServer]:
     """Open the parts in order. They are closed in reverse order, also if a later part fails to open."""
 
     chosen = settings.vllm
     async with AsyncExitStack() as opened:
-        runtime = await opened.enter_async_context(_runtime(settings, fleet))
+        runtime = await opened.enter_async_context(_runtime(settings, fleet, tenants))
         for replica in fleet.replicas:
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
         router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen)
         measurement = StartMeasurement(runtime, fleet, is_on=settings.cost.measure_at_start)
-        reconciler = Reconciler(runtime, fleet, in_flight, measurement)
+        disks = await asyncio.to_thread(KnownDisks, settings.store.path)
+        reconciler = Reconciler(runtime, fleet, in_flight, measurement, disks)
         opened.push_async_callback(reconciler.close)
         watchers = [Watcher(replica, fleet, reconciler, chosen) for replica in fleet.replicas]
         watching = Background()
@@ -192,11 +213,13 @@ async def _open_server(settings: Settings, fleet: Fleet) -> AsyncIterator[FleetS
         formats = FormatGuard(fleet)
         opened.callback(formats.close)
         yield FleetServer(
-            runtime, in_flight, Renderer(fleet), router, reconciler, watchers, measurement, formats
+            runtime, in_flight, Renderer(fleet), router, reconciler, watchers, measurement, formats, disks
         )
 
 
-def _runtime(settings: Settings, fleet: Fleet) -> AbstractAsyncContextManager[Runtime[ReplicaKeeper]]:
+def _runtime(
+    settings: Settings, fleet: Fleet, tenants: Tenants
+) -> AbstractAsyncContextManager[Runtime[ReplicaKeeper]]:
     def new_tree() -> tuple[DeltaTree, Forgotten]:
         """The prompts of the last run. Their namespaces contain model and replica."""
         loss = "KV of earlier prompts in the replicas is dropped, and such prompts are computed again"
@@ -213,14 +236,17 @@ def _runtime(settings: Settings, fleet: Fleet) -> AbstractAsyncContextManager[Ru
         # The model is known once a replica is connected.
         limits=PlannerLimits.from_settings(settings, can_probe=True),
         # An approximate plan has a pass of the connector before that of vLLM.
-        cost=CostModel.from_settings(settings.cost, bytes_per_token=0, num_extra_passes=1),
+        cost=CostModel.from_settings(
+            settings.cost, bytes_per_token=0, num_extra_passes=1, places=(MEMORY, BLOCKS)
+        ),
+        tenants=tenants,
     )
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:
     """Wait for all events, at most `timeout_s`."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
             for event in events:
                 await event.wait()
 

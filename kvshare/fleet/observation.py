@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvshare.fleet.routed_request import RequestProgress, Routed
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.plan import Plan
-from kvshare.sharing.rates import PrefillWork
+from kvshare.sharing.rates import BLOCKS, DISK, MEMORY, PrefillWork
 from kvshare.vllm_protocol.messages import FinishedReport, Ticket, WireCopy
 
 
@@ -17,9 +17,11 @@ def observe(cost: CostModel, routed: Routed, progress: RequestProgress, finished
         return
     # Of an answer that is not streamed only the connector knows when its first token came.
     prefill_s = finished.first_token_s if progress.prefill_s is None else progress.prefill_s
+    plan, is_full = routed.plan, finished.decision == "full"
+    if finished.reason is None:
+        _observe_wait(cost, routed, progress, load_s or 0.0)
     if not progress.was_alone:  # it was computed together with other requests, or waited for them
         prefill_s = None
-    plan, is_full = routed.plan, finished.decision == "full"
     if prefill_s is not None and is_full:
         cost.observe_prefill(routed.ticket.num_tokens, prefill_s)
     if not isinstance(plan, Plan) or is_full or finished.reason is not None:
@@ -32,16 +34,40 @@ def observe(cost: CostModel, routed: Routed, progress: RequestProgress, finished
         cost.observe(_pass(plan), finished.stage_seconds["pass"])
 
 
+def _observe_wait(cost: CostModel, routed: Routed, progress: RequestProgress, load_s: float) -> None:
+    """Of a streamed answer that was carried out as planned, alone or not."""
+    if progress.prefill_s is None or progress.queue_s is None or routed.ticket is None:
+        return
+    plan = routed.plan
+    own_s = plan.estimate.compute_s if isinstance(plan, Plan) else cost.rates.full_s(routed.ticket.num_tokens)
+    wait_s = progress.prefill_s - own_s - load_s
+    cost.observe_wait(shared=isinstance(plan, Plan), queue_s=progress.queue_s, seconds=wait_s)
+
+
 def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> float | None:
-    """Returns: the seconds that loading took, if it was measured"""
-    stages = finished.stage_seconds
+    """
+    Returns:  the seconds that loading took, from all places, if it was measured: without those that passed
+    beside the computing of placeholders
+    """
+    stages, num_bytes = finished.stage_seconds, cost.rates.bytes_per_token
     if "write" not in stages:
         return None
-    seconds = stages["write"] + stages.get("verify", 0.0)
+    seconds = {
+        MEMORY: stages["write"] + stages.get("verify", 0.0),
+        BLOCKS: stages.get("blocks", 0.0),
+        DISK: stages.get("disk", 0.0),
+    }
+    if finished.disk_bytes and seconds[DISK]:
+        cost.know_disk()
+        cost.observe_load(finished.disk_bytes, seconds[DISK], place=DISK)
     used = [ticket.copies[index] for index in finished.used if index < len(ticket.copies)]
-    num_loaded = sum(_num_loaded(copy, finished.num_local) for copy in used)
-    cost.observe_load(num_loaded * cost.rates.bytes_per_token, seconds)
-    return seconds
+    if used:
+        num_loaded = sum(_num_loaded(copy, finished.num_local) for copy in used)
+        in_blocks = min(num_loaded, finished.num_from_blocks)
+        cost.observe_load((num_loaded - in_blocks) * num_bytes, seconds[MEMORY])
+        if in_blocks:
+            cost.observe_load(in_blocks * num_bytes, seconds[BLOCKS], place=BLOCKS)
+    return max(0.0, sum(seconds.values()) - stages.get("hidden", 0.0))
 
 
 def _num_loaded(copy: WireCopy, num_local: int) -> int:

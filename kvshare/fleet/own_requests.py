@@ -71,7 +71,10 @@ class OwnRequests:
             raise UpstreamError(f"replica {replica.name} does not serve any more")
         namespace = replica.namespace(self._owner).digest
         ticket = ticket_for(plan, tokens, ticket_id=uuid.uuid4().hex, namespace=namespace, store=store)
-        incoming = Incoming(self._owner, Prompt(tokens, PromptText("", "")), SharingMode.APPROX, store)
+        ticket = replace(ticket, from_memory=True)
+        incoming = Incoming(
+            self._owner, Prompt(tokens, PromptText("", "")), SharingMode.APPROX, may_store=store
+        )
         request = RoutedRequest(incoming, Routed(plan, ticket))
         body = {
             "model": replica.models.names[0],

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from delta_tree import Node, SegmentId
 from kvshare.background import Background
 from kvshare.errors import UpstreamError
 from kvshare.fleet.in_flight import InFlight
+from kvshare.fleet.known_disks import KnownDisks
 from kvshare.fleet.observation import observe
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
@@ -31,7 +32,7 @@ from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, ReplicaInfo
-from vector_index import PromptRecord
+from kvshare.vllm_protocol.places import Moved, OnDiskOnly
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,14 @@ class Reconciler:
         fleet: Fleet,
         in_flight: InFlight,
         measurement: StartMeasurement,
+        disks: KnownDisks,
     ) -> None:
         self._runtime = runtime
         self._sharing = runtime.sharing
         self._keeper = runtime.keeper
         self._in_flight = in_flight
         self._measurement = measurement
+        self._disks = disks
         self._fingerprint: str | None = None  # of the model whose calibration is used
         self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
         self._replicas = {replica.name: replica for replica in fleet.replicas}
@@ -67,17 +70,32 @@ class Reconciler:
         self._keeper.tier.call_on_drop(None)
         await self.sending.cancel()
 
-    async def resync(self, replica: Replica, held: Iterable[SegmentId], *, is_new: bool) -> None:
-        """The connector holds exactly these segments. `is_new`: its process was restarted."""
+    async def resync(
+        self,
+        replica: Replica,
+        held: Iterable[SegmentId],
+        *,
+        on_disk: Iterable[SegmentId] = (),
+        is_new: bool,
+    ) -> None:
+        """
+        The connector holds exactly these segments, some of them on disk only. `is_new`: its process was
+        restarted.
+        """
+        replica.in_blocks.clear()
         if is_new:
             self._in_flight.forget_replica(replica.name)
         info = replica.info
         assert info is not None, "known with the connection"
         self._use_model_of(info)
+        await asyncio.to_thread(self._disks.note, replica.name, has_disk=bool(info.max_disk_bytes))
+        if info.max_disk_bytes:
+            self._sharing.cost.know_disk()
+        self._keeper.tier.note_places(on_disk=on_disk, in_memory=held)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
-            await self._remember_claimed(claimed)
+            await self._sharing.indexing.remember_all(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
         await self._know_costs()
 
@@ -100,33 +118,30 @@ class Reconciler:
             self._fingerprint = info.fingerprint
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
-    async def _remember_claimed(self, nodes: Sequence[Node]) -> None:
-        """Index many prompts, then remove those that were evicted while this ran."""
-        tree = self._sharing.tree
-        records = (
-            PromptRecord(int(node.node_id), node.namespace, node.token_ids)
-            for node in nodes
-            if tree.get(node.node_id) is not None
-        )
-        await self._sharing.nominator.remember_all(records)
-        await self._sharing.indexing.forget(
-            (node.namespace, int(node.node_id)) for node in nodes if tree.get(node.node_id) is None
-        )
-
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
-        if not isinstance(event, Dropped) and self._measurement.own_requests.take(event):
-            return
-        if isinstance(event, Dropped):
+        if isinstance(event, Moved):
+            replica.note_places(event)
+        elif isinstance(event, OnDiskOnly):
+            self._keeper.tier.note_places(on_disk=event.came, in_memory=event.left)
+        elif isinstance(event, Dropped):
+            replica.note_places(event)
             await self._runtime.write(self._keeper.forget, event.segment_ids)
             self._update_index(self._forget_evicted())
+        elif self._measurement.own_requests.take(event):
+            return
         elif isinstance(event, Prefilled):
             await self._on_prefilled(replica, event)
         else:
             await self._on_finished(replica, event)
 
     async def evict_replica(self, replica: Replica) -> None:
-        """Evict all prompts of a replica that has been silent for too long."""
+        """
+        Evict all prompts of a replica that has been silent for too long, unless they are on its disk, too: it
+        will say what is still there.
+        """
         self._in_flight.forget_replica(replica.name)
+        if replica.info is not None and replica.info.max_disk_bytes:
+            return
         await self._runtime.write(self._keeper.lose, replica.name)
         self._update_index(self._forget_evicted())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from delta_tree import SegmentId
@@ -12,7 +13,7 @@ from kvshare.kv.tier import Fetched
 
 @dataclass(slots=True, eq=False)
 class ReplicaMemory:
-    """The segments and the memory limit of one replica; a `Budget` of `sharing/budget.py`."""
+    """The segments and the memory limit of one replica; a `Budget`."""
 
     max_bytes: int = 0  # 0 until the replica is connected
     num_bytes: int = 0
@@ -40,7 +41,19 @@ class RemoteTier:
     def __init__(self, replicas: Iterable[str]) -> None:
         self._on_drop: Callable[[str], None] | None = None
         self.memories = {name: ReplicaMemory() for name in replicas}  # their segments are changed here only
+        self._on_disk: set[SegmentId] = set()
         self._lock = threading.Lock()
+
+    @property
+    def on_disk(self) -> Container[SegmentId]:
+        """Those that are on a replica's disk only, as it has reported."""
+        return self._on_disk
+
+    def note_places(self, *, on_disk: Iterable[SegmentId] = (), in_memory: Iterable[SegmentId] = ()) -> None:
+        """Of segments that are held, or will be."""
+        with self._lock:
+            self._on_disk.difference_update(in_memory)
+            self._on_disk.update(on_disk)
 
     def call_on_drop(self, on_drop: Callable[[str], None] | None) -> None:
         """Call this from now on, from any thread, with the name of a replica that must drop segments."""
@@ -53,7 +66,7 @@ class RemoteTier:
     def __contains__(self, segment_id: object) -> bool:
         return any(segment_id in memory.segments for memory in self.memories.values())
 
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         """Only which segments are missing, no bytes: the request is sent to the replica that has them."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 
@@ -102,4 +115,5 @@ class RemoteTier:
 
     def _remove(self, segment_id: SegmentId) -> str | None:
         """Returns the replica that held it, or None."""
+        self._on_disk.discard(segment_id)
         return next((name for name, memory in self.memories.items() if memory.remove(segment_id)), None)

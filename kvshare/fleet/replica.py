@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+from delta_tree import SegmentId
 from kvshare.errors import NoReplicaError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.namespace import Namespace, Owner
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import Queue, Rates
-from kvshare.vllm_protocol.messages import RANK_HEADER, ReplicaInfo
+from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped, ReplicaInfo
+from kvshare.vllm_protocol.places import Moved
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class Replica:
     is_connected: bool = False  # the connector's journal is being read
     num_inflight: int = 0
     requests: set[RoutedRequest] = field(default_factory=set, repr=False)  # those in flight
+    in_blocks: set[SegmentId] = field(default_factory=set, repr=False)  # segments, as it has reported
     renders: bool = True  # false once vLLM answers that it has no /render routes
 
     @property
@@ -54,7 +57,15 @@ class Replica:
                 computing_s += plan.estimate.compute_s
             elif (prompt := request.incoming.prompt) is not None:
                 computing_s += rates.full_s(prompt.num_tokens)
-        return Queue(loading_s, computing_s)
+        return Queue(loading_s, computing_s, self.in_blocks)
+
+    def note_places(self, event: Moved | Dropped) -> None:
+        """Plans for it know from where each segment would be copied."""
+        if isinstance(event, Moved):
+            self.in_blocks.difference_update(event.left)
+            self.in_blocks.update(event.came)
+        else:
+            self.in_blocks.difference_update(event.segment_ids)
 
     @contextmanager
     def computing(self, request: RoutedRequest) -> Iterator[None]:

@@ -16,7 +16,7 @@ from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId, S
 from kvshare.errors import KVShareError
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.routed_request import RoutedRequest
-from kvshare.sharing.budget import Budget
+from kvshare.kv.tier import Budget
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
 from kvshare.sharing.plan import NoPlan, Plan
@@ -58,6 +58,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
         def write() -> Node | None:
             draft = draft_of(request, prefilled, node_of=self.tree.get)
+            self._note_owner(request, draft)
             with self._writing:
                 if draft is None or not self._makes_a_node(draft, len(draft.token_ids)):
                     return None  # `store` adds it together with its answer
@@ -83,6 +84,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
         def write() -> Node | None:
             draft = draft_of(request, finished, node_of=self.tree.get)
+            self._note_owner(request, draft)
             if draft is None or request.progress.prompt_not_stored:
                 return None  # without its prompt the whole would not be stored either
             with self._writing:
@@ -95,6 +97,10 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         if node is None:
             self.drop_reported(request.replica, finished)
         return node
+
+    def _note_owner(self, request: RoutedRequest, draft: NodeDraft | None) -> None:
+        if draft is not None:  # it may be forgotten since the request came
+            self.tenants.note(draft.namespace, request.incoming.owner)
 
     def drop_reported(self, replica: str, report: Prefilled | FinishedReport) -> None:
         """Tell a replica to drop the reported segments, except those that prompts use."""
@@ -194,7 +200,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         num_bytes = sum(segment.num_bytes for segment in added)
         is_known = self.tree.find(draft.namespace, draft.token_ids) is not None
         may_grow = added and not is_known and now.num_tokens == node.num_tokens
-        fits = may_grow and self._make_room_at(replica, num_bytes, {*held, node.node_id})
+        fits = may_grow and self._make_room_at(replica, node.namespace, num_bytes, {*held, node.node_id})
         self._add(replica, added)
         lengthen = partial(self.tree.lengthen, node.node_id, draft.token_ids, added)
         if fits and (whole := self._fail_open(lengthen)) is not None:
@@ -228,15 +234,17 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             self.discard_unreadable([known.node_id])  # evicts an unclaimed one: this replaces it
         num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
         is_wanted = self._is_wanted(draft.namespace, draft.token_ids)
-        if not (is_wanted and self._make_room_at(replica, num_bytes, held)):
+        if not (is_wanted and self._make_room_at(replica, draft.namespace, num_bytes, held)):
             return None
         self._add(replica, draft.new_segments)
         insertion = self._insert(draft, memory=replica)
         return insertion.node if insertion.created else None
 
-    def _make_room_at(self, replica: str, num_bytes: int, held: Collection[NodeId]) -> bool:
+    def _make_room_at(self, replica: str, namespace: str, num_bytes: int, held: Collection[NodeId]) -> bool:
         """Whether so many bytes fit at the replica, after evicting others of its prompts if necessary."""
-        return self._make_room(num_bytes, self.tier.memories[replica], held, replica)
+        if not self._fits_tenant(namespace, num_bytes, held):
+            return False
+        return self._make_room(num_bytes, self.tier.memories[replica], held, (replica,))
 
     def _add(self, replica: str, segments: Iterable[Segment]) -> None:
         self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})

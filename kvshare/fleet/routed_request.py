@@ -39,6 +39,7 @@ class Incoming:
     owner: Owner
     prompt: Prompt | None = None
     mode: SharingMode = SharingMode.OFF
+    max_deviation: float | None = None  # nats; counts where it is below that of the settings
     may_store: bool = False
     is_controlled: bool = True  # false: it asks to be stored, and the controller leaves it alone
     unique_id: str = ""  # in the access log and `GET /admin/requests`
@@ -60,6 +61,7 @@ class RequestProgress:
 
     # By the router, when it is planned.
     lookup_seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
+    queue_s: float | None = None  # what its replica had to compute before it
 
     # By the replica, when this or another request is sent there.
     was_alone: bool = False  # it prefilled no other request meanwhile

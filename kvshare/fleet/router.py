@@ -93,6 +93,7 @@ class Router:
                 request.progress.lookup_seconds = route.lookup.stage_seconds
                 if route.replica is not None and route.replica.shares:
                     self._sharing.note_use(route.lookup)
+                    request.progress.queue_s = route.replica.queue(self._sharing.cost.rates).computing_s
                     request.routed = self._planned(
                         self._as_controlled(request, route), route.replica, route.lookup
                     )
@@ -171,7 +172,12 @@ class Router:
         namespace = replica.namespace(incoming.owner).digest
         queue = replica.queue(self._sharing.cost.rates)
         return await self._sharing.find_plan(
-            namespace, incoming.prompt, incoming.mode, by_embedding=embed, queue=queue
+            namespace,
+            incoming.prompt,
+            incoming.mode,
+            max_deviation=incoming.max_deviation,
+            by_embedding=embed,
+            queue=queue,
         )
 
     def _as_controlled(self, request: RoutedRequest, route: Route) -> Incoming:
@@ -193,9 +199,17 @@ class Router:
         if not isinstance(lookup.plan, Plan) and not incoming.may_store:
             return Routed(lookup.plan)
         namespace, tokens = replica.namespace(incoming.owner).digest, incoming.prompt.token_ids
-        ticket_id = uuid.uuid4().hex  # secret, as the private salt is derived from it
+        plan, sharing = lookup.plan, self._sharing
+        disk_s = (
+            sharing.fetching.patience_s(plan, sharing.limits.threshold) if isinstance(plan, Plan) else 0.0
+        )
         ticket = ticket_for(
-            lookup.plan, tokens, ticket_id=ticket_id, namespace=namespace, store=incoming.may_store
+            plan,
+            tokens,
+            ticket_id=uuid.uuid4().hex,  # secret, as the private salt is derived from it
+            namespace=namespace,
+            store=incoming.may_store,
+            disk_s=disk_s,
         )
         if not incoming.may_store or not self._may_share(incoming):
             return Routed(lookup.plan, ticket)

@@ -12,9 +12,18 @@ _NUM_LAST_TOKENS = 16  # of a prompt: vLLM computes them itself
 
 
 def ticket_for(
-    plan: Plan | NoPlan, prompt: TokenIds, *, ticket_id: str, namespace: str, store: bool
+    plan: Plan | NoPlan,
+    prompt: TokenIds,
+    *,
+    ticket_id: str,
+    namespace: str,
+    store: bool,
+    disk_s: float = 0.0,
 ) -> Ticket:
-    """The plan for the connector. Without a plan the prompt may still be retained."""
+    """
+    The plan for the connector. Without a plan the prompt may still be retained. `disk_s`: how long reads from
+    disk are waited for; 0: as long as the connector allows.
+    """
     ticket = Ticket(ticket_id, namespace, digest_of(prompt), len(prompt), store=store)
     if isinstance(plan, NoPlan):
         return ticket
@@ -22,7 +31,9 @@ def ticket_for(
         WireCopy(copy.segment_id, copy.offset, copy.length, copy.target_start, copy.source_position)
         for copy in plan.copies
     )
-    return replace(ticket, exact_length=plan.exact_length, copies=tuple(copies), order=wire_order(plan))
+    return replace(
+        ticket, exact_length=plan.exact_length, copies=tuple(copies), order=wire_order(plan), disk_s=disk_s
+    )
 
 
 def wire_order(plan: Plan) -> WireOrder | None:

@@ -44,6 +44,11 @@ class Watcher:
     asked_connector: asyncio.Event = field(default_factory=asyncio.Event)  # the same
     was_connected: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first connection
 
+    @property
+    def name(self) -> str:
+        """Of the replica."""
+        return self._replica.name
+
     async def watch_health(self) -> None:
         """A replica that serves is asked every `health_interval_s`; one that does not, sooner."""
         pause_s = _FIRST_PAUSE_S
@@ -105,7 +110,7 @@ class Watcher:
             if held.epoch != info.epoch:
                 raise UpstreamError("the connector was restarted between two calls")
             replica.info, self._last = info, held.last
-            await self._reconciler.resync(replica, held.segment_ids, is_new=is_new)
+            await self._reconciler.resync(replica, held.segment_ids, on_disk=held.on_disk, is_new=is_new)
             self._is_in_step = True
         replica.is_connected = True
         self.was_connected.set()
@@ -123,7 +128,8 @@ class Watcher:
             is_new = journal.epoch != replica.info.epoch
             if is_new or journal.gap or journal.last < self._last:
                 replica.is_connected, self._is_in_step = not is_new, False
-                what = "restarted, its KV is lost" if is_new else "missed events, its segments are read again"
+                lost = "restarted, its KV in memory is lost"
+                what = lost if is_new else "missed events, its segments are read again"
                 log.warning("replica %s: %s", replica.name, what)
                 return
             for event in journal.events:
@@ -139,11 +145,12 @@ class Watcher:
         self._silent_since = self._silent_since or now
         if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
             return
+        what = (
+            "its prompts stay, as it has a disk" if replica.info.max_disk_bytes else "its prompts are evicted"
+        )
         log.warning(
-            "replica %s is lost and its prompts are evicted: %s. Restart that vLLM, or remove it from "
-            "vllm.replicas",
-            replica.name,
-            self._logged,
+            "replica %s is lost, and %s: %s. Restart that vLLM, or remove it from vllm.replicas",
+            *(replica.name, what, self._logged),
         )
         try:
             await self._reconciler.evict_replica(replica)

@@ -86,7 +86,7 @@ class PartialPass:
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D of value)
         """
-        if self._listening is not None:
+        if self._listening is not None and self._listening.listen_in(layer):
             self._listening.observe(layer, query[0], key[0], scaling=scaling, form=form)
         groups = self._groups(form.reach)
         if len(groups) == 1:

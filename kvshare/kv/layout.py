@@ -218,6 +218,11 @@ class KVLayout:
             for row, layer in enumerate(plane.layers)
         }
 
+    def of_layer(self, rows: Sequence[torch.Tensor], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, from the rows of all planes. Shapes:  rows (L, ...) -> (...) each"""
+        k, v = (rows[number][row] for number, row in (self.places[name, layer] for name in ("k", "v")))
+        return k, v
+
     @property
     def can_move(self) -> bool:
         """Whether the movement of all rows is known."""

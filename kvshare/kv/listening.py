@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,14 +30,22 @@ class Listener:
     Attention of the rows at some positions to every slot: the mean over heads, summed over rows.
 
     The rows may come in several passes. The weights are computed a second time, for these few rows only:
-    attention kernels do not return theirs.
+    attention kernels do not return theirs. Only the first `num_layers` layers are recorded.
+    `when_complete`: called as soon as all rows have been, in the middle of their last pass.
     """
 
     def __init__(
-        self, spans: Sequence[Span], *, num_layers: int, num_slots: int, device: torch.device
+        self,
+        spans: Sequence[Span],
+        *,
+        num_layers: int,
+        num_slots: int,
+        device: torch.device,
+        when_complete: Callable[[], None] | None = None,
     ) -> None:
         self._spans = spans
-        self._num_rows = sum(map(len, spans))
+        self._num_rows = self._num_missing = sum(map(len, spans))
+        self._when_complete = when_complete
         self._total = torch.zeros(num_layers, num_slots, device=device)
 
     def rows_of(self, runs: Iterable[tuple[int, Span]]) -> ListeningRows | None:
@@ -53,6 +61,13 @@ class Listener:
             return None
         rows, own = to_device(self._total.device, np.array(indices), np.array(positions))
         return ListeningRows(rows, own, min(positions), max(positions) + 1, self._total)
+
+    def note(self, layer: int, rows: ListeningRows) -> None:
+        """These rows have been observed in a layer."""
+        if layer + 1 == len(self._total):
+            self._num_missing -= len(rows.indices)
+            if not self._num_missing and self._when_complete is not None:
+                self._when_complete()
 
     @property
     def attended_there(self) -> torch.Tensor:
@@ -76,6 +91,9 @@ class ListeningRows:
     end: int  # end of the slots that any of them sees
     _total: torch.Tensor  # (L, S), of the listener
     _hidden: dict[Reach, torch.Tensor] = field(default_factory=dict)  # see `hidden`: one for all alike layers
+
+    def listen_in(self, layer: int) -> bool:
+        return layer < len(self._total)
 
     def observe(
         self,

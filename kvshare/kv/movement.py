@@ -91,7 +91,7 @@ class Movement:
 
     def turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """
-        Rows rotated by these angles, computed in float32.
+        Rows rotated by these angles, computed in float32. Numbers of 8 bits stay finite, as vLLM stores them.
 
         Shapes:  rows (..., D); cos, sin (..., F), broadcast -> new memory like rows
         """
@@ -100,8 +100,8 @@ class Movement:
         everywhere = (table.expand(*rows.shape[:-1], -1) for table in (cos, sin))
         for part, turned, c, s in _parts(rows, moved, *everywhere):
             x, y = part[..., one].float(), part[..., other].float()
-            turned[..., one] = x * c - y * s
-            turned[..., other] = y * c + x * s
+            turned[..., one] = _fitting(x * c - y * s, rows.dtype)
+            turned[..., other] = _fitting(y * c + x * s, rows.dtype)
         return moved
 
     @property
@@ -114,6 +114,13 @@ class Movement:
 
 
 STAYS = Movement()
+
+
+def _fitting(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.itemsize > 1:
+        return numbers
+    limits = torch.finfo(dtype)
+    return numbers.clamp(limits.min, limits.max)
 
 
 def _parts(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -184,7 +191,7 @@ def find_movement(
     all. The right one must fit for all shifts. Wrong ones must not fit: a position close by, the rows of the
     next head, and candidates that rotate differently. So keys that are all zero verify nothing.
 
-    Shapes:  tables (F,) each, F at most D / 2
+    Shapes:  tables (F,) each; with F above D / 2 they are those of other layers
     Units:   tolerance as `Verification.error`
     """
     dim = observed[0].here.shape[-1]
@@ -222,11 +229,14 @@ def why_not_movable(layers: Iterable[tuple[Verification, Verification]]) -> str:
 
 
 def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
-    """No rotation comes first: of equally good candidates the first is taken."""
+    """
+    No rotation comes first: of equally good candidates the first is taken. Tables of layers with larger heads
+    do not fit.
+    """
     yield STAYS
     for table in tables:
-        for first in (0, dim - 2 * len(table)):
-            if first >= 0 and len(table):
+        if 0 < 2 * len(table) <= dim:
+            for first in (0, dim - 2 * len(table)):
                 yield from (Movement.turning(table, pairing, first) for pairing in get_args(Pairing))
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from delta_tree import Copy, SegmentId, Span
 from kvshare.kv.layout import KVLayout
@@ -45,6 +48,24 @@ class SegmentKV(KeysAndValues):
 
     planes: tuple[torch.Tensor, ...]
     copied_checksum: int | None = None  # was made when the rows were copied here
+
+    @classmethod
+    def of_rows(cls, layout: KVLayout, num_tokens: int, rows: Sequence[NDArray[np.uint8]]) -> Self:
+        """
+        A segment of this layout from what `rows` returned, in the same memory.
+
+        Shapes:  one (L, bytes of a layer) for each plane
+        """
+        return cls(
+            tuple(
+                torch.from_numpy(plane).view(layout.dtype).view(described.shape(num_tokens))
+                for plane, described in zip(rows, layout.planes, strict=True)
+            )
+        )
+
+    def rows(self) -> tuple[NDArray[np.uint8], ...]:
+        """The bytes of each plane, (L, bytes of a layer), in the same memory."""
+        return tuple(plane.contiguous().flatten(1).view(torch.uint8).numpy() for plane in self.planes)
 
     @property
     def num_tokens(self) -> int:

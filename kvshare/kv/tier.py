@@ -4,12 +4,14 @@ What a tier of KV is; the one in this process; and one that claims to hold every
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from delta_tree import SegmentId
+from delta_tree import Segment, SegmentId
+from kvshare.status import TierStatus
 
 if TYPE_CHECKING:
     from kvshare.kv.sequence import SegmentKV  # imports torch
@@ -17,10 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """The segments that a plan asked a tier for. A tier of bytes that are elsewhere returns no segments."""
+    """
+    The segments that a plan asked a tier for. A tier of bytes that are elsewhere returns no segments.
+
+    `late`: held, and not read within the time that was given. `read_bytes` came from disk, in `read_s`.
+    """
 
     segments: Mapping[SegmentId, SegmentKV]
     missing: frozenset[SegmentId]
+    late: frozenset[SegmentId] = frozenset()
+    read_bytes: int = 0
+    read_s: float = 0.0
+
+
+class Budget(Protocol):
+    """A memory for segments: bytes in use, its limit, and which segments it holds."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    def __contains__(self, segment_id: SegmentId) -> bool: ...
 
 
 class Tier(Protocol):
@@ -29,10 +50,14 @@ class Tier(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def on_disk(self) -> Container[SegmentId]:
+        """Those of its segments that are read from disk."""
+
     def __contains__(self, segment_id: object) -> bool: ...
 
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
-        """The segments, and the ids of those that are missing or damaged."""
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+        """The segments, and the ids of those that are missing or damaged, or are not read in time."""
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
         """Free segments; unknown ids are ignored."""
@@ -51,6 +76,8 @@ SizedT = TypeVar("SizedT", bound=Sized)
 class SegmentTable(Generic[SizedT]):
     """Segments by id, in the order of their arrival, and their bytes in total. Thread-safe."""
 
+    on_disk: Container[SegmentId] = frozenset()
+
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
@@ -62,6 +89,11 @@ class SegmentTable(Generic[SizedT]):
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._entries
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What prompts are evicted for."""
+        return (self,)
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
         """Add an entry, which the caller has made room for. Raises ValueError if the id is held already."""
@@ -96,11 +128,24 @@ class MemoryTier(SegmentTable[_Stored]):
     as Python counts references to its tensors. It leaves the accounting at once.
     """
 
-    def put(self, segment_id: SegmentId, segment: SegmentKV, checksum: int) -> None:
-        """Store a segment. Raises ValueError for an id that is stored already."""
-        self.add(segment_id, _Stored(segment, checksum))
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._num_hits = self._num_misses = 0
 
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+    def put(self, segment: Segment, kv: SegmentKV) -> None:
+        """Store a segment. Raises ValueError for one that is stored already."""
+        self.add(segment.segment_id, _Stored(kv, segment.checksum))
+
+    def close(self) -> None:
+        """There is nothing to write."""
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """How much is held."""
+        return (
+            TierStatus("memory", len(self), self.num_bytes, self.max_bytes, self._num_hits, self._num_misses),
+        )
+
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         """The segments whose bytes still have their checksums; the others are missing."""
         wanted = frozenset(segment_ids)
         found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
@@ -109,6 +154,8 @@ class MemoryTier(SegmentTable[_Stored]):
             for segment_id, entry in found
             if entry is not None and entry.segment.computed_checksum() == entry.checksum
         }
+        self._num_hits += len(segments)
+        self._num_misses += len(wanted) - len(segments)
         return Fetched(segments, wanted - segments.keys())
 
 
@@ -116,11 +163,12 @@ class EverySegment:
     """A tier that claims to hold every segment and has no bytes: for planning without computing."""
 
     num_bytes = 0
+    on_disk: Container[SegmentId] = frozenset()
 
     def __contains__(self, segment_id: object) -> bool:
         return True
 
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         return Fetched({}, frozenset())
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:

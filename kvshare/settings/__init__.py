@@ -1,19 +1,27 @@
 """
 The settings of a server. Every default is in config.yaml.
 
-    sections.py   the frozen `Settings` tree: what each value may be
+    sections.py   the frozen `Settings` tree: what each value may be; section.py: what all its sections are
+    auth.py       of it API keys and tenants, which may also be in a file of their own
     patterns.py   which regular expressions an operator's rule may have: they must not take long on any text
-    reading.py    files and overrides -> `Settings`, or an error that names the key path
+    reading.py    files, environment and options -> `Settings` and the origin of each value, or an error that
+                  names the key path
 """
 
-from kvshare.settings.reading import default_config_path, load_settings
+from kvshare.settings.auth import Access, AuthSettings, KeySettings, TenantSettings
+from kvshare.settings.reading import (
+    SettingsSource,
+    access_of,
+    default_config_path,
+    flattened,
+    load_settings,
+    validated,
+)
 from kvshare.settings.sections import (
-    AuthSettings,
     ControlSettings,
     CostSettings,
     EngineSettings,
     IndexSettings,
-    KeySettings,
     LoggingSettings,
     ModelSettings,
     RepairSettings,
@@ -27,6 +35,7 @@ from kvshare.settings.sections import (
 )
 
 __all__ = [
+    "Access",
     "AuthSettings",
     "ControlSettings",
     "CostSettings",
@@ -40,9 +49,14 @@ __all__ = [
     "RuleSettings",
     "ServerSettings",
     "Settings",
+    "SettingsSource",
     "SharingSettings",
     "StoreSettings",
+    "TenantSettings",
     "VllmSettings",
+    "access_of",
     "default_config_path",
+    "flattened",
     "load_settings",
+    "validated",
 ]

@@ -1,9 +1,14 @@
-"""Reads config.yaml into `Settings`. An unknown key is an error that names its path."""
+"""
+Reads the settings: the defaults, then a file, then the environment, then options, each above the one before.
+Says of each value where it comes from. An unknown key is an error that names its path.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,24 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvshare.errors import ConfigError
+from kvshare.settings.auth import Access
 from kvshare.settings.sections import Settings
 
 _PACKAGE = Path(__file__).parents[1]
+_PREFIX = "KVSHARE_"
+_NAMED = {"KVSHARE_QDRANT_URL": "index.url"}  # variables with a name of their own, above all else
+_HASH = "sha256"  # never repeated: it may be the key itself, by mistake
+_KEYS = "keys"
+
+
+class Origin(StrEnum):
+    """Where a value comes from."""
+
+    DEFAULT = "default"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    OPTION = "option"
+    RUNNING = "set on the running server"
 
 
 def default_config_path() -> Path:
@@ -23,30 +43,113 @@ def default_config_path() -> Path:
     return packaged if packaged.exists() else _PACKAGE.parent / "config.yaml"
 
 
-def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
-    """
-    The defaults, overridden by the file at `path`, then by `overrides` ("server.port" -> 8001).
+@dataclass(frozen=True, slots=True)
+class SettingsSource:
+    """What settings are read from, and may be read again from. `options`: "server.port" -> 8001."""
 
-    Raises:  ConfigError naming the key path of each unknown key and wrong value; for unreadable files
+    path: Path | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def load(self) -> Settings:
+        """
+        The settings as they are now.
+
+        Raises:  ConfigError naming the key path of each unknown key and wrong value; for unreadable files
+        """
+        return self.read()[0]
+
+    def read(self) -> tuple[Settings, Mapping[str, Origin]]:
+        """The same, with the origin of each setting by its path."""
+        tree = _read(default_config_path())
+        origins = dict.fromkeys(flattened(tree), Origin.DEFAULT)
+        mistakes: list[tuple[str, str]] = []
+        for origin, change in self._layers(tree):
+            mistakes += _overlay(tree, change, at="")
+            origins |= {path: origin for path in flattened(change) if path in origins}
+        return validated(tree, mistakes), origins
+
+    def _layers(self, tree: Mapping[str, Any]) -> Iterator[tuple[Origin, dict[str, Any]]]:
+        if self.path is not None:
+            yield Origin.FILE, _read(self.path)
+        for path, value in _environment(tree):
+            yield Origin.ENVIRONMENT, _branch(path, value)
+        for path, value in self.options.items():
+            yield Origin.OPTION, _branch(path, value)
+        for name, path in _NAMED.items():
+            if value := os.environ.get(name):
+                yield Origin.ENVIRONMENT, _branch(path, value)
+
+
+def load_settings(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Settings:
+    """The settings with the file at `path`, the environment and `overrides`. Raises ConfigError."""
+    return SettingsSource(path, overrides or {}).load()
+
+
+def access_of(settings: Settings) -> Access:
     """
-    tree = _read(default_config_path())
-    changes = [] if path is None else [_read(path)]
-    for key_path, value in (overrides or {}).items():
-        branch: Any = value
-        for key in reversed(key_path.split(".")):
-            branch = {key: branch}
-        changes.append(branch)
-    mistakes = [mistake for change in changes for mistake in _overlay(tree, change, at="")]
-    if url := os.environ.get("KVSHARE_QDRANT_URL"):
-        tree["index"]["url"] = url
+    All keys and tenants, also those of `auth.keys_file`, which is read now.
+
+    Raises:  ConfigError naming file and key path
+    """
+    auth = settings.auth
+    file = Access() if auth.keys_file is None else _read_access(Path(auth.keys_file))
+    access = Access(keys=(*auth.keys, *file.keys), tenants=auth.tenants)
+    whole = access.model_copy(update={"tenants": (*auth.tenants, *file.tenants)})
+    if auth.keys_file is not None and not whole.keys:
+        raise ConfigError(
+            "auth", f"expected at least one key, {auth.keys_file} has none: all could use the server"
+        )
+    if whole.problem is not None:
+        raise ConfigError("auth" if auth.keys_file else "auth.keys", whole.problem)
+    return whole
+
+
+def flattened(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The values of all settings by their paths; a list is one value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, Mapping) and not at
+        found |= flattened(value, f"{key}.") if is_section else {f"{at}{key}": value}
+    return found
+
+
+def validated(tree: Mapping[str, Any], mistakes: list[tuple[str, str]] | None = None) -> Settings:
+    """The tree of all settings as `Settings`. Raises ConfigError with what is wrong, `mistakes` first."""
+    mistakes = list(mistakes or ())
     try:
         settings = Settings.model_validate(tree)
         if not mistakes:
             return settings
     except ValidationError as exc:
-        mistakes += [_told(error) for error in exc.errors()]
+        mistakes += [_described(error) for error in exc.errors()]
     first, *others = mistakes
     raise ConfigError(*first, *others)
+
+
+def _environment(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """
+    Settings in the environment: KVSHARE_SERVER__PORT is server.port. Values are written as in YAML.
+
+    A variable with two underscores that names no setting is passed on too, and becomes an error.
+    """
+    sections = {name.upper() for name, value in tree.items() if not isinstance(value, Mapping)}
+    for name, text in sorted(os.environ.items()):
+        rest = name.removeprefix(_PREFIX)
+        if rest == name or not ("__" in rest or rest in sections):
+            continue
+        path = rest.lower().replace("__", ".")
+        try:
+            yield path, yaml.safe_load(text) if text else None
+        except yaml.YAMLError as exc:
+            raise ConfigError(name, f"cannot be read as YAML: {_where(exc)}") from exc
+
+
+def _branch(path: str, value: object) -> dict[str, Any]:
+    branch: Any = value
+    for key in reversed(path.split(".")):
+        branch = {key: branch}
+    found: dict[str, Any] = branch
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -55,7 +158,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as exc:
         raise ConfigError(str(path), "no such file") from exc
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
-        raise ConfigError(str(path), f"cannot be read as YAML: {exc}") from exc
+        raise ConfigError(str(path), f"cannot be read as YAML: {_where(exc)}") from exc
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -63,12 +166,43 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _told(error: ErrorDetails) -> tuple[str, str]:
+def _where(exc: Exception) -> str:
+    """On one line, without the text that was read: it may have a key in it."""
+    if isinstance(exc, yaml.MarkedYAMLError) and exc.problem_mark is not None:
+        return f"{exc.problem} in line {exc.problem_mark.line + 1}"
+    if isinstance(exc, OSError):
+        return exc.strerror or type(exc).__name__
+    return "it is not text of this form"
+
+
+def _read_access(path: Path) -> Access:
+    tree = _read(path)
+    try:
+        return Access.model_validate(tree)
+    except ValidationError as exc:
+        first, *others = ((f"{path}: {at}", problem) for at, problem in map(_described, exc.errors()))
+        raise ConfigError(*first, *others) from exc
+
+
+def _described(error: ErrorDetails) -> tuple[str, str]:
     """Key path and problem of one of pydantic's errors."""
     key_path, text = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
     if error["type"] == "missing":
         return key_path, "expected a value, got none"
-    return key_path, f"{text.replace('Input should be', 'expected')}, got {error['input']!r}"
+    if error["type"] == "extra_forbidden":
+        return key_path, "unknown key"
+    if _HASH in error["loc"]:
+        return (
+            key_path,
+            f"expected 64 hex digits, as `kvshare hash-key` prints them, got {_sized(error['input'])}",
+        )
+    is_of_keys = _KEYS in error["loc"]  # what stands there may be a key
+    found = _sized(error["input"]) if is_of_keys else repr(error["input"])
+    return key_path, f"{text.replace('Input should be', 'expected')}, got {found}"
+
+
+def _sized(value: object) -> str:
+    return f"{len(value)} characters" if isinstance(value, str) else f"a value of type {type(value).__name__}"
 
 
 def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> Iterator[tuple[str, str]]:

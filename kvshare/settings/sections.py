@@ -7,8 +7,6 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,11 +15,9 @@ from pydantic import (
     model_validator,
 )
 
+from kvshare.settings.auth import AuthSettings
 from kvshare.settings.patterns import checked_pattern
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from kvshare.settings.section import Mode, Section
 
 
 def _origin(origin: str) -> str:
@@ -33,7 +29,7 @@ def _origin(origin: str) -> str:
     return origin
 
 
-class ServerSettings(_Section):
+class ServerSettings(Section):
     host: str
     port: int = Field(ge=0, le=65535)
     max_body_bytes: PositiveInt
@@ -43,21 +39,7 @@ class ServerSettings(_Section):
     cors_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(strict=False)
 
 
-class KeySettings(_Section):
-    """One API key, by its hash. Keys of one tenant with scope "tenant" share KV."""
-
-    name: str = Field(min_length=1)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    tenant: str = Field(min_length=1)
-    scope: Literal["private", "tenant"] = "tenant"
-    role: Literal["infer", "admin"] = "infer"
-
-
-class AuthSettings(_Section):
-    keys: tuple[KeySettings, ...] = Field(strict=False)
-
-
-class ModelSettings(_Section):
+class ModelSettings(Section):
     path: str | None
     served_name: str | None
     device: str
@@ -65,7 +47,7 @@ class ModelSettings(_Section):
     max_model_len: PositiveInt | None
 
 
-class EngineSettings(_Section):
+class EngineSettings(Section):
     kind: Literal["embedded", "vllm"]
     max_running: PositiveInt
     max_waiting: NonNegativeInt
@@ -98,7 +80,7 @@ def _further(url: str, ports: int) -> str:
     return f"{parts.scheme}://{host}:{port + ports}"
 
 
-class ReplicaSettings(_Section):
+class ReplicaSettings(Section):
     """One `vllm serve`. `control_url` is the connector's; by default the next port of the same host."""
 
     url: _BaseUrl
@@ -132,7 +114,7 @@ class ReplicaSettings(_Section):
         return self.name or urlsplit(self.url).netloc
 
 
-class VllmSettings(_Section):
+class VllmSettings(Section):
     replicas: tuple[ReplicaSettings, ...] = Field(strict=False)
     connect_timeout_s: PositiveFloat
     read_timeout_s: PositiveFloat
@@ -145,22 +127,40 @@ class VllmSettings(_Section):
     max_imbalance: PositiveInt
 
 
-class StoreSettings(_Section):
+class StoreSettings(Section):
     path: str | None
     kv_bytes: NonNegativeInt
+    disk_bytes: NonNegativeInt | None
+    disk_write_bytes_per_s: PositiveInt
+    disk_keep_free_bytes: NonNegativeInt
     min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
 
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        if self.disk_bytes and self.disk_bytes < self.kv_bytes:
+            raise ValueError(
+                "expected disk_bytes of 0, null, or at least kv_bytes: what is in memory is on disk, too"
+            )
+        return self
 
-class SharingSettings(_Section):
-    mode: Literal["off", "exact", "approx"]
+    @property
+    def max_disk_bytes(self) -> int:
+        """Of KV; 0: it is in memory only."""
+        return 2 * self.kv_bytes if self.disk_bytes is None else self.disk_bytes
+
+
+class SharingSettings(Section):
+    mode: Mode
+    max_mode: Mode
     min_prompt_tokens: PositiveInt
     min_run: PositiveInt
     max_donors: PositiveInt
     max_deviation: float = Field(ge=0, allow_inf_nan=False)
+    max_risk: float = Field(gt=0, le=1)
     calibration: str | None
 
 
-class RepairSettings(_Section):
+class RepairSettings(Section):
     rule: Literal["auto", "windows", "attention"]
     edit_window: NonNegativeInt
     relocated_head: NonNegativeInt
@@ -168,7 +168,7 @@ class RepairSettings(_Section):
     max_budget: float = Field(ge=0, le=1)
 
 
-class CostSettings(_Section):
+class CostSettings(Section):
     prior_prefill_tokens_per_s: PositiveFloat
     prior_load_bytes_per_s: PositiveFloat
     learn: bool
@@ -177,14 +177,14 @@ class CostSettings(_Section):
     min_saved_fraction: float = Field(ge=0, lt=1)
 
 
-class ControlSettings(_Section):
+class ControlSettings(Section):
     unshared_share: float = Field(ge=0, le=1)
     first_requests: NonNegativeInt
     confidence: float = Field(gt=0, lt=1)
     block_s: PositiveFloat
 
 
-class IndexSettings(_Section):
+class IndexSettings(Section):
     backend: Literal["edge", "server", "memory"]
     url: str | None
     collection: str = Field(min_length=1)
@@ -202,7 +202,7 @@ class IndexSettings(_Section):
     embed_timeout_s: PositiveFloat
 
 
-class RuleSettings(_Section):
+class RuleSettings(Section):
     """One rule that rewrites prompts, see `kvshare.rules`. Rules are applied in the listed order."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")  # shown in headers, metrics and logs
@@ -229,12 +229,12 @@ def _with_different_names(rules: tuple[RuleSettings, ...]) -> tuple[RuleSettings
     return rules
 
 
-class LoggingSettings(_Section):
+class LoggingSettings(Section):
     level: Literal["debug", "info", "warning", "error"]
     json_lines: bool = Field(alias="json")
 
 
-class Settings(_Section):
+class Settings(Section):
     """Every setting. The defaults are in config.yaml, beside this file or at the repository's root."""
 
     server: ServerSettings

@@ -2,6 +2,7 @@
 Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay.
 
     pipeline.py        Sharing: looks up, plans, fetches. lookup.py: its result
+    fetching.py        gets the KV of a plan, from disk only as long as that pays
     indexing.py        keeps the index in step with what is stored
     arrivals.py        similar prompts that are being computed, for which a request waits
 
@@ -13,14 +14,16 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     rates.py           the seconds that a plan takes, and those that it saves
     cost.py            learns them from what is measured; regression.py: how
     kept_costs.py      keeps what was measured in a file
+    waits.py           how much longer prompts wait that are loaded, beside others
     worth.py           what is worth its time by them: a lookup, an embedding, a plan
 
-    prediction.py      how far the answer will deviate, by the model's calibration.py
+    prediction.py      how far the answer will deviate, by the model's calibration.py; risk.py: and may
     repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
 
     control/           whether sharing pays on the whole server, and what is shared where it does not
 
     keeper.py          writes nodes and evicts; memory_keeper.py: for KV in this process
+    tenant_budget.py   how much KV one tenant has, and may have
     node_draft.py      a computed sequence -> a node of the tree
     budget.py          how much of a memory is used, and may be pinned
 """

@@ -1,15 +1,16 @@
 """
 The approximate plans of one composition. All have the same copies; they differ in what is repaired.
 
-The first plan repairs fixed windows. If its expected deviation is above the limit, the windows are widened,
-or an engine that can choose repairs is given more tokens to choose. The cheapest plan within the limit is
-used.
+The first plan repairs fixed windows. If its answer may deviate by more than the limit, the windows are
+widened, or an engine that can choose repairs is given more tokens to choose. The cheapest plan within the
+limit is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import Literal
 
 from delta_tree import (
@@ -27,12 +28,13 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, uncovered, within, without
-from kvshare.sharing.prediction import Shape, carried, shape_of
+from kvshare.sharing.prediction import Shape, carried, placed, shape_of
 from kvshare.sharing.rates import Estimate, Rates
-from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose
+from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose, tail_repairs
+from kvshare.sharing.risk import bound_of_inherited
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
-_DOSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # repaired tokens per stale token
+_DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # repaired tokens per stale token
 
 
 class Approximation:
@@ -48,9 +50,9 @@ class Approximation:
         rates: Rates,
     ) -> None:
         """Shapes: token_ids (T,) int32; `candidates`: all donors are among them."""
-        self._segment_of, self._rates = segment_of, rates
+        self._rates = rates
         self._settings, self._calibration = limits.repair, limits.calibration
-        self._max_deviation = limits.sharing.max_deviation
+        self._max_deviation, self._max_risk = limits.sharing.max_deviation, limits.sharing.max_risk
         self._size = size = composition.num_tokens
         self._exact_length = min(composition.exact_length, size - 1)
         self._exact = within(composition.copies, Span(0, self._exact_length))
@@ -60,21 +62,24 @@ class Approximation:
         self._common = {
             donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
-        is_settled = [self._is_settled(copy) for copy in self._foreign]
-        self._moved = tuple(
-            copy for copy, settled in zip(self._foreign, is_settled, strict=True) if not settled
-        )
-        self._settled = tuple(
-            copy for copy, settled in zip(self._foreign, is_settled, strict=True) if settled
-        )
+        self._known = placed(self._foreign)
+        self._generations = {
+            segment: segment_of(segment).generation
+            for segment in dict.fromkeys(copy.segment_id for copy in self._foreign)
+        }
+        self._settled = tuple(filter(self._is_settled, self._foreign))
+        self._moved = self._foreign
+        if self._settled:
+            self._moved = tuple(filterfalse(self._is_settled, self._foreign))
+        self._tail = tail_repairs(self._foreign, num_tokens=size, settings=self._settings)
         self._shape = self._shape_of(self._moved)
         num_tail = size - max((copy.target_end for copy in self._foreign), default=0)
         self._chooses = limits.can_probe and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
     def cheapest(self) -> Plan:
         """
-        The fastest plan whose deviation is within the limit. If there is none: a plan with settled copies
-        only, or the plan with the smallest deviation, which the gate then refuses. It is refused where what
+        The fastest plan whose bound is within the limit. If there is none: a plan with settled copies only,
+        or the plan that deviates least, which the gate then refuses. It is refused where what
         the donors carry is too much and most copies would be lost anyway: the prompt is then computed in
         full, and carries nothing to later ones.
         """
@@ -86,8 +91,7 @@ class Approximation:
         found = [self._by_place(factor) for factor in widened]
         if self._chooses:
             found.append(self._chosen(self._shape))
-        limit = self._max_deviation
-        if fitting := [plan for plan in found if plan.num_copied and plan.deviation <= limit]:
+        if fitting := [plan for plan in found if plan.num_copied and _bound(plan) <= self._max_deviation]:
             return min(fitting, key=lambda plan: plan.estimate.shared_s)
         if self._settled and not self._should_renew(found):
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
@@ -97,7 +101,9 @@ class Approximation:
     def _should_renew(self, found: Sequence[Plan]) -> bool:
         """Whether one of these plans is above the limit because of its donors, and most copies are moved."""
         within_limit = (
-            plan.deviation - _inherited(plan) <= self._max_deviation for plan in found if plan.num_copied
+            _bound(plan) - self._bound_of(_inherited(plan)) <= self._max_deviation
+            for plan in found
+            if plan.num_copied
         )
         return _num_copied(self._moved) > _num_copied(self._settled) and any(within_limit)
 
@@ -106,7 +112,8 @@ class Approximation:
         Whether a copy has the same position and the same tokens in front of it as in its donor, as in the
         next turn of a chat. It adds no deviation, so it needs no repair.
         """
-        return copy.donor_start == copy.target_start and copy.target_end <= self._common[copy.donor]
+        start = copy.target_start
+        return copy.donor_start == start and start + copy.length <= self._common[copy.donor]
 
     def _shape_of(self, moved: Sequence[Copy]) -> Shape | None:
         tail = max(self._exact_length, self._size - self._settings.tail)
@@ -124,8 +131,8 @@ class Approximation:
     def _chosen(self, shape: Shape) -> Plan:
         """The plan with the smallest dose within the limit, or with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
-        allowed = self._max_deviation - self._inherited(self._foreign)
-        fitting = (dose for dose in doses if self._expected("attention", dose) <= allowed)
+        allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
+        fitting = (dose for dose in doses if self._bound("attention", dose) <= allowed)
         repairs = repairs_to_choose(
             self._moved, num_tokens=self._size, wanted=next(fitting, doses[-1]), settings=self._settings
         )
@@ -137,10 +144,18 @@ class Approximation:
             return 0.0
         return self._calibration.expected(self._shape, rule, repaired)
 
+    def _bound(self, rule: RepairRule, repaired: float) -> float:
+        """What answers exceed with at most the allowed risk, KL in nats, as if all donors were exact."""
+        if self._shape is None:
+            return 0.0
+        return self._calibration.bound(self._shape, rule, repaired, risk=self._max_risk)
+
+    def _bound_of(self, inherited: float) -> float:
+        return bound_of_inherited(inherited, self._max_risk)
+
     def _plan(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> Plan:
         size, settings = self._size, self._settings
-        tail = repairs_by_place(self._foreign, num_tokens=size, settings=settings, widened=0.0)
-        spans = merge([*repairs.spans, *tail])
+        spans = merge([*repairs.spans, *self._tail])
         copied = without(self._foreign, spans)
         copies = (*self._exact, *copied)
         plan = Plan(
@@ -149,18 +164,20 @@ class Approximation:
             copies=copies,
             placeholders=uncovered(copies, size),
             repairs=spans,
-            generation=max((self._generation_after(copy) for copy in copied), default=0),
+            generation=max(map(self._generation_after, copied), default=0),
             estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
             order=repairs.order,
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
-        repaired = plan.num_repaired - in_tail
+        repaired, rates = plan.num_repaired - in_tail, self._rates
+        work = plan.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
         inherited = self._inherited(copied)
         return replace(
             plan,
-            estimate=self._rates.estimate(size, plan.work(num_extra_passes=self._rates.num_extra_passes)),
+            estimate=rates.estimate(size, work),
             prediction=Prediction(
                 expected=inherited + (0.0 if rule == "none" else self._expected(rule, repaired)),
+                bound=self._bound_of(inherited) + (0.0 if rule == "none" else self._bound(rule, repaired)),
                 inherited=inherited,
                 limit=self._max_deviation,
                 rule=rule,
@@ -172,12 +189,16 @@ class Approximation:
         """Expected KL in nats that copies carry from their donors, to which the plan's own is added."""
         if not copies:
             return 0.0
-        return carried(copies, self._donors, known=self._foreign, common=self._common)
+        return carried(copies, self._donors, known=self._known, common=self._common)
 
     def _generation_after(self, copy: Copy) -> int:
         """The generation of KV that is computed over this copy."""
-        generation = self._segment_of(copy.segment_id).generation
+        generation = self._generations[copy.segment_id]
         return max(1, generation) if self._is_settled(copy) else generation + 1
+
+
+def _bound(plan: Plan) -> float:
+    return 0.0 if plan.prediction is None else plan.prediction.bound
 
 
 def _inherited(plan: Plan) -> float:

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
 
-from delta_tree import DeltaTree, NodeId, SegmentId
+from delta_tree import DeltaTree, NodeId
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.kv.tier import Budget
 
 _MOST_PINNED = 0.5  # share of each memory; the rest can be evicted, so that new prompts can be stored
-
-
-class Budget(Protocol):
-    """A memory for segments: bytes in use, its limit, and which segments it holds."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def max_bytes(self) -> int: ...
-
-    def __contains__(self, segment_id: SegmentId) -> bool: ...
 
 
 def bytes_of(tree: DeltaTree, node_ids: Iterable[NodeId], budget: Budget) -> int:

@@ -3,11 +3,12 @@ Calibration files: weights that predict the deviation of a model's answers from 
 
 `kvshare calibrate` writes them; the files in `calibrations/` are part of the package. A file belongs to the
 model with its fingerprint (`kvshare.kv.parameters`). A model without a file is served with the default
-model's weights, and its predicted deviations are multiplied by `_CAUTION`.
+model's weights, and taken to be as bad as the worst model that is known: `_CAUTION` times as far off.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from typing import Any, Self
 from kvshare.errors import ConfigError
 from kvshare.sharing.prediction import Calibration, Shape
 from kvshare.sharing.repair import RepairRule
+from kvshare.sharing.risk import RiskTable
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,9 @@ FOLDER = Path(__file__).with_name("calibrations")
 RULES: tuple[RepairRule, ...] = ("windows", "attention")
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 # Measured deviation after edits: 1.5 times the default model's with 0.6 B parameters, 9 times with 8 B.
-_CAUTION = 4.0
+_CAUTION = 9.0
+_UNCERTIFIED = RiskTable()
+_UNMEASURED = 2.0  # factor on expectations and bounds for prompts that are longer than any measured one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class ModelCalibration:
     Predicts the deviation of one model.
 
     `caution`: factor on every prediction; 1 for a measured model. For prompts longer than `longest`, the
-    longest that was measured, the prediction for moved text grows in proportion to the length.
+    longest that was measured, a plan is taken to be as bad as the longest measured ones
+    (`Calibration.at_length`), moved text to grow worse in proportion to the length, and what is expected and
+    bounded is doubled.
     """
 
     model: str
@@ -47,8 +53,33 @@ class ModelCalibration:
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
         """Expected KL, nats, of plans of this shape with `repaired` tokens computed again by a rule."""
-        beyond = float(max(1.0, shape.num_tokens / self.longest) ** shape.far)
-        return self.caution * beyond * float(self.rules[rule].expected(shape.repaired(repaired)))
+        mean = float(self.rules[rule].expected(shape.repaired(repaired)))
+        return self._unmeasured(shape) * self._factor(shape, rule) * mean
+
+    def bound(self, shape: Shape, rule: RepairRule, repaired: float, *, risk: float) -> float:
+        """The KL, nats, that answers of such plans exceed with at most this risk; with risk 1 the mean."""
+        if risk >= 1:
+            return self.expected(shape, rule, repaired)
+        calibration = self.rules[rule]
+        typical = self._factor(shape, rule) * float(calibration.typical(shape.repaired(repaired)))
+        return self._unmeasured(shape) * calibration.risks.get(shape.regime, _UNCERTIFIED).bound(
+            typical, risk
+        )
+
+    def _unmeasured(self, shape: Shape) -> float:
+        return _UNMEASURED if shape.num_tokens > self.longest else 1.0
+
+    def _factor(self, shape: Shape, rule: RepairRule) -> float:
+        """By how much plans of this shape are taken to be worse than predicted."""
+        beyond = shape.num_tokens / self.longest
+        return self.caution * (self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0)
+
+    @property
+    def digest(self) -> str:
+        """Of all that predictions follow from: what was stored by another calibration is not used."""
+        document = self.as_document()
+        parts = [document["rules"], self.longest, self.caution]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_document(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -83,7 +114,7 @@ def read_calibration(path: Path) -> ModelCalibration:
     try:
         return ModelCalibration.from_document(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as exc:
-        expected = f"{path}: expected a file written by `kvshare calibrate`: {exc}"
+        expected = f"{path}: expected a file written by `kvshare calibrate` of this version: {exc}"
         raise ConfigError("sharing.calibration", expected) from exc
 
 
@@ -121,7 +152,11 @@ def log_calibration(calibration: ModelCalibration, fingerprint: str) -> None:
             calibration.model,
         )
     else:
-        log.info("deviations are predicted with the calibration of %s", calibration.model)
+        log.info(
+            "deviations are predicted with the calibration of %s, which holds up to %d tokens",
+            calibration.model,
+            calibration.longest,
+        )
 
 
 @cache

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Self
 
 from kvshare.admin import Costs
 from kvshare.settings import CostSettings
-from kvshare.sharing.rates import MEMORY, LoadRate, MinSaved, PrefillWork, Rates, prior_pair_s
+from kvshare.sharing.rates import (
+    BLOCKS,
+    DISK,
+    FREE,
+    MEMORY,
+    LoadRate,
+    MinSaved,
+    PrefillWork,
+    Rates,
+    prior_pair_s,
+)
 from kvshare.sharing.regression import Regression, Row
+from kvshare.sharing.waits import Waits
 
 PREFILL: Final = "prefill"
 PASS: Final = "pass"
-LOAD: Final = "load"
+LOAD: Final = "load"  # from host memory
 LOOKUP: Final = "lookup"
+PLANNING: Final = "planning"
 EMBEDDING: Final = "embedding"
+_LOADS: Final = {MEMORY: LOAD, BLOCKS: BLOCKS, DISK: DISK}  # by place
 _PREFIX: Final = "prefix"  # a prefill behind a copied prefix
 _BARE_PASS: Final = "bare pass"  # without the engine's own step
 
@@ -33,7 +46,7 @@ _TRIED_AGAIN = (
 # Priors that config.yaml does not name.
 _STEP_S, _PASS_S, _LOAD_S = 0.005, 0.005, 0.001
 _REUSED = 0.02  # of the time of a computed token
-_LOOKUP = LoadRate(0.001, 1e-7)
+_LOOKUP = _PLANNING = LoadRate(0.0005, 5e-8)
 ASSUMED_EMBEDDING = LoadRate(0.03, 1e-6)
 
 
@@ -44,9 +57,11 @@ class CostModel:
         """`rates`: used until something is measured; unless it `learns`, always."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
         self.machine = ""  # that the rates are measured on, in words; set by `KeptCosts`
+        self.waits = Waits()  # beside other prompts
         self._learns = learns
-        self._work = _regression(rates.coefficients)
-        lines = {**rates.loads, LOOKUP: rates.lookup, EMBEDDING: rates.embedding}
+        self._work = _regression(rates.coefficients, fixed=(0, 3))  # the fixed costs of a step and of a pass
+        own = {LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}
+        lines = {**rates.loads, **own}
         self._lines = {name: _regression((line.fixed_s, line.byte_s)) for name, line in lines.items()}
         self._refused: Counter[str] = Counter()
         self._tried: Counter[str] = Counter()
@@ -61,22 +76,25 @@ class CostModel:
         bytes_per_token: int,
         context_share: float = 0.0,
         num_extra_passes: int = 0,
+        places: Sequence[str] = (MEMORY,),
     ) -> Self:
         """
-        Start with the rates of config.yaml.
+        Start with the rates of config.yaml. A place from which nothing was loaded yet is as fast as memory.
 
         `context_share`: the cost of a token that is reused and attended to, as a share of computing one. The
         other arguments are fields of `Rates`.
         """
         token_s = 1 / settings.prior_prefill_tokens_per_s
+        load = LoadRate(_LOAD_S, 1 / settings.prior_load_bytes_per_s)
         rates = Rates(
             step_s=_STEP_S,
             token_s=token_s,
             pair_s=prior_pair_s(token_s),
             pass_s=_PASS_S,
             reused_s=token_s * max(_REUSED, context_share / (1 + context_share)),
-            loads=MappingProxyType({MEMORY: LoadRate(_LOAD_S, 1 / settings.prior_load_bytes_per_s)}),
+            loads=MappingProxyType(dict.fromkeys(places, load)),
             lookup=_LOOKUP,
+            planning=_PLANNING,
             embedding=ASSUMED_EMBEDDING,
             bytes_per_token=bytes_per_token,
             num_extra_passes=num_extra_passes,
@@ -90,11 +108,22 @@ class CostModel:
 
     @property
     def measured(self) -> frozenset[str]:
-        """Which of "prefill", "pass", "load", "lookup" and "embedding" were measured; others are priors."""
+        """Which rates are not priors any more: prefill, pass, load, blocks, disk, lookup, embedding."""
         with self._lock:
             kinds = self._work.kinds().union(*(line.kinds() for line in self._lines.values()))
         known = {PASS if kind == _BARE_PASS else kind for kind in kinds}
-        return frozenset({PREFILL, PASS, LOAD, LOOKUP, EMBEDDING} & known)
+        return frozenset({PREFILL, PASS, *_LOADS.values(), LOOKUP, EMBEDDING} & known)
+
+    def hopeful(self) -> Rates:
+        """
+        The rates, where loads and passes cost nothing until they are measured: a wrong prior would refuse
+        what corrects it.
+        """
+        rates = self.rates
+        loads = dict(rates.loads)
+        if not self.knows(LOAD):
+            loads |= {place: FREE for place in loads if not self.knows(_LOADS[place])}
+        return replace(rates, loads=loads, pass_s=rates.pass_s if self.knows(PASS) else 0.0)
 
     def knows(self, rate: str) -> bool:
         """Whether this rate was measured; a model that does not learn knows all."""
@@ -114,7 +143,7 @@ class CostModel:
                 for name, line in rates.loads.items()
             },
             "full_s": {str(length): rates.full_s(length) for length in _EXAMPLES},
-            "lookup_s": {str(length): rates.lookup.seconds(length) for length in _EXAMPLES},
+            "lookup_s": {str(length): rates.lookup_s(length) for length in _EXAMPLES},
             "embedding_s": {str(length): rates.embedding.seconds(length) for length in _EXAMPLES},
             "bytes_per_token": rates.bytes_per_token,
             "num_extra_passes": rates.num_extra_passes,
@@ -128,6 +157,14 @@ class CostModel:
         with self._lock:
             self.rates = replace(self.rates, bytes_per_token=num_bytes)
 
+    def know_disk(self) -> None:
+        """KV may be read from a disk from now on, as fast as from memory until that is measured."""
+        with self._lock:
+            if DISK not in self.rates.loads:
+                load = self.rates.loads[MEMORY]
+                self._lines[DISK] = _regression((load.fixed_s, load.byte_s))
+                self.rates = replace(self.rates, loads=MappingProxyType({**self.rates.loads, DISK: load}))
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """A prompt that was computed in full."""
         self.observe(PrefillWork.full(num_tokens), seconds)
@@ -137,14 +174,24 @@ class CostModel:
         kind = PREFILL if not work.num_reused else PASS if work.num_passes else _PREFIX
         self._observe(self._work, kind if work.num_steps else _BARE_PASS, work.features, seconds)
 
+    def observe_wait(self, *, shared: bool, queue_s: float, seconds: float) -> None:
+        """How long a prompt waited beyond its own prefill. `queue_s`: what was to be computed before it."""
+        if self._learns:
+            self.waits.observe(shared=shared, queue_s=queue_s, seconds=seconds)
+
     def observe_load(self, num_bytes: int, seconds: float, *, place: str = MEMORY) -> None:
         if num_bytes > 0:
-            self._observe(self._lines[place], LOAD, (1.0, num_bytes), seconds)
+            self._observe(self._lines[place], _LOADS[place], (1.0, num_bytes), seconds)
 
-    def observe_lookup(self, num_tokens: int, seconds: float) -> None:
-        """The first lookup runs with cold caches and is not counted."""
+    def observe_lookup(self, num_tokens: int, seconds: float, *, planning_s: float = 0.0) -> None:
+        """
+        The search for donors, and planning where there were any: each by itself.
+
+        The first lookup runs with cold caches and is not counted.
+        """
         if self._seen_cold_lookup:
             self._observe(self._lines[LOOKUP], LOOKUP, (1.0, num_tokens), seconds)
+            self._observe(self._lines[PLANNING], PLANNING, (1.0, num_tokens), planning_s)
         self._seen_cold_lookup = True
 
     def observe_embedding(self, num_tokens: int, seconds: float) -> None:
@@ -205,7 +252,9 @@ class CostModel:
     def _update(self) -> None:
         step_s, token_s, pair_s, pass_s, reused_s = self._work.coefficients
         lines = {name: LoadRate(*line.coefficients) for name, line in self._lines.items()}
-        lookup, embedding = lines.pop(LOOKUP), lines.pop(EMBEDDING)
+        lookup, planning, embedding = (lines.pop(name) for name in (LOOKUP, PLANNING, EMBEDDING))
+        if BLOCKS in lines and not self._lines[BLOCKS].kinds():
+            lines[BLOCKS] = lines[MEMORY]
         self.rates = replace(
             self.rates,
             step_s=step_s,
@@ -215,6 +264,7 @@ class CostModel:
             reused_s=reused_s,
             loads=MappingProxyType(lines),
             lookup=lookup,
+            planning=planning,
             embedding=embedding,
         )
 
@@ -234,5 +284,5 @@ def rates_of(costs: Costs) -> Rates:
     )
 
 
-def _regression(priors: tuple[float, ...]) -> Regression:
-    return Regression([max(prior, _TINY) for prior in priors])
+def _regression(priors: tuple[float, ...], *, fixed: tuple[int, ...] = (0,)) -> Regression:
+    return Regression([max(prior, _TINY) for prior in priors], fixed=fixed)

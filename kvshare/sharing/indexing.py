@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from delta_tree import Node
 from kvshare.sharing.keeper import PromptKeeper, TierT
 from kvshare.telemetry import Component, FallbackReason
-from vector_index import Failure, Nominator, PromptText
+from vector_index import Failure, Nominator, PromptRecord, PromptText
 
 
 class Indexing:
@@ -21,6 +21,17 @@ class Indexing:
         """Remove evicted nodes from the index, and add a node; without `text` it gets no embedding."""
         await self.forget_evicted()
         await self._index(node, text)
+
+    async def remember_all(self, nodes: Sequence[Node]) -> None:
+        """Index many prompts, without embeddings; then remove those that were evicted while this ran."""
+        get = self._keeper.tree.get
+        records = (
+            PromptRecord(int(node.node_id), node.namespace, now.token_ids)
+            for node in nodes
+            if (now := get(node.node_id)) is not None
+        )
+        self.count(await self._nominator.remember_all(records))
+        await self.forget((node.namespace, node.node_id) for node in nodes if get(node.node_id) is None)
 
     async def _index(self, node: Node, text: PromptText | None) -> None:
         stored = self._keeper.tree.get(node.node_id)

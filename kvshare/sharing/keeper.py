@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,13 +28,18 @@ from delta_tree import (
 )
 from kvshare.admin import Command, CommandResult, EvictionDocument, PinDocument, PinnedBytes
 from kvshare.errors import KVShareError
-from kvshare.kv.tier import Tier
+from kvshare.kv.tier import Budget, Tier
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.budget import Budget, bytes_of, check_pins, most_pinned
+from kvshare.sharing.budget import bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.tenant_budget import budget_of
+from kvshare.status import TierStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
+from kvshare.tenants import Tenants
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # at a prompt that could not be read: a disk that hangs must not keep others from being stored
 
 TierT = TypeVar("TierT", bound=Tier)
 
@@ -46,6 +51,7 @@ class PromptKeeper(Generic[TierT]):
         self.tree = tree
         self.tier = tier
         self.telemetry = Telemetry()
+        self.tenants = Tenants()
         self._min_tokens = min_tokens
         self._writing = threading.RLock()  # held for milliseconds: never taken on the event loop
         self._evicted: deque[tuple[str, int]] = deque()
@@ -67,7 +73,7 @@ class PromptKeeper(Generic[TierT]):
         with self._writing:
             for node_id in dict.fromkeys(donors):
                 node = self.tree.get(node_id)
-                if node is None or not self.tier.fetch(node.pieces.segment_ids).missing:
+                if node is None or not self.tier.fetch(node.pieces.segment_ids, within_s=_LOOK_S).missing:
                     continue  # evicted, or stored again meanwhile
                 self.tree.unpin(node_id)
                 self._evict(node)
@@ -79,7 +85,9 @@ class PromptKeeper(Generic[TierT]):
         Raises:  RequestError if it names what is not stored, or if too much would be pinned
         """
         with self._writing:
-            result: CommandResult[EvictionDocument] | CommandResult[PinDocument] = command.apply(self.tree)
+            result: CommandResult[EvictionDocument] | CommandResult[PinDocument] = command.apply(
+                self.tree, self.tenants
+            )
             if result.to_pin:
                 check_pins(self.tree, result.to_pin, self._budgets())
                 self.tree.pin(*result.to_pin)
@@ -95,6 +103,13 @@ class PromptKeeper(Generic[TierT]):
                 "num_bytes": sum(bytes_of(self.tree, pinned, budget) for budget in budgets),
                 "max_bytes": sum(most_pinned(budget) for budget in budgets),
             }
+
+    def close(self) -> None:
+        """Nothing is stored after this."""
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        """The tiers of KV in this process."""
+        return ()
 
     def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
         """The node of these tokens, or a donor of the plan that begins with all of them; else None."""
@@ -184,13 +199,14 @@ class PromptKeeper(Generic[TierT]):
         num_bytes: int,
         budget: Budget,
         held: Collection[NodeId],
-        memory: str | None = None,
+        scopes: Collection[str] | None = None,
+        cause: EvictionCause = EvictionCause.CAPACITY,
     ) -> bool:
         """
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
         Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
-        `memory`: the name of the one that has this budget, where there are several.
+        `scopes`: the memory that has this budget, or the namespaces; None: there is one memory for all.
         Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
@@ -198,21 +214,33 @@ class PromptKeeper(Generic[TierT]):
         if bytes_of(self.tree, self.tree.pinned().union(held), budget) + num_bytes > budget.max_bytes:
             self.telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
             return False  # evicting all others would not be enough, so none is evicted
-        scopes = None if memory is None else (memory,)
-        while (candidate := self.tree.next_to_evict(scopes, without=held)) is not None:
+        without = self._not_to_evict(held, budget)
+        while (candidate := self.tree.next_to_evict(scopes, without=without)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
-            self.tree.age(candidate.node_id, scopes)
+            if cause is not EvictionCause.QUOTA:  # a tenant's own evictions say nothing of what others leave
+                self.tree.age(candidate.node_id, scopes)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
                 self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)
                 self.telemetry.evicted(EvictionCause.END)
             else:
                 self._evict(candidate)
-                self.telemetry.evicted(EvictionCause.CAPACITY)
+                self.telemetry.evicted(cause)
             if budget.num_bytes + num_bytes <= budget.max_bytes:
                 return True
         self.telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
         return False
+
+    def _fits_tenant(self, namespace: str, num_bytes: int, held: Collection[NodeId]) -> bool:
+        """Whether its tenant may have so many bytes more, after evicting its own prompts if necessary."""
+        budget = budget_of(self.tree, self.tenants, namespace)
+        if budget is None:
+            return True
+        return self._make_room(num_bytes, budget, held, budget.namespaces, EvictionCause.QUOTA)
+
+    def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
+        """Those that stay when this budget needs room."""
+        return held
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
         """

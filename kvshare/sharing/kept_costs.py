@@ -12,7 +12,6 @@ Each of the first two is one warning. The file has times and sizes of prefills, 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.regression import Row
+from kvshare.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class KeptCosts:
         entry = _Entry(fingerprint=self._fingerprint, rows=rows)
         document = _File(version=_VERSION, kept=[*self._others[1 - _MAX_KEPT :], entry])
         try:
-            _write(self._path, document.model_dump_json().encode())
+            write_whole(self._path, document.model_dump_json().encode())
         except OSError as exc:
             if not self._has_failed:
                 log.info("%s cannot be written, measured costs are not kept: %s", self._path, exc.strerror)
@@ -143,17 +143,3 @@ class KeptCosts:
             log.warning("%s %s; it is not used: %s", self._path, problem, classes_and_places(exc))
         else:
             log.warning("%s %s: moved to %s, costs are measured again", self._path, problem, aside.name)
-
-
-def _write(path: Path, raw: bytes) -> None:
-    """Replace a file as a whole, so that a crash leaves the old one or the new one. Raises OSError."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise

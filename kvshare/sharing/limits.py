@@ -13,6 +13,7 @@ from delta_tree import Node
 from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
 from kvshare.sharing.rates import ANYTHING, MinSaved
+from kvshare.sharing.risk import bound_of_inherited
 
 MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
 
@@ -51,9 +52,15 @@ class PlannerLimits:
             can_probe=can_probe,
         )
 
+    def deviating_at_most(self, max_deviation: float | None) -> Self:
+        """These limits, or with a request's own limit of deviation, in nats, where that is lower."""
+        if max_deviation is None or max_deviation >= self.sharing.max_deviation:
+            return self
+        return replace(self, sharing=self.sharing.model_copy(update={"max_deviation": max_deviation}))
+
     def usable(self, node: Node) -> Node | None:
         """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
-        if node.deviation <= self.sharing.max_deviation:
+        if bound_of_inherited(node.deviation, self.sharing.max_risk) <= self.sharing.max_deviation:
             return node
         return exact_part(node)
 

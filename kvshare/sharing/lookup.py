@@ -10,6 +10,7 @@ from delta_tree import NodeId, SegmentId
 from kvshare.requests import Decision, SharingReport
 from kvshare.sharing.plan import NoPlan, Plan
 from vector_index import Candidate
+from vector_index.nomination import Source
 
 if TYPE_CHECKING:
     from kvshare.kv.sequence import SegmentKV  # imports torch
@@ -41,9 +42,22 @@ class Lookup:
         if isinstance(plan, Plan):
             counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
             decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
+            saved_s = plan.estimate.saved_s
         else:
             counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0
-        return SharingReport(*counts, decision, plan.reason, donors, plan.prediction, first_difference)
+            saved_s = 0.0
+        return SharingReport(
+            *counts, decision, plan.reason, donors, plan.prediction, first_difference, saved_s
+        )
+
+    def copies_by(self, source: Source, *, alone: bool = False) -> bool:
+        """Whether the plan copies from a donor that this search has found; `alone`: and no other search."""
+        found_by = {
+            each.prompt_id
+            for each in self.candidates
+            if source in each.sources and not (alone and len(each.sources) > 1)
+        }
+        return isinstance(self.plan, Plan) and not found_by.isdisjoint(self.plan.donors)
 
     def after_waiting(self, seconds: float | None) -> Lookup:
         """The same with the wait for similar prompts as one of its stages; None: it did not wait."""

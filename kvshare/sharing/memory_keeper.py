@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from delta_tree import (
     DeltaTree,
@@ -26,11 +26,11 @@ from delta_tree import (
     segment_tokens,
     split,
 )
-from kvshare.kv.tier import Tier
-from kvshare.sharing.budget import Budget
+from kvshare.kv.tier import Budget, Tier
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent, segments_of
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.status import TierStatus
 from kvshare.telemetry import Component, FallbackReason
 
 
@@ -62,9 +62,22 @@ class SequenceBuffer(Protocol[KVT_co]):
 
 
 class HostTier(Tier, Budget, Protocol[KVT_contra]):
-    """A tier in the memory of this process, with a budget."""
+    """
+    A tier in the memory of this process, maybe with others below it.
 
-    def put(self, segment_id: SegmentId, segment: KVT_contra, checksum: int) -> None: ...
+    `num_bytes` and `max_bytes` are those of the memory, `budgets` all that prompts are evicted for.
+    """
+
+    @property
+    def budgets(self) -> Collection[Budget]: ...
+
+    def put(self, segment: Segment, kv: KVT_contra) -> None: ...
+
+    def close(self) -> None:
+        """Nothing is put or fetched after this."""
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """Of this tier and those below it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,8 +162,19 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return self.store(computed)
         return None  # the prompt was not stored, and would not be now
 
+    def close(self) -> None:
+        """Nothing is stored after this. Blocks while the tier writes what it has in memory only."""
+        self.tier.close()
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        return self.tier.status()
+
     def _budgets(self) -> Collection[Budget]:
-        return (self.tier,)
+        return self.tier.budgets
+
+    def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
+        """Also those of which the budget has nothing: evicting them would free no room."""
+        return _HeldOrElsewhere(held, self.tree, budget)
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
         """None if the prompt was evicted or shortened while the answer was generated."""
@@ -163,7 +187,9 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         plan: Plan | NoPlan = NoPlan() if node.exact_length == node.num_tokens else computed.plan
         segments = segments_of(plan, self._stored_spans(spans, retained), computed.namespace)
         with self._writing:
-            if not self._is_as_it_was(node) or not self._has_room(retained, also_held=node.node_id):
+            if not self._is_as_it_was(node) or not self._has_room(
+                node.namespace, retained, also_held=node.node_id
+            ):
                 return None
             self._put(segments, retained)
             try:
@@ -192,7 +218,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
                     return None
                 # All KV in the slots is exact, copied or not: store all of it.
                 draft, retained = self._drafted(replace(computed, plan=NoPlan()))
-            if not self._has_room(retained):
+            if not self._has_room(computed.namespace, retained):
                 return None
             # KV before the node, so that no reader finds a node without KV.
             self._put(draft.new_segments, retained)
@@ -224,12 +250,28 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
     def _segment_tokens(self, computed: Computed[KVT]) -> int:
         return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
 
-    def _has_room(self, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
+    def _has_room(self, namespace: str, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
         """Whether the KV fits, after evicting other prompts if necessary."""
         with self._held_lock:
             held = frozenset(self._held) if also_held is None else frozenset({*self._held, also_held})
-        return self._make_room(sum(kv.num_bytes for kv in retained), self.tier, held)
+        num_bytes = sum(kv.num_bytes for kv in retained)
+        if not self._fits_tenant(namespace, num_bytes, held):
+            return False
+        return all(self._make_room(num_bytes, budget, held) for budget in self.tier.budgets)
 
     def _put(self, segments: Sequence[Segment], retained: Sequence[KVT]) -> None:
         for segment, kv in zip(segments, retained, strict=True):
-            self.tier.put(segment.segment_id, kv, segment.checksum)
+            self.tier.put(segment, kv)
+
+
+class _HeldOrElsewhere(Container[NodeId]):
+    """Nodes that are held, and those without a segment in a budget."""
+
+    def __init__(self, held: Collection[NodeId], tree: DeltaTree, budget: Budget) -> None:
+        self._held, self._tree, self._budget = held, tree, budget
+
+    def __contains__(self, node_id: object) -> bool:
+        node = self._tree.get(cast(NodeId, node_id))
+        if node is None or node_id in self._held:
+            return True
+        return not any(entry in self._budget for entry in node.pieces.segment_ids)

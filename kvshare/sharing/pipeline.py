@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from delta_tree import Node, NodeId, TokenIds, UnknownSegmentError
 from kvshare.admin import Costs
@@ -22,22 +23,23 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
+from kvshare.sharing.fetching import Fetching
 from kvshare.sharing.indexing import Indexing
 from kvshare.sharing.keeper import PromptKeeper, TierT
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
-from kvshare.sharing.rates import IDLE, Queue, Rates
-from kvshare.sharing.worth import Worth
+from kvshare.sharing.rates import IDLE, Queue
+from kvshare.sharing.worth import Search, Worth
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Candidate, Nomination, Nominator
 
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-# Longer prompts are planned on a second thread: 45,000 tokens take some 25 ms, 2,000 one or two.
-_LONG_PROMPT_TOKENS = 8192
+_LONG_PROMPT_TOKENS = 8192  # longer ones have a second thread: 45,000 tokens take some 25 ms, 2,000 two
+_Planner = Callable[[Sequence[Node]], Plan | NoPlan]
 
 
 class Sharing:
@@ -79,6 +81,7 @@ class Sharing:
         )
         self._writer = writer or self._executor
         self._worth = Worth(cost)
+        self.fetching = Fetching(keeper.tier, cost, keeper.telemetry)
 
     @property
     def limits(self) -> PlannerLimits:
@@ -108,6 +111,7 @@ class Sharing:
         prompt: Prompt,
         mode: SharingMode,
         *,
+        max_deviation: float | None = None,
         by_embedding: bool = True,
         queue: Queue = IDLE,
     ) -> Lookup:
@@ -115,18 +119,24 @@ class Sharing:
         Nominate, plan and fetch for a prompt. Changes only the counters of failures. Never raises: an error
         gives NoPlan with a reason.
 
+        `max_deviation`: the request's own limit, which counts where it is below that of the settings.
         `by_embedding`: also search by embedding, if that is quick for what it can save.
         `queue`: what the engine has to do first.
         """
         if not self.may_share(prompt, mode):
             unshared = Reason.SHORT_PROMPT if self._limits.can_share else Reason.MODEL_UNSHARED
             return Lookup(NoPlan(Reason.OFF if mode is SharingMode.OFF else unshared))
-        if not self._worth.lookup_now(prompt.num_tokens, self._limits):
+        search = self._worth.search(prompt.num_tokens, self._limits)
+        if search is Search.NOTHING:
             return Lookup(NoPlan(Reason.DOES_NOT_PAY))
+        limits = self._limits.deviating_at_most(max_deviation)
+        make = partial(self._make_plan, prompt.token_ids, mode, queue, limits)
         began = time.perf_counter()
         try:
-            nomination = await self._nominate(namespace, prompt, mode, by_embedding=by_embedding)
-            lookup = await self._planned(namespace, prompt, nomination, mode, queue)
+            nomination = await self._nominate(namespace, prompt, mode, search, by_embedding=by_embedding)
+            if search is Search.PREFIX and not nomination.candidates:
+                return Lookup(NoPlan(Reason.DOES_NOT_PAY))
+            lookup = await self._planned(namespace, prompt, nomination, make)
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
             log.warning("planning failed, the request is served unshared; please report this: %s", what)
@@ -157,10 +167,7 @@ class Sharing:
         return nothing
 
     def _note_use(self, lookup: Lookup) -> None:
-        embedding_s = lookup.stage_seconds.get("embedding")
-        self.cost.observe_lookup(lookup.num_tokens, lookup.seconds - (embedding_s or 0.0))
-        if embedding_s is not None:
-            self.cost.observe_embedding(lookup.num_tokens, embedding_s)
+        self._worth.learn(lookup)
         try:
             if isinstance(lookup.plan, Plan):
                 self.keeper.note_use(lookup.plan)
@@ -185,7 +192,7 @@ class Sharing:
         return self._worth.shortest(self._limits)
 
     async def _planned(
-        self, namespace: str, prompt: Prompt, nomination: Nomination, mode: SharingMode, queue: Queue
+        self, namespace: str, prompt: Prompt, nomination: Nomination, make: _Planner
     ) -> Lookup:
         candidates = nomination.candidates
         if candidates and not self._worth.planning(prompt.num_tokens, nomination, self._limits):
@@ -198,35 +205,26 @@ class Sharing:
         is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
         return await asyncio.get_running_loop().run_in_executor(
             self._long_executor if is_long else self._executor,
-            self._plan,
-            namespace,
-            prompt.token_ids,
-            candidates,
-            mode,
-            queue,
+            partial(self._plan, namespace, prompt.num_tokens, candidates, make),
         )
 
     async def _nominate(
-        self, namespace: str, prompt: Prompt, mode: SharingMode, *, by_embedding: bool
+        self, namespace: str, prompt: Prompt, mode: SharingMode, search: Search, *, by_embedding: bool
     ) -> Nomination:
-        pays, num_tokens = self._worth, prompt.num_tokens
         embeds = by_embedding and mode is SharingMode.APPROX
-        embeds = embeds and pays.embedding(num_tokens, self._limits)
-        # A prompt too short for either is looked up to measure what that takes.
-        by_passages = pays.passages(num_tokens, self._limits) or not pays.lookup(num_tokens, self._limits)
+        embeds = embeds and self._worth.embedding(prompt.num_tokens, self._limits)
         nomination = await self.nominator.nominate(
-            namespace, prompt.token_ids, prompt.text, allow_dense=embeds, allow_passages=by_passages
+            namespace,
+            prompt.token_ids,
+            prompt.text,
+            allow_dense=embeds,
+            allow_passages=search is Search.PASSAGES,
         )
         self.indexing.count(nomination.failures)
         return nomination
 
     def _plan(
-        self,
-        namespace: str,
-        token_ids: TokenIds,
-        candidates: Sequence[Candidate],
-        mode: SharingMode,
-        queue: Queue,
+        self, namespace: str, num_tokens: int, candidates: Sequence[Candidate], make: _Planner
     ) -> Lookup:
         """
         Align, plan and fetch.
@@ -241,7 +239,7 @@ class Sharing:
             candidates=tuple(candidates),
             stage_seconds=stages,
             namespace=namespace,
-            num_tokens=len(token_ids),
+            num_tokens=num_tokens,
             unknown=tuple(c.prompt_id for c in candidates if self.tree.get(NodeId(c.prompt_id)) is None),
         )
         for attempt in range(_MAX_ATTEMPTS):
@@ -249,7 +247,7 @@ class Sharing:
                 break
             began = time.perf_counter()
             try:
-                plan = self._make_plan(token_ids, nodes, mode, queue)
+                plan = make(nodes)
             except UnknownSegmentError:
                 nodes = self.own_nodes(namespace, candidates, without=found.unreadable)
                 continue
@@ -257,9 +255,10 @@ class Sharing:
                 stages["plan"] += time.perf_counter() - began
             if isinstance(plan, NoPlan):
                 return replace(found, plan=plan)
-            began = time.perf_counter()
-            fetched = self.tier.fetch({copy.segment_id for copy in plan.copies})
-            stages["fetch"] += time.perf_counter() - began
+            fetched = self.fetching.fetch(plan, self._limits.threshold, stages)
+            if fetched.late:  # read from memory what is there, and compute the rest
+                nodes, found = self.fetching.near(nodes), replace(found, plan=NoPlan(Reason.KV_LATE))
+                continue
             if not fetched.missing:
                 return replace(found, plan=plan, segments=fetched.segments)
             self.telemetry.fallback(Component.TIER, FallbackReason.MISSING)
@@ -269,16 +268,20 @@ class Sharing:
         return found
 
     def _make_plan(
-        self, token_ids: TokenIds, nodes: Sequence[Node], mode: SharingMode, queue: Queue
+        self,
+        token_ids: TokenIds,
+        mode: SharingMode,
+        queue: Queue,
+        limits: PlannerLimits,
+        nodes: Sequence[Node],
     ) -> Plan | NoPlan:
-        approximate, segment_of = mode is SharingMode.APPROX, self.tree.segment
+        queue, segment_of = replace(queue, on_disk=self.tier.on_disk), self.tree.segment
 
-        def make(limits: PlannerLimits, rates: Rates) -> Plan | NoPlan:
-            return make_plan(
-                token_ids, nodes, segment_of, approximate=approximate, limits=limits, rates=rates
-            )
+        def planned(donors: Sequence[Node]) -> Plan | NoPlan:
+            make = partial(make_plan, token_ids, donors, segment_of, approximate=mode is SharingMode.APPROX)
+            return self._worth.plan(lambda within, now: make(limits=within, rates=now), limits, queue)
 
-        return self._worth.plan(make, self._limits, queue)
+        return self.fetching.fastest(planned, nodes)
 
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from delta_tree import Copy, NodeId, Span, merge
+from delta_tree import Copy, NodeId, SegmentId, Span, merge
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prediction
-from kvshare.sharing.rates import Estimate, PrefillWork
+from kvshare.sharing.rates import IDLE, Estimate, PrefillWork, Queue
 
 # The fraction is for short prompts, in which 512 tokens span several documents.
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
 MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
-# With more tokens behind the last copy, no repairs are chosen: vLLM computes those tokens in several steps.
-MAX_TAIL_TOKENS = 1024
+MAX_TAIL_TOKENS = 1024  # with more behind the last copy, no repairs are chosen: vLLM computes them in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +107,24 @@ class Plan:
         first = self.first_approximate
         stale = sum(max(0, span.end - max(span.start, first)) for span in self.placeholders)
         num_listening = _total(self.listeners)
-        num_renewed = min(MAX_RENEWED, max(0, stale - num_listening))
-        return len(self.order.probes) + num_listening + num_renewed
+        return len(self.order.probes) + num_listening + min(MAX_RENEWED, max(0, stale - num_listening))
 
-    def work(self, *, num_extra_passes: int = 0) -> PrefillWork:
+    def work(self, *, num_extra_passes: int = 0, queue: Queue = IDLE) -> PrefillWork:
         """
-        What carrying out the plan takes.
+        What carrying out the plan takes, where repairs that are to be chosen attend to half of the prompt.
 
-        `num_extra_passes`: those of an approximate plan, beyond the engine's own.
-
-        Where repairs lie is not known before they are chosen: they are taken to attend to half of the prompt.
+        `num_extra_passes`: those of an approximate plan, beyond the engine's own
         """
-        in_spans = _total(self.placeholders)
-        num_tokens = self.num_computed + self.num_selecting
+        num_tokens, in_spans = self.num_computed + self.num_selecting, _total(self.placeholders)
         pairs = sum(span.end**2 - span.start**2 for span in self.placeholders) / 2
-        extra = num_extra_passes if self.decision is Decision.APPROX else 0
+        extra, num_reused = self.decision is Decision.APPROX, self.num_tokens - self.num_computed
         return PrefillWork(
             num_tokens=num_tokens,
             num_pairs=pairs + (num_tokens - in_spans) * self.num_tokens / 2,
-            num_passes=extra + (self.order is not None),
-            num_reused=self.num_tokens - self.num_computed,
+            num_passes=extra * num_extra_passes + (self.order is not None),
+            num_reused=num_reused,
+            num_in_blocks=min(num_reused, self.num_in(queue.in_blocks)),  # chosen repairs are among them
+            num_on_disk=min(num_reused, self.num_in(queue.on_disk)),
         )
 
     @property
@@ -159,6 +156,10 @@ class Plan:
         for copy in self.copies:
             given[copy.donor] += copy.length
         return given
+
+    def num_in(self, place: Container[SegmentId]) -> int:
+        """How many tokens are copied from there."""
+        return _total(copy.target for copy in self.copies if copy.segment_id in place)
 
     @property
     def first_approximate(self) -> int:
@@ -254,7 +255,7 @@ def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
     for copy in copies:
         if copy.target_start > end:
             found.append(Span(end, copy.target_start))
-        end = copy.target_end
+        end = copy.target_start + copy.length
     if end < num_tokens:
         found.append(Span(end, num_tokens))
     return tuple(found)
@@ -296,4 +297,4 @@ def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
 
 
 def _total(spans: Iterable[Span]) -> int:
-    return sum(len(span) for span in spans)
+    return sum([span.end - span.start for span in spans])

@@ -172,7 +172,8 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
         generation=0,
         estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
     )
-    return replace(plan, estimate=rates.estimate(num_tokens, plan.work()))
+    work = plan.work(queue=rates.queue)
+    return replace(plan, estimate=rates.estimate(num_tokens, work))
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
@@ -184,7 +185,7 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
     # Repair may leave few copied tokens: they are not worth any deviation.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
         return Reason.NOT_ENOUGH_SAVED
-    if plan.prediction is not None and not plan.prediction.expected <= plan.prediction.limit:
+    if plan.prediction is not None and not plan.prediction.keeps_limit:
         return Reason.DEVIATES_TOO_MUCH
     if policy.max_relocated_fraction is not None:
         limit = small_shift(plan.num_tokens)

@@ -1,21 +1,21 @@
 """
 Predicts from the shape of a plan how far its answer deviates from that of a full prefill.
 
-    typical KL = 10 ** (intercept + sum of weight x feature)    KL: mean over an answer's first tokens, nats
-    mean KL = bias x typical KL ** slope
+    typical KL = 10 ** (intercept + sum of (weight + with_repairs x repaired) x feature)
+    mean KL = bias x typical KL ** slope        KL: mean over an answer's first tokens, nats
 
 The parameters are fitted on measured plans of one model (`kvshare calibrate`). A feature outside the measured
 range is clipped to it, so that a prediction never extrapolates. Among plans with a small typical KL a few
 have a large one, so their mean is many times the typical value; with a large typical KL it is not. Therefore
-the slope is below 1.
+the slope is below 1. What single answers may deviate by is in tables of risk (`kvshare.sharing.risk`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from math import isfinite
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
@@ -23,14 +23,27 @@ from numpy.typing import NDArray
 
 from delta_tree import Copy, Node, NodeId
 from kvshare.sharing.plan import continues, small_shift
+from kvshare.sharing.risk import REGIMES, Regime, RiskTable
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
+_OWN = ("intercept", "bias", "slope", "spread", "at_length")  # of all features together
+_COLUMNS = ("weight", "with_repairs", "low", "high")  # of a feature in a calibration file
 _REACH = 32.0  # tokens after the start of a stretch over which its KV approaches the donor's
 _DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
 _MOST_STRETCHES = 512  # stretches whose context is compared; of more, a sample
+_MOVED = 0.01  # share of relocated tokens: with more a plan counts as moved text
 _REPLACED = 0.2  # share of the text in front of a copy: if more is gone, its context is another one
 
 Vector = NDArray[np.float64]
+Placed = NDArray[np.int64]
+"""Copies as numbers: (M, 4) donor, start in the prompt, start in the donor, length."""
+
+_as_numbers = attrgetter("donor", "target_start", "donor_start", "length")
+
+
+def placed(copies: Sequence[Copy]) -> Placed:
+    """The copies as numbers, for `carried`."""
+    return np.array([_as_numbers(copy) for copy in copies], np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,13 @@ class Shape:
     stale: float
     far: float
     num_tokens: int
+
+    @property
+    def regime(self) -> Regime:
+        """Edited in place; moved, of one donor; or composed of several donors."""
+        if self.values[FEATURES.index("donors")] > 0:
+            return "composed"
+        return "moved" if self.far >= _MOVED else "in_place"
 
     def repaired(self, num_tokens: float) -> Vector:
         """(F,) the features when so many copied tokens are computed again."""
@@ -79,7 +99,7 @@ def shape_of(
     weights = lengths / lengths.sum()
     some = slice(None, None, 1 + len(stretches) // _MOST_STRETCHES)  # of thousands a sample is enough
     shares = weights[some] / weights[some].sum()
-    lost, new, shift = _churn([copy for copy, _ in stretches[some]], copies, common)
+    lost, new, shift = _churn(placed([copy for copy, _ in stretches[some]]), placed(copies), common)
     stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
     return Shape(
         values=(
@@ -102,7 +122,7 @@ def carried(
     copies: Sequence[Copy],
     donors: Mapping[NodeId, Node],
     *,
-    known: Sequence[Copy],
+    known: Placed,
     common: Mapping[NodeId, int],
 ) -> float:
     """
@@ -117,7 +137,7 @@ def carried(
     if not any(donor.deviation for donor in donors.values()):
         return 0.0
     some = copies[:: 1 + len(copies) // _MOST_STRETCHES]
-    lost, _, _ = _churn(some, known, common)
+    lost, _, _ = _churn(placed(some), known, common)
     ends = ((donors[copy.donor], copy.donor_start, copy.donor_start + copy.length) for copy in some)
     deviations = [
         donor.deviation * max(0, end - max(start, donor.exact_length)) for donor, start, end in ends
@@ -131,8 +151,11 @@ class Calibration:
     """
     Weights for one model and one repair rule. All tuples are in the order of `FEATURES`.
 
-    Features are clipped to [`low`, `high`] and weighted to the typical KL. `bias` and `slope` turn it into
-    the mean, which a few bad plans dominate and which the limit applies to. KL is in nats.
+    Features are clipped to [`low`, `high`] and weighted to the typical KL; `with_repairs` is added to a
+    weight for each unit of the last feature, as repairs change what the others say. `bias` and `slope` turn
+    it into the mean, which a few bad plans dominate. KL is in nats. `risks`: by regime, what answers may
+    deviate by. `at_length`: how many times as far as expected plans with the longest measured prompts were
+    off, at least 1.
     """
 
     intercept: float
@@ -142,11 +165,15 @@ class Calibration:
     bias: float
     spread: float  # standard deviation of the residuals, decades
     slope: float = 1.0
+    with_repairs: tuple[float, ...] = (0.0,) * len(FEATURES)
+    risks: Mapping[Regime, RiskTable] = field(default_factory=dict)
+    at_length: float = 1.0
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
         """The median KL of such plans. Shapes: (..., F) -> (...)"""
         inside = np.clip(values, self.low, self.high)
-        found: NDArray[np.float64] = 10 ** (self.intercept + inside @ np.array(self.weights))
+        weights = np.array(self.weights) + np.array(self.with_repairs) * inside[..., -1:]
+        found: NDArray[np.float64] = 10 ** (self.intercept + (inside * weights).sum(axis=-1))
         return found
 
     def expected(self, values: Vector) -> NDArray[np.float64]:
@@ -160,32 +187,38 @@ class Calibration:
     def as_document(self) -> dict[str, Any]:
         """JSON-ready; weights by name of the feature."""
         by_name = {
-            name: {"weight": weight, "low": low, "high": high}
-            for name, weight, low, high in zip(FEATURES, self.weights, self.low, self.high, strict=True)
+            name: dict(zip(_COLUMNS, columns, strict=True))
+            for name, *columns in zip(
+                FEATURES, self.weights, self.with_repairs, self.low, self.high, strict=True
+            )
         }
-        own = {name: getattr(self, name) for name in ("intercept", "bias", "slope", "spread")}
-        return {**own, "features": by_name}
+        own = {name: getattr(self, name) for name in _OWN}
+        risks = {regime: table.as_document() for regime, table in self.risks.items()}
+        return {**own, "features": by_name, "risks": risks}
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Raises ValueError with the name of a value that is missing or not a number."""
         try:
-            weights, low, high = (
-                tuple(float(document["features"][name][column]) for name in FEATURES)
-                for column in ("weight", "low", "high")
+            weights, with_repairs, low, high = (
+                tuple(float(document["features"][name][column]) for name in FEATURES) for column in _COLUMNS
             )
             found = cls(
-                intercept=float(document["intercept"]),
+                **{name: float(document[name]) for name in _OWN},
                 weights=weights,
+                with_repairs=with_repairs,
                 low=low,
                 high=high,
-                bias=float(document["bias"]),
-                spread=float(document["spread"]),
-                slope=float(document.get("slope", 1.0)),  # files of 0.2 have none
+                risks={
+                    regime: RiskTable.from_document(document["risks"][regime])
+                    for regime in REGIMES
+                    if regime in document["risks"]
+                },
             )
-            numbers = (found.intercept, found.bias, found.slope, found.spread, *weights, *low, *high)
-            if not all(map(isfinite, numbers)) or found.bias <= 0 or found.slope <= 0:
-                raise ValueError("expected finite numbers, and bias and slope above 0")
+            own = [getattr(found, name) for name in _OWN]
+            is_finite = all(map(isfinite, (*own, *weights, *with_repairs, *low, *high)))
+            if not is_finite or found.bias <= 0 or found.slope <= 0 or found.at_length < 1:
+                raise ValueError("expected finite numbers, bias and slope above 0, at_length at least 1")
             return found
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
@@ -193,28 +226,36 @@ class Calibration:
 
 def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     """First copy and length of each contiguous stretch of one donor."""
-    found = [(copies[0], copies[0].length)]
-    for before, copy in pairwise(copies):
+    found: list[tuple[Copy, int]] = []
+    first = before = copies[0]
+    length = first.length
+    for copy in copies[1:]:
         if continues(before, copy):
-            first, length = found.pop()
-            found.append((first, length + copy.length))
+            length += copy.length
         else:
-            found.append((copy, copy.length))
-    return found
+            found.append((first, length))
+            first, length = copy, copy.length
+        before = copy
+    return [*found, (first, length)]
 
 
-def _churn(
-    stretches: Sequence[Copy], copies: Sequence[Copy], common: Mapping[NodeId, int]
-) -> tuple[Vector, Vector, Vector]:
+def _churn(stretches: Placed, copies: Placed, common: Mapping[NodeId, int]) -> tuple[Vector, Vector, Vector]:
     """For each stretch: removed tokens in front of it, new tokens in front of it, and its shift."""
-    target = np.array([stretch.target_start for stretch in stretches], float)
-    source = np.array([stretch.donor_start for stretch in stretches], float)
+    donors, target, source = stretches[:, 0], stretches[:, 1].astype(float), stretches[:, 2].astype(float)
     stayed = np.zeros(len(stretches))
-    donors = np.array([stretch.donor for stretch in stretches])
-    given = np.array([(copy.donor, copy.target_start, copy.donor_start, copy.length) for copy in copies])
     for donor in dict.fromkeys(donors.tolist()):
         own, prefix = donors == donor, common[donor]
-        _, at, of, length = given[(given[:, 0] == donor) & (given[:, 1] >= prefix)].T
-        in_front = (at < target[own, None]) & (of < source[own, None])
-        stayed[own] = prefix + in_front @ length
+        given = copies[(copies[:, 0] == donor) & (copies[:, 2] >= prefix)]
+        stayed[own] = prefix + _in_front(given, target[own], source[own])
     return np.maximum(0, source - stayed), np.maximum(0, target - stayed), np.abs(target - source)
+
+
+def _in_front(copies: Placed, target: Vector, source: Vector) -> NDArray[np.int64]:
+    """For each pair of positions, the tokens of the copies that start before it in both prompts."""
+    _, at, of, length = copies.T
+    if (of[1:] >= of[:-1]).all():  # in order, as most are: those before it are the first ones
+        before = np.minimum(at.searchsorted(target), of.searchsorted(source))
+        found: NDArray[np.int64] = np.concatenate([[0], np.cumsum(length)])[before]
+    else:
+        found = ((at < target[:, None]) & (of < source[:, None])) @ length
+    return found

@@ -9,12 +9,17 @@ So a prefill has a fixed, a linear and a quadratic term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Self
 
-MEMORY = "memory"  # the place of all KV that is retained in host memory
+from delta_tree import SegmentId
+
+# Places of KV. Host memory has all that is retained, or gets it from disk.
+MEMORY = "memory"
+BLOCKS = "blocks"  # of vLLM's own cache
+DISK = "disk"
 _LONGEST = 1 << 20  # tokens; a plan that does not pay at this length never does
 # By which a prior without a figure of its own follows from the rate of tokens.
 _TOKENS_PER_PAIR = 1 / 16384  # attention takes as long as everything else at twice this length
@@ -29,6 +34,8 @@ class PrefillWork:
     num_steps: int = 1  # the engine's own forward passes; 0: a partial pass by itself
     num_passes: int = 0  # partial passes beyond them
     num_reused: int = 0  # tokens whose KV is loaded
+    num_in_blocks: int = 0  # those of them that lie in blocks
+    num_on_disk: int = 0  # those that are read from disk before they are loaded
 
     @classmethod
     def full(cls, num_tokens: int) -> Self:
@@ -57,14 +64,20 @@ FREE = LoadRate(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What a replica has to do before it serves the next request, in seconds. Loads run beside computing."""
+    """
+    What a replica has to do before it serves the next request, in seconds, and which segments lie in its
+    blocks or are on disk. Loads run beside computing.
+    """
 
     loading_s: float = 0.0
     computing_s: float = 0.0
+    in_blocks: Container[SegmentId] = frozenset()
+    on_disk: Container[SegmentId] = frozenset()
+    excess_s: float = 0.0  # by which prompts whose KV is loaded were seen to wait longer; see `Waits`
 
     def wait_for(self, load_s: float) -> float:
-        """How long a prompt waits for its own load, once it is its turn to be computed."""
-        return max(0.0, self.loading_s + load_s - self.computing_s)
+        """How much longer a prompt waits that is loaded first, once it is its turn to be computed."""
+        return max(0.0, self.loading_s + load_s - self.computing_s) + self.excess_s
 
 
 IDLE = Queue()
@@ -115,7 +128,8 @@ class Rates:
     pass_s: float  # fixed cost of a partial pass beyond it
     reused_s: float  # for a token that is loaded, beyond its bytes
     loads: Mapping[str, LoadRate] = field(default_factory=lambda: MappingProxyType({}))  # by place
-    lookup: LoadRate = FREE  # with a token of the prompt in place of a byte
+    lookup: LoadRate = FREE  # the search, with a token of the prompt in place of a byte
+    planning: LoadRate = FREE  # what follows where it finds donors; the same
     embedding: LoadRate = FREE  # the same
     bytes_per_token: int = 0
     num_extra_passes: int = 0  # partial passes of an approximate plan beyond the engine's own
@@ -154,16 +168,29 @@ class Rates:
         """A prefill of which nothing is reused."""
         return self.seconds(PrefillWork.full(num_tokens))
 
+    def lookup_s(self, num_tokens: int) -> float:
+        """The search, and planning with what it finds."""
+        return self.lookup.seconds(num_tokens) + self.planning.seconds(num_tokens)
+
     def load_s(self, num_tokens: int, *, place: str = MEMORY) -> float:
         rate = self.loads.get(place, FREE)
         return rate.seconds(num_tokens * self.bytes_per_token)
 
+    def least_load_s(self, num_tokens: int) -> float:
+        """From the fastest place. What is on disk goes through memory."""
+        places = (place for place in self.loads if place != DISK)
+        return min((self.load_s(num_tokens, place=place) for place in places), default=0.0)
+
     def estimate(self, num_tokens: int, work: PrefillWork) -> Estimate:
         """Compare a full prefill of `num_tokens` with this work and the load of what it reuses."""
-        load_s = self.load_s(work.num_reused)
+        load_s = self.load_s(work.num_reused - work.num_in_blocks)
+        load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.load_s(work.num_on_disk, place=DISK)
+        return self._compare(num_tokens, work, load_s)
+
+    def _compare(self, num_tokens: int, work: PrefillWork, load_s: float) -> Estimate:
         compute_s = self.seconds(work)
         shared_s = compute_s + self.queue.wait_for(load_s)
-        return Estimate(self.full_s(num_tokens), shared_s, self.lookup.seconds(num_tokens), load_s, compute_s)
+        return Estimate(self.full_s(num_tokens), shared_s, self.lookup_s(num_tokens), load_s, compute_s)
 
     def unshared(self, num_tokens: int) -> Estimate:
         """The estimate of a prompt without a plan."""
@@ -172,7 +199,8 @@ class Rates:
 
     def best_case(self, num_tokens: int, *, computed: float = 0.0, with_lookup: bool = False) -> Estimate:
         """
-        The estimate of a plan that computes a share `computed` of a prompt, at least one token.
+        The estimate of a plan that computes a share `computed` of a prompt, at least one token, and loads the
+        rest from the fastest place.
 
         A plan that computes a share is approximate; with none of it computed it is a copied prefix.
         """
@@ -183,7 +211,7 @@ class Rates:
             num_passes=self.num_extra_passes if computed else 0,
             num_reused=num_tokens - num_computed,
         )
-        found = self.estimate(num_tokens, work)
+        found = self._compare(num_tokens, work, self.least_load_s(work.num_reused))
         return replace(found, shared_s=found.shared_s + found.lookup_s) if with_lookup else found
 
     def break_even(

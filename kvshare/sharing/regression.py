@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 Row = tuple[str, tuple[float, ...], float]  # kind, features, seconds
 
 _WINDOW = 8  # observations of one kind and size
 # Of a coefficient's prior, against 1 of an observation: it decides what no observation does.
 _PRIOR_WEIGHT = 3e-5
+_LITTLE = 0.05  # of what was measured
 _AS_EXPECTED = 0.1  # of what was measured; with such an error there is nothing to learn at once
 
 
 class Regression:
     """Coefficients >= 0 that explain the observed seconds as a sum over features. Not thread-safe."""
 
-    def __init__(self, priors: Sequence[float]) -> None:
-        """`priors`: the coefficients until something is observed; all > 0, as they are also the units."""
+    def __init__(self, priors: Sequence[float], *, fixed: Collection[int] = (0,)) -> None:
+        """
+        `priors`: the coefficients until something is observed; all > 0, as they are also the units.
+        `fixed`: the features whose priors are as wrong as each other, whatever is wrong with all others: a
+        device that computes a thousand times as fast does not launch a thousand times as fast.
+        """
         self._priors = np.asarray(priors, dtype=np.float64)
+        is_fixed = np.isin(np.arange(len(self._priors)), list(fixed))
+        self._groups = np.array([is_fixed, ~is_fixed], dtype=np.float64)
         self._windows: dict[tuple[str, int], deque[Row]] = {}
         self.coefficients = tuple(float(prior) for prior in self._priors)
         self._num_kept = 0  # observations since the coefficients were found
@@ -80,23 +88,42 @@ class Regression:
         return window
 
     def _solve(self) -> None:
-        """Minimize the errors' squares over shares of the priors; negative ones are set to 0, one by one."""
+        """Minimize the errors' squares over shares of the priors, from the factors of each group on."""
         self._num_kept = 0
         rows = self.rows()
         features = np.array([features for _, features, _ in rows]).reshape(-1, len(self._priors))
         scaled = features * self._priors / np.array([[seconds] for _, _, seconds in rows]).reshape(-1, 1)
-        # First all priors by one factor: what was not observed is faster or slower with the machine, too.
+        # What was not observed is faster or slower with the machine, too.
+        factors = self._factors(scaled) if rows else np.ones(len(self._priors))
+        scaled *= factors
+        shares = _least_squares(scaled, np.full(len(self._priors), _PRIOR_WEIGHT))
+        self.coefficients = tuple(float(value) for value in shares * factors * self._priors)
+
+    def _factors(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+        """First all priors by one factor, then each group by one of its own, as far as that is observed."""
         predicted = scaled.sum(axis=1)
-        factor = predicted.sum() / (predicted @ predicted) if rows else 1.0
-        scaled *= factor
-        matrix = scaled.T @ scaled + _PRIOR_WEIGHT * np.eye(len(self._priors))
-        target = scaled.sum(axis=0) + _PRIOR_WEIGHT
-        free = np.arange(len(self._priors))
-        shares = np.zeros(len(self._priors))
-        while free.size:
-            found = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
-            if found.min() >= 0:
-                shares[free] = found
-                break
-            free = np.delete(free, found.argmin())
-        self.coefficients = tuple(float(value) for value in shares * factor * self._priors)
+        factor = predicted.sum() / (predicted @ predicted)
+        of_groups = factor * scaled @ self._groups.T
+        # A group that should take next to nothing may take any time: its prior must not pull.
+        weights = _PRIOR_WEIGHT * np.minimum(1.0, np.square(of_groups).mean(axis=0) / _LITTLE**2)
+        found: NDArray[np.float64] = factor * _least_squares(of_groups, weights) @ self._groups
+        return found
+
+
+def _least_squares(scaled: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """
+    Shares of the priors, none negative, so that each row's sum is nearly 1. `weights`: of the priors.
+
+    Negative ones are set to 0, one by one.
+    """
+    matrix = scaled.T @ scaled + np.diag(weights)
+    target = scaled.sum(axis=0) + weights
+    free = np.flatnonzero(np.diag(matrix))
+    shares = np.where(np.diag(matrix) > 0, 0.0, 1.0)
+    while free.size:
+        found = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
+        if found.min() >= 0:
+            shares[free] = found
+            break
+        free = np.delete(free, found.argmin())
+    return shares

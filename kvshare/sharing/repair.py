@@ -48,10 +48,7 @@ def repairs_by_place(
              windows of the settings; `max_small_shift`: tokens, by default `small_shift(num_tokens)`
     """
     limit = small_shift(num_tokens) if max_small_shift is None else max_small_shift
-    heads = [
-        int(widened * _head_length(copy, before, max_small_shift=limit, settings=settings))
-        for before, copy in zip([None, *copies], copies, strict=False)
-    ]
+    heads = [int(widened * head) for head in _head_lengths(copies, max_small_shift=limit, settings=settings)]
     allowed = settings.max_budget * num_tokens
     scale = min(1.0, allowed / sum(heads)) if sum(heads) else 1.0
     return _cut(copies, [int(head * scale) for head in heads], num_tokens, settings)
@@ -68,7 +65,12 @@ def repairs_to_choose(
     most = min(sum(len(stretch) for stretch in stretches), int(settings.max_budget * num_tokens))
     count = min(round(wanted), most)
     order = RepairOrder(stretches, tuple(probes(stretches, num_tokens).tolist()), count) if count else None
-    return Repairs(_cut(copies, [0] * len(copies), num_tokens, settings), order)
+    return Repairs(tail_repairs(copies, num_tokens=num_tokens, settings=settings), order)
+
+
+def tail_repairs(copies: Sequence[Copy], *, num_tokens: int, settings: RepairSettings) -> tuple[Span, ...]:
+    """The tail inside approximate `copies`, and copies that are too short."""
+    return _cut(copies, [0] * len(copies), num_tokens, settings)
 
 
 def _cut(
@@ -79,8 +81,8 @@ def _cut(
     repairs: list[Span] = []
     for copy, head in zip(copies, heads, strict=True):
         target_start, target_end = copy.target_start, copy.target_start + copy.length
-        start = min(target_end, target_start + head)
-        end = max(start, min(target_end, tail))
+        start = target_start + head if head < copy.length else target_end
+        end = target_end if target_end <= tail else max(start, tail)
         if end - start < _MIN_LEFTOVER:
             start = end = target_end
         if start > target_start:
@@ -92,26 +94,30 @@ def _cut(
 
 def _stretches(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
     """Contiguous stretches of one donor in front of `end`, without those that are too short."""
-    stretches: list[Span] = []
+    stretches: list[tuple[int, int]] = []
     before: Copy | None = None
     for copy in copies:
-        stop = min(copy.target_end, end)
-        if stop - copy.target_start < _MIN_LEFTOVER:
+        start, stop = copy.target_start, min(copy.target_start + copy.length, end)
+        if stop - start < _MIN_LEFTOVER:
             before = None
             continue
-        target = Span(copy.target_start, stop)
         if before is not None and continues(before, copy):
-            target = Span(stretches.pop().start, target.end)
-        stretches.append(target)
+            start, _ = stretches.pop()
+        stretches.append((start, stop))
         before = copy
-    return tuple(stretches)
+    return tuple(Span(start, stop) for start, stop in stretches)
 
 
-def _head_length(copy: Copy, before: Copy | None, *, max_small_shift: int, settings: RepairSettings) -> int:
-    """Tokens to recompute at the start of a copy: 0 if it continues the copy before it."""
-    if before is not None and continues(before, copy):
-        return 0
-    moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift
-    if moved_far or (before is not None and before.donor != copy.donor):
-        return settings.relocated_head
-    return settings.edit_window
+def _head_lengths(copies: Sequence[Copy], *, max_small_shift: int, settings: RepairSettings) -> list[int]:
+    """Tokens to recompute at the start of each copy: 0 if it continues the copy before it."""
+    lengths: list[int] = []
+    before: Copy | None = None
+    for copy in copies:
+        if before is not None and continues(before, copy):
+            lengths.append(0)
+        else:
+            moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift
+            is_relocated = moved_far or (before is not None and before.donor != copy.donor)
+            lengths.append(settings.relocated_head if is_relocated else settings.edit_window)
+        before = copy
+    return lengths

@@ -8,11 +8,13 @@ Chooses which copied tokens are computed again. The plan says how many.
     changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
     repairable falls with the distance to the start of its stretch, as a token attends to stale neighbours
 
-A probe pass computes the placeholders and at most min(64, 3 %) copied tokens. A second pass computes the
-chosen repairs: the same positions in all layers, in at most 32 runs more than the plan has. It also computes
-again the listeners and the placeholders that they attend to most, because the probe pass computed those over
-stale KV. After an edit the changes are at the start of a stretch, so the choice is a window; in moved text
-all tokens change a little, and attention decides. docs/fidelity.md compares this rule with published ones.
+A probe pass computes the placeholders and at most min(64, 3 %) copied tokens. It is measured in the first
+three quarters of its layers, so that a GPU's results are on the host before the pass has ended. A second pass
+computes the chosen repairs: the same positions in all layers, in at most 32 runs more than the plan has. It
+also computes again the listeners and the placeholders that they attend to most, because the probe pass
+computed those over stale KV. After an edit the changes are at the start of a stretch, so the choice is a
+window; in moved text all tokens change a little, and attention decides. docs/fidelity.md compares this rule
+with published ones.
 
 Pure functions: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 _REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
 _LEAST = 1e-6
+_LISTENING = 3 / 4  # of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def choose(
 
     Tokens of stretches that were computed because their KV was missing need no repair: the number shrinks in
     proportion.
-    Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes
+    Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes; of
+             the first `num_listening_layers` layers
     """
     num_tokens = attended.shape[1]
     in_stretches, computed = (covered(spans, num_tokens) for spans in (order.stretches, placeholders))
@@ -74,6 +79,11 @@ def choose(
     return RepairChoice(tuple(spans_where(repairs)), tuple(spans_where(recomputed)))
 
 
+def num_listening_layers(num_layers: int) -> int:
+    """In how many layers, from the first one on, a probe pass is measured."""
+    return max(1, round(_LISTENING * num_layers))
+
+
 def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """
     (P,) positions whose change is measured, ascending: dense at the start of each stretch, then sparse.
@@ -81,8 +91,9 @@ def probes(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     `stretches`: contiguous copies of one donor each, ascending.
     """
     room = min(_MOST_PROBES, int(_PROBED_SHARE * num_tokens))
-    places = [stretch.start + offset for offset in _OFFSETS for stretch in stretches if offset < len(stretch)]
-    return np.array(sorted(places[:room]), np.int64)
+    spans = [(stretch.start, stretch.end) for stretch in stretches]
+    places = (start + offset for offset in _OFFSETS for start, end in spans if start + offset < end)
+    return np.array(sorted(islice(places, room)), np.int64)
 
 
 def listeners(computed: Mask) -> NDArray[np.int64]:

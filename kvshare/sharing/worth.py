@@ -10,18 +10,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from typing import NamedTuple
 
 from kvshare.reasons import Reason
 from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import MinSaved, PrefillWork, Queue, Rates
 from vector_index import Nomination
 
 _FEW_CHANGES = 0.1  # share of a prompt that is computed with a good donor
+_LEAST_COMPUTED = 0.02  # share of a prompt whose donors have all of it, by their estimate
 _UNSURE = 0.1  # share of a prompt by which the estimate of what donors have of it may be too low
+_UNFOUND = 0.02  # share of a prompt's own prefill that a search may take while it finds no donors
+_FOUND = 0.1  # and while it always does
+_HARMLESS_S = 0.0005  # that any search may take
+_AT_FIRST = {LOOKUP: 1.0, EMBEDDING: 0.4}  # the chance that one finds a donor
+_NEWEST = 0.25  # weight of the last search in that chance
 _ANY = MinSaved(-math.inf)
+
+
+class Search(Enum):
+    """What is looked for. That of a prefix takes microseconds, that of passages a share of a millisecond."""
+
+    NOTHING = auto()
+    PREFIX = auto()
+    PASSAGES = auto()  # and a prefix
 
 
 class _Shortest(NamedTuple):
@@ -39,6 +55,8 @@ class Worth:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._known: _Shortest | None = None  # computed once for the same rates
+        # Of prompts of so many bits' length: how likely a search finds what a plan copies from.
+        self._chances: dict[tuple[str, int], float] = {}
 
     def shortest(self, limits: PlannerLimits) -> float:
         """The tokens of the shortest prompt whose lookup may save more than it takes; or infinity."""
@@ -53,20 +71,24 @@ class Worth:
         return num_tokens >= self._shortest(limits).passages
 
     def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
-        """Whether a plan may pay by what its donors share with the prompt, as far as that is estimated."""
+        """
+        Whether a plan may pay by what its donors share with the prompt, as far as that is estimated. Then
+        planning, too, must pay: of prompts that share little most plans are refused.
+        """
         scores = [candidate.score for candidate in nomination.candidates]
-        computed = 1 - sum(scores) - _UNSURE
-        if computed <= 0 or 0.0 in scores:
+        if 0.0 in scores:
             return True
-        rates, prefix = self._hopeful(), nomination.num_prefix_tokens
+        computed = max(_LEAST_COMPUTED, 1 - sum(scores) - _UNSURE)
+        rates, prefix = self._cost.hopeful(), nomination.num_prefix_tokens
         behind = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
         cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, behind)
-        return any(limits.threshold.pays(case.full_s, case.shared_s) for case in cases)
+        planning_s = rates.planning.seconds(num_tokens)
+        return any(limits.threshold.pays(case.full_s, case.shared_s + planning_s) for case in cases)
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
         rates, threshold, known = self._cost.rates, limits.threshold, self._known
         if known is None or known.rates is not rates or known.threshold is not threshold:
-            hopeful = self._hopeful()
+            hopeful = self._cost.hopeful()
             found = (
                 hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
                 for computed in (0.0, _FEW_CHANGES)
@@ -75,25 +97,23 @@ class Worth:
             known = self._known = _Shortest(rates, threshold, *lengths)
         return known
 
-    def _hopeful(self) -> Rates:
+    def search(self, num_tokens: int, limits: PlannerLimits) -> Search:
         """
-        The rates, where loads and passes cost nothing until they are measured: a wrong prior would refuse
-        what corrects it.
+        What may save more than it takes, while a prompt without a donor is not slowed where few of the last
+        had one; now and then more than that, to measure it.
         """
-        rates, cost = self._cost.rates, self._cost
-        return replace(
-            rates,
-            loads=rates.loads if cost.knows(LOAD) else {},
-            pass_s=rates.pass_s if cost.knows(PASS) else 0.0,
+        seconds = self._cost.rates.lookup.seconds(num_tokens)
+        is_worth = self.passages(num_tokens, limits) and (
+            not self._cost.knows(PREFILL) or self._may_take(LOOKUP, seconds, num_tokens, limits)
         )
-
-    def lookup_now(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """The same, or whether one is due to measure what it takes."""
-        return self.lookup(num_tokens, limits) or self._cost.tries(LOOKUP)
+        if is_worth or self._cost.tries(LOOKUP):
+            return Search.PASSAGES
+        return Search.PREFIX if self.lookup(num_tokens, limits) else Search.NOTHING
 
     def embedding(self, num_tokens: int, limits: PlannerLimits) -> bool:
         """
-        Whether an embedding takes only a small share of what the donor that it may find would save.
+        Whether an embedding takes only a small share of what the donor that it may find would save, and a
+        prompt for which it finds none is not slowed. One in many is made to learn whether it finds any.
 
         Not before both are measured: embeddings are whenever a prompt is stored, so no request waits for one
         to be tried.
@@ -103,8 +123,43 @@ class Worth:
             return True
         if not (self._cost.knows(EMBEDDING) and self._cost.knows(PREFILL)):
             return False
-        saved_s = rates.best_case(num_tokens, computed=_FEW_CHANGES).saved_s
-        return rates.embedding.seconds(num_tokens) <= share * saved_s
+        seconds = rates.embedding.seconds(num_tokens)
+        if seconds > share * rates.best_case(num_tokens, computed=_FEW_CHANGES).saved_s:
+            return False
+        return self._may_take(EMBEDDING, seconds, num_tokens, limits) or self._cost.tries(EMBEDDING)
+
+    def learn(self, lookup: Lookup) -> None:
+        """
+        What the searches for a prompt took, and planning where there were donors, and of what use.
+
+        Nothing of a search for a prefix only, which is always worth its microseconds.
+        """
+        num_tokens, embedding_s = lookup.num_tokens, lookup.stage_seconds.get("embedding")
+        if "fingerprint" in lookup.stage_seconds:
+            planning_s = lookup.stage_seconds.get("plan", 0.0) if lookup.candidates else 0.0
+            searching_s = lookup.seconds - (embedding_s or 0.0) - planning_s
+            self._cost.observe_lookup(num_tokens, searching_s, planning_s=planning_s)
+            self._note(LOOKUP, num_tokens, has_found=lookup.copies_by("fingerprint"))
+        if embedding_s is not None:
+            self._cost.observe_embedding(num_tokens, embedding_s)
+            self._note(EMBEDDING, num_tokens, has_found=lookup.copies_by("embedding", alone=True))
+
+    def _note(self, kind: str, num_tokens: int, *, has_found: bool) -> None:
+        chance = self._chance(kind, num_tokens)
+        self._chances[kind, num_tokens.bit_length()] = chance + _NEWEST * (has_found - chance)
+
+    def _chance(self, kind: str, num_tokens: int) -> float:
+        return self._chances.get((kind, num_tokens.bit_length()), _AT_FIRST[kind])
+
+    def _may_take(self, kind: str, seconds: float, num_tokens: int, limits: PlannerLimits) -> bool:
+        """
+        Whether so little that a prompt without a donor is not slowed; more, the more have one. Anything where
+        plans may even lose time, and where nothing is learned, as the chance is not.
+        """
+        if not self._cost.is_learning or limits.threshold.min_saved_s < 0:
+            return True
+        share = max(_UNFOUND, _FOUND * self._chance(kind, num_tokens))
+        return seconds <= max(_HARMLESS_S, share * self._cost.rates.full_s(num_tokens))
 
     def plan(
         self,
@@ -113,21 +168,23 @@ class Worth:
         queue: Queue,
     ) -> Plan | NoPlan:
         """The plan that pays; or one to measure what it takes, as the rates that refuse it may be wrong."""
-        rates = replace(self._cost.rates, queue=queue)
+        excess_s = self._cost.waits.excess_s(queue.computing_s)
+        rates = replace(self._cost.rates, queue=replace(queue, excess_s=excess_s))
         plan = make(limits, rates)
         if not isinstance(plan, NoPlan) or plan.reason is not Reason.DOES_NOT_PAY:
             return plan
         tried, has_pass = None, bool(rates.num_extra_passes)
         if not (self._cost.knows(LOAD) and (self._cost.knows(PASS) or not has_pass)):
             tried = make(replace(limits, threshold=_ANY), rates)
-            if isinstance(tried, Plan) and not self._may_pay(tried, limits.threshold):
+            if isinstance(tried, Plan) and not self._may_pay(tried, limits.threshold, queue):
                 return plan
-        # Where a plan has a pass, carrying it out measures the load, too.
-        is_due = self._cost.tries(PASS if has_pass else LOAD)
+        # Where a plan has a pass, carrying it out measures the load, too. All others may come from blocks.
+        is_due = self._cost.tries(PASS if has_pass and self._cost.knows(LOAD) else LOAD)
         return (tried or make(replace(limits, threshold=_ANY), rates)) if is_due else plan
 
-    def _may_pay(self, plan: Plan, threshold: MinSaved) -> bool:
+    def _may_pay(self, plan: Plan, threshold: MinSaved, queue: Queue) -> bool:
         """Whether it pays if what was not measured costs nothing."""
-        rates = self._hopeful()
-        case = rates.estimate(plan.num_tokens, plan.work(num_extra_passes=rates.num_extra_passes))
+        rates = self._cost.hopeful()
+        work = plan.work(num_extra_passes=rates.num_extra_passes, queue=queue)
+        case = rates.estimate(plan.num_tokens, work)
         return threshold.pays(case.full_s, case.shared_s)

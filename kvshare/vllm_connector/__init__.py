@@ -13,6 +13,6 @@ KVShare inside a stock `vllm serve`: the only package that imports vllm.
     lifecycle.py       start and shutdown         paged_cache.py      reads and writes vLLM's blocks
 
 vLLM calls `connector.py` in both: it opens with a table of the calls. `metadata.py` has what the two sides
-send each other. `plugin.py` registers the connector by name, `config.py` reads its settings, and `workers.py`
-gives it the model.
+send each other. `plugin.py` registers the connector by name, `config.py` reads its settings, `workers.py`
+gives it the model, and `beside.py` puts it next to another connector.
 """

@@ -12,12 +12,32 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from vllm.config import VllmConfig
+from transformers import PretrainedConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
 
 from kvshare.vllm_protocol.json_fields import Number
 
+# Fields of a model's configuration that hold the id of a token which marks the place of media.
+_MEDIA_TOKEN = re.compile(
+    r"(image|img|video|vision|visual|audio|speech|media|document|bo[ia]|eo[ia])_(\w+_)?token_(id|index)"
+)
+# Connectors that find KV by vLLM's hashes of blocks, which its salts are part of. By reading vLLM 0.32, as
+# none of them runs without a GPU.
+_BY_BLOCK_HASH = frozenset(
+    {"HF3FSKVConnector", "MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
+)
+_AS_WITHOUT = "vLLM serves it as without KVShare, equal prefixes from its own cache"
+_PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32", "half", "float")
+_EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _DATA_PARALLEL_ID = re.compile(r"_dp(\d+)$")
 
 
@@ -30,8 +50,14 @@ class ConnectorSettings:
     control_host: Annotated[str, Field(strict=True)] = "127.0.0.1"
     control_port: Number = 8001  # 0: any free one; each data-parallel rank has one, they count up
     max_bytes: Number = 4 * 1024**3  # host memory for retained KV, over all ranks of an engine
+    disk_path: Annotated[str, Field(strict=True, min_length=1)] | None = None  # folder for KV; None: no disk
+    disk_bytes: Number = 0  # of an engine
+    disk_write_bytes_per_s: Annotated[int, Field(strict=True, gt=0)] = 256 * 1024**2
+    disk_keep_free_bytes: Number = 2 * 1024**3
     data_parallel_size: Number = 1  # engines of this vLLM, which they do not know themselves
     step_tokens: Number = 0  # that sharing may compute in a step; 0: vLLM's own max_num_batched_tokens
+    by_block_hash: tuple[str, ...] = ()  # other connectors that find KV by vLLM's hashes of blocks only
+    beside: tuple[str, ...] | None = None  # the others, inside of `KVShareMultiConnector`, which gives them
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Self:
@@ -45,10 +71,30 @@ class ConnectorSettings:
             raise ValueError(f"{place}: {first['msg']}; its keys are {known}") from None
         return settings
 
+    def unsupported_beside(self) -> list[str]:
+        """Why nothing is shared beside the other connectors; empty where all find KV by hashes of blocks."""
+        return [
+            f"{name} beside KVShare is not supported: it may find KV by its tokens alone, approximate KV too "
+            "(if it goes by vLLM's block hashes only, name it in by_block_hash of kvshare's settings)"
+            for name in dict.fromkeys(self.beside or ())
+            if name not in _BY_BLOCK_HASH and name not in self.by_block_hash
+        ]
+
 
 def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str]:
     """Reasons why nothing can be shared with this configuration, each with what to change; empty if none."""
-    checks = {**_platform_and_parallel(config), **_model(config), **_cache(config, kv_cache)}
+    model = config.model_config
+    if model.is_hybrid or model.is_attention_free:  # what is odd about its cache follows from that
+        return known_reasons(config)
+    return [*known_reasons(config), *_applying(_cache(config, kv_cache))]
+
+
+def known_reasons(config: VllmConfig) -> list[str]:
+    """Those that are known before vLLM has planned its KV cache."""
+    return _applying({**_platform_and_parallel(config), **_model(config)})
+
+
+def _applying(checks: Mapping[str, bool]) -> list[str]:
     return [message for message, applies in checks.items() if applies]
 
 
@@ -82,33 +128,54 @@ def data_parallel_rank(config: VllmConfig) -> int | None:
     return index if suffix is not None and int(suffix[1]) == index else None
 
 
+def media_tokens(model: ModelConfig) -> frozenset[int]:
+    """Ids of the tokens that mark places of media, in a configuration and the parts of it; none for text."""
+    found: set[int] = set()
+    parts: list[PretrainedConfig] = [model.hf_config] if model.is_multimodal_model else []
+    while parts:
+        fields_of_part = vars(parts.pop())
+        parts += (value for value in fields_of_part.values() if isinstance(value, PretrainedConfig))
+        found.update(
+            value
+            for name, value in fields_of_part.items()
+            if isinstance(value, int) and _MEDIA_TOKEN.fullmatch(name)
+        )
+    return frozenset(found)
+
+
 def _model(config: VllmConfig) -> dict[str, bool]:
     model = config.model_config
     return {
         "pooling models generate nothing": model.runner_type == "pooling",
         "encoder-decoder models are not supported": model.is_encoder_decoder,
-        "recurrent models have no KV cache": model.is_attention_free,
-        "hybrid models with recurrent layers are not supported": model.is_hybrid,
+        f"a recurrent model has no KV; {_AS_WITHOUT}": model.is_attention_free,
+        f"a state of a hybrid model's recurrent layers fits one prefix only; {_AS_WITHOUT}": model.is_hybrid,
         "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels only compute whole prompts, "
         "and GPU kernels were not tested": model.use_mla,
-        "multimodal models are not supported": model.is_multimodal_model,
-        "prompt embeddings (--enable-prompt-embeds) are not supported": model.enable_prompt_embeds,
-        # LoRA kernels would use the adapters of vLLM's own batch in our pass, and write out of bounds.
-        "LoRA adapters (--enable-lora) are not supported": config.lora_config is not None,
+        "models without text as input are not supported": model.is_multimodal_raw_input_only_model,
         "speculative decoding is not supported": config.speculative_config is not None,
     }
 
 
+def _specs(kv_cache: KVCacheConfig) -> list[KVCacheSpec]:
+    """Of the first group: one for all layers, or one each where they differ in KV heads or head size."""
+    specs = (group.kv_cache_spec for group in kv_cache.kv_cache_groups[:1])
+    return [
+        own
+        for spec in specs
+        for own in (spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,))
+    ]
+
+
 def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
     groups = kv_cache.kv_cache_groups
-    kind = type(groups[0].kv_cache_spec) if groups else FullAttentionSpec
+    specs = _specs(kv_cache)
+    kinds = sorted({type(spec).__name__ for spec in specs if type(spec) is not FullAttentionSpec})
     transfer = config.kv_transfer_config
     policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
-    dtype = config.cache_config.cache_dtype
     chunk = config.model_config.attention_chunk_size
-    plain_dtypes = ("auto", "float16", "bfloat16", "float32", "half", "float")
     return {
-        f"quantised KV caches ({dtype}) are not supported": dtype not in plain_dtypes,
+        **_quantised(config, kv_cache),
         "the model has no KV cache": not groups,
         f"attention in chunks of {chunk} tokens is not supported: layers have kernels of their own": bool(
             chunk
@@ -116,10 +183,32 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
         f"{len(groups)} KV cache groups are not supported: start with --disable-hybrid-kv-cache-manager": (
             len(groups) > 1
         ),
-        f"KV caches of kind {kind.__name__} are not supported: vLLM frees blocks outside the window": (
-            kind is not FullAttentionSpec
+        "keys and values of different head sizes are not supported": any(
+            getattr(spec, "head_size_v", None) not in (None, spec.head_size)
+            for spec in specs
+            if isinstance(spec, FullAttentionSpec)
+        ),
+        f"KV caches of kind {', '.join(kinds)} are not supported: vLLM frees blocks outside the window": bool(
+            kinds
         ),
         "kv_load_failure_policy must be 'recompute': a failed load would fail the request": (
             policy != "recompute"
         ),
+    }
+
+
+def _quantised(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
+    """Of layers that do not store the model's own numbers. Weights may tell vLLM so: then the spec knows."""
+    cache = config.cache_config
+    modes = {getattr(spec, "kv_quant_mode", KVQuantMode.NONE) for spec in _specs(kv_cache)}
+    is_fp8 = KVQuantMode.FP8_PER_TENSOR in (*modes, get_kv_quant_mode(cache.cache_dtype))
+    skipped = ", ".join(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ()))
+    return {
+        f"quantised KV caches ({cache.cache_dtype}) are not supported, except fp8 (e4m3) and fp8_e5m2 with "
+        "fixed scales": cache.cache_dtype not in (*_PLAIN_DTYPES, *_EIGHT_BITS)
+        or not modes <= {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR},
+        "fp8 KV caches are not supported on devices whose fp8 has no zero with a sign (fnuz)": is_fp8
+        and current_platform.is_fp8_fnuz(),
+        f"layers that keep their dtype ({skipped}) in an fp8 KV cache are not supported": is_fp8
+        and bool(skipped),
     }

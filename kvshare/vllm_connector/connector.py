@@ -6,8 +6,9 @@ vLLM creates one in the scheduler and one in every worker, and calls
     in a worker
       attach_model                         once, through our worker class, before the first request
       get_handshake_metadata               once after that; vLLM 0.33 also after each sleep
-      bind_connector_metadata              in every step, first
-      start_load_kv                        in every step, after the forward pass
+      bind_connector_metadata              in every step, first; loads that join the step are completed in it
+      start_load_kv                        in every step, after the forward pass, or before it if a request is
+                                           scheduled in the step in which its load begins
       wait_for_layer_load, save_kv_layer   in every layer of a forward pass; they do nothing
       wait_for_save                        in every step, after start_load_kv
       get_transfer_results                 in every step, then
@@ -17,6 +18,9 @@ vLLM creates one in the scheduler and one in every worker, and calls
       unregister_kv_caches                 before each sleep
       restore_kv_caches                    after each sleep
     in the scheduler
+      bind_gpu_block_pool                  once, when its pool of blocks is there
+      has_pending_block_frees              whenever a running request would be preempted
+      has_pending_push_work                when there are no requests: whether steps go on, to save segments
       set_xfer_handshake_metadata_pp_aware once, with what all workers report; vLLM 0.33 also after each sleep
       requires_kv_delivery                 once
       on_new_request                       once for each request
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -73,7 +78,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvshare")
 
-_INSIDE_ANOTHER = "KVShare inside another connector (MultiConnector) is not supported"
+_INSIDE_ANOTHER = (
+    "KVShare inside vLLM's own MultiConnector is not supported: take KVShareMultiConnector, as `kvshare vllm "
+    "--beside` does"
+)
 
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
@@ -89,7 +97,9 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        problems = unsupported_reasons(vllm_config, kv_cache_config)
+        problems = [*unsupported_reasons(vllm_config, kv_cache_config), *settings.unsupported_beside()]
+        self._is_alone = settings.beside is None
+        self._problems = tuple(problems)  # the scheduler side may see another configuration of the KV cache
         self._scheduler_side: SchedulerSide | None = None
         self._worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -100,15 +110,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker side ------------------------------------------------------------------------------------
 
-    def attach_model(self, model: torch.nn.Module) -> None:
-        """Called once by our worker class, before the first request."""
+    def attach_model(self, model: torch.nn.Module, adapters: Any = None) -> None:
+        """Called once by our worker class, before the first request, with vLLM's manager of LoRA adapters."""
         if self._worker is not None:
-            self._worker.attach_model(model)
+            self._worker.attach_model(model, adapters)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+        if self._is_alone and has_kv_transfer_group() and get_kv_transfer_group() is not self:
             return WorkerHandshake(unsupported=(_INSIDE_ANOTHER,))
-        return self._worker.handshake if self._worker is not None else None
+        if self._worker is None:
+            return WorkerHandshake(unsupported=self._problems)
+        return self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this at the beginning of each step, with or without a forward pass."""
@@ -117,12 +129,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(self._step_metadata())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """vLLM calls this after the forward pass, because all our loads are asynchronous."""
         if self._worker is not None:
             self._worker.advance(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: vLLM schedules a request only when its KV is loaded."""
+        """Nothing to wait for: before vLLM's forward pass the KV of its requests is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -169,6 +180,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler_side is not None
         return self._scheduler_side.scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if len(self._kv_cache_config.kv_cache_groups) == 1:  # or nothing is shared
+            spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            self._scheduler.donors.bind(gpu_block_pool, block_size=spec.block_size)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.donors.would_free
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.unsaved.are_due or self._scheduler.disk.has_work
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -192,11 +214,16 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         with _contained():
             self._scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        num_matched = 0
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_matched: int | None = 0
+        is_asynchronous = False  # other requests run while it is loaded
         with _contained():
-            num_matched = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        return num_matched, num_matched > 0  # asynchronous: other requests run while it is loaded
+            num_matched, is_asynchronous = self._scheduler.get_num_new_matched_tokens(
+                request, num_computed_tokens
+            )
+        return num_matched, is_asynchronous
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -210,10 +237,14 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """vLLM calls this before it reads which loads have arrived."""
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else WorkerReport()
+        keeping: frozenset[str] = frozenset()
         with _contained():
-            self._scheduler.update_connector_output(report, connector_output.finished_sending or ())
+            keeping = self._scheduler.update_connector_output(report, connector_output.finished_sending or ())
+        if keeping:  # of ended requests vLLM would free the blocks, into which copies are still written
+            connector_output.finished_recving = (connector_output.finished_recving or set()) - keeping
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         must_stay = False

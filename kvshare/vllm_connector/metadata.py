@@ -2,12 +2,13 @@
 What the scheduler side requests and the worker side reports back: plain values that cross processes.
 
 In a step, a worker starts copies and drops segments before vLLM's forward pass. After it, the worker computes
-placeholders of loads whose copies have arrived, then it starts saves.
+placeholders of loads whose copies have arrived, then it starts saves. Loads that join a step are complete
+before its forward pass, in which vLLM may compute the rest of their requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,12 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from delta_tree import SegmentId, Span, TokenIds, gaps, merge
+from delta_tree import Segment, SegmentId, Span, TokenIds, gaps, merge
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
 
 Tokens = TokenIds | tuple[int, ...]
 """The scheduler side sends arrays, which cross to the workers' processes as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """Where rows lie in vLLM's cache: from token `first` of the first block on."""
+
+    block_ids: tuple[int, ...]
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,18 @@ class LoadRequest:
     copies: tuple[WireCopy, ...]  # ascending; those wholly before `start` are left out
     order: RepairOrder | None = None  # repairs that the worker is to choose in [start, end)
     first_approximate: int = 0
+    sources: Mapping[WireCopy, BlockSource] = field(default_factory=dict)  # of copies not from host memory
+    reads_within_s: float = 0.0  # what is not read from disk by then is computed
+
+    @property
+    def stored_ids(self) -> frozenset[SegmentId]:
+        """Segments of which something is read from host memory."""
+        return frozenset(copy.segment_id for copy in self.copies if copy not in self.sources)
+
+    @property
+    def num_from_blocks(self) -> int:
+        """Tokens that are not copied from host memory."""
+        return sum(len(target) for copy, target in self.targets() if copy in self.sources)
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
         """The copies to write, each with the part of its target from `start` on."""
@@ -78,6 +99,15 @@ class SaveRequest:
         return replace(self, spans=tuple(entry for entry in self.spans if entry[0] not in segment_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Write a segment to disk that host memory has whole."""
+
+    segment_id: SegmentId
+    namespace: str
+    first_position: int  # in the prompt that it was computed for
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """What the workers are to do in one step."""
@@ -88,15 +118,33 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: tuple[str, ...] = ()  # loads of aborted requests; their blocks stay until the copies end
     preempted: frozenset[str] = frozenset()  # requests that lose their blocks in this step
     has_forward: bool = True
+    number: int = 0  # counts the steps
+    joining: tuple[str, ...] = ()  # loads that are complete before the step's forward pass
+    arriving: tuple[str, ...] = ()  # loads to announce to vLLM as arrived: they join a later step
+    evictions: tuple[SegmentId, ...] = ()  # segments that leave host memory and stay on disk
+    writes: tuple[WriteRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Outcome of a load. Unreadable segments were computed instead; if it failed, vLLM computes it all."""
+    """
+    Outcome of a load. Unreadable segments were computed instead; if it failed, vLLM computes it all, or the
+    worker has, where it joined a step. `late`: the unreadable ones that were not read from disk in time, or
+    had no room in memory.
+    """
 
     failed: bool = False
     unreadable: frozenset[SegmentId] = frozenset()
     repaired: tuple[Span, ...] = ()  # copied tokens that were chosen and computed again
+    late_s: float = 0.0  # that vLLM's stream waited for the copies of a load that joined a step
+    late: frozenset[SegmentId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """Segments whose files are whole."""
+
+    written: tuple[SegmentId, ...] = ()
 
 
 @dataclass
@@ -108,10 +156,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
     failed_saves: set[str] = field(default_factory=set)
     stage_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # see `FinishedReport`
     has_new_weights: bool = False  # KV of the old ones is worthless, saved or not
+    step: int | None = None  # the number of the last step that had a forward pass
+    arriving: set[str] = field(default_factory=set)  # loads that were announced to vLLM as arrived
+    copied: set[str] = field(default_factory=set)  # loads that do not read other requests' blocks any more
+    disk: DiskReport | None = None
 
     @property
     def unreadable(self) -> frozenset[SegmentId]:
-        return frozenset().union(*(result.unreadable for result in self.loads.values()))
+        """Segments that are missing or damaged wherever they should be."""
+        return frozenset().union(*(result.unreadable - result.late for result in self.loads.values()))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combine two ranks' reports: a load or save counts only if no rank failed."""
@@ -123,6 +176,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
                 mine.failed or result.failed,
                 mine.unreadable | result.unreadable,
                 mine.repaired,  # ranks choose from the same scores
+                max(mine.late_s, result.late_s),
+                mine.late | result.late,
             )
         return WorkerReport(
             loads,
@@ -130,6 +185,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.failed_saves | other.failed_saves,
             {**other.stage_seconds, **self.stage_seconds},
             self.has_new_weights or other.has_new_weights,
+            self.step,  # the same on all ranks
+            self.arriving | other.arriving,
+            self.copied | other.copied,  # a rank reports what all ranks have done
+            self.disk or other.disk,  # several ranks have none
         )
 
 
@@ -142,13 +201,19 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     # The rest is known only if the self-test could run.
     can_move_keys: bool = False
     can_listen: bool = False
+    can_copy_blocks: bool = False  # from one block of vLLM's cache to another
     rope: str = "unknown"  # digest of the rotary frequencies
     num_layers: int = 0
     num_kv_heads: int = 0  # of this rank
     head_dim: int = 0
+    kv_planes: str = (
+        ""  # of this rank, where layers differ in shape: heads and dimensions above are the first's
+    )
     dtype: str = "unknown"
     attention_backend: str = "unknown"
     bytes_per_token: int = 0  # of this rank
     weights: str = ""  # digest of a sample of this rank's weights
     fingerprint: str = ""  # of the model, the same on all ranks
     device: str = "unknown"  # that it computes on, in words
+    on_disk: tuple[Segment, ...] = ()  # that an earlier process left
+    has_disk: bool = False

@@ -6,11 +6,15 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvshare.crash_report import report_crashes
 
-NAME = "KVShareConnector"
+MODULES = {
+    "KVShareConnector": "kvshare.vllm_connector.connector",
+    "KVShareMultiConnector": "kvshare.vllm_connector.beside",
+}
 
 
 def register() -> None:
-    """Register the connector by its name. May run several times in a process."""
+    """Register the connectors by their names. May run several times in a process."""
     report_crashes()
-    if NAME not in KVConnectorFactory._registry:  # there is no public query
-        KVConnectorFactory.register_connector(NAME, "kvshare.vllm_connector.connector", NAME)
+    for name, module in MODULES.items():
+        if name not in KVConnectorFactory._registry:  # there is no public query
+            KVConnectorFactory.register_connector(name, module, name)

@@ -6,11 +6,16 @@ vLLM gives connectors everything but the model. `--worker-cls` is a documented o
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
+from kvshare.vllm_connector.beside import KVShareMultiConnector
+from kvshare.vllm_connector.config import known_reasons
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.device import RESERVED_BYTES
 
@@ -33,31 +38,58 @@ class KVShareWorker(PlatformWorker):
     """
 
     def determine_available_memory(self) -> int:
-        """Leaves room for what the connector needs; vLLM would use all memory for its KV cache."""
+        """
+        Leaves room for what the connector needs; vLLM would use all memory for its KV cache.
+
+        Nothing, where it is known by now that nothing is shared.
+        """
         available = int(super().determine_available_memory())
-        return available - RESERVED_BYTES if current_platform.is_cuda_alike() else available
+        takes_some = current_platform.is_cuda_alike() and not known_reasons(self.vllm_config)
+        return available - RESERVED_BYTES if takes_some else available
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> Any:
+        """
+        vLLM 0.32 asks for the spec of layers that use another one's KV (Gemma 4 E2B), where those of a group
+        differ, and has none.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return super().initialize_from_config(with_users_of_kv(kv_cache_config, layers))
+
+    is_attached = False
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
-        if (connector := _connector()) is not None:
-            connector.attach_model(self.model_runner.get_model())
+        _attach(self)
         return result
 
+    def _maybe_activate_jit_monitor(self) -> None:
+        """From then on vLLM takes kernels that are compiled for an accident; the self-test compiles ours."""
+        _attach(self)
+        super()._maybe_activate_jit_monitor()
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        super().reload_weights(*args, **kwargs)
-        _forget_segments()
+        try:
+            super().reload_weights(*args, **kwargs)
+        finally:  # some may be others even where it failed
+            _forget_segments()
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        super().update_weights(*args, **kwargs)
-        _forget_segments()
+        try:
+            super().update_weights(*args, **kwargs)
+        finally:  # some may be others even where it failed
+            _forget_segments()
 
     def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        _forget_segments()
+        try:
+            super().finish_weight_update()
+        finally:  # some may be others even where it failed
+            _forget_segments()
 
     def reset_weights(self) -> None:
-        super().reset_weights()
-        _forget_segments()
+        try:
+            super().reset_weights()
+        finally:  # some may be others even where it failed
+            _forget_segments()
 
     def sleep(self, level: int = 1) -> None:
         if (connector := _connector()) is not None:
@@ -78,8 +110,31 @@ class KVShareWorker(PlatformWorker):
             connector.restore_kv_caches()
 
 
+def with_users_of_kv(config: KVCacheConfig, layers: Mapping[str, Any]) -> KVCacheConfig:
+    """The same, where layers that have no KV of their own have the spec of the layer whose KV they use."""
+    own = copy.deepcopy(config)
+    for group in own.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            specs = group.kv_cache_spec.kv_cache_specs
+            for name, layer in layers.items():
+                target = getattr(layer, "kv_sharing_target_layer_name", None)
+                if target in specs:
+                    specs.setdefault(name, specs[target])
+    return own
+
+
+def _attach(worker: KVShareWorker) -> None:
+    """Give the model to the connector, once."""
+    if not worker.is_attached and (connector := _connector()) is not None:
+        adapters = getattr(worker.model_runner, "lora_manager", None)
+        connector.attach_model(worker.model_runner.get_model(), adapters)
+        worker.is_attached = True
+
+
 def _connector() -> KVShareConnector | None:
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if isinstance(connector, KVShareMultiConnector):
+        return connector.ours
     return connector if isinstance(connector, KVShareConnector) else None
 
 

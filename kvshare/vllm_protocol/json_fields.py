@@ -12,9 +12,13 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from delta_tree import SegmentId
+
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Number = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
+Held = Annotated[SegmentId, Field(strict=True, gt=0)]
 
 
 class WireError(ValueError):

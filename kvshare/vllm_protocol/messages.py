@@ -20,8 +20,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from delta_tree import SegmentId, Span, TokenIds
-from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
+from delta_tree import Span, TokenIds
+from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Seconds, Text
+from kvshare.vllm_protocol.places import Moved, OnDiskOnly
 
 PROTOCOL = 4
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
@@ -31,8 +32,6 @@ WORKER_CLASS = "kvshare.vllm_connector.workers.KVShareWorker"  # for --worker-cl
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's own header: the rank that serves a request
 TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control server
 
-_Segment = Annotated[SegmentId, Field(strict=True, gt=0)]
-
 
 class WireCopy(NamedTuple):
     """
@@ -41,7 +40,7 @@ class WireCopy(NamedTuple):
     `source_position`: position for which the first token was computed.
     """
 
-    segment_id: _Segment
+    segment_id: Held
     offset: Number  # first token within the segment
     length: Number
     target_start: Number
@@ -99,7 +98,9 @@ class Ticket(Message):
     exact_length: Number = 0  # copies inside [0, exact_length) are exact
     copies: tuple[WireCopy, ...] = ()  # ascending by target, disjoint
     store: Flag = True
+    from_memory: Flag = False  # copies from vLLM's blocks are not wanted: what host memory takes is measured
     order: WireOrder | None = None  # repairs that the connector still has to choose
+    disk_s: Seconds = 0.0  # how long reads from disk may take; 0: as long as any
 
     _protocol = PROTOCOL
 
@@ -158,7 +159,7 @@ class Ticket(Message):
 class StoredSegment(NamedTuple):
     """A segment that was retained of a request; an array in JSON."""
 
-    segment_id: _Segment
+    segment_id: Held
     start: Number  # position of its first token
     length: Number
     num_bytes: Number  # sum over all ranks
@@ -192,9 +193,9 @@ class FinishedReport(Message):
     Retained positions are covered by the copies `used` (indices into the ticket's copies) without the spans
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
     generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
-    into vLLM's blocks, "pass" computes placeholders, "save" copies new KV out of vLLM's blocks.
-    `first_token_s`: from its first blocks to its first token, loads and placeholders included; None if it has
-    no token, or was preempted before.
+    into vLLM's blocks, "blocks" those of other blocks, "pass" computes placeholders, "save" copies KV out;
+    "hidden" is what of "write" went on beside "pass", "waited" what "pass" waited for it. `first_token_s`:
+    from its first blocks to its first token, with loads and placeholders; None without one, or if preempted.
     """
 
     ticket_id: Text
@@ -203,6 +204,8 @@ class FinishedReport(Message):
     used: tuple[Number, ...] = ()
     num_computed: Number = 0  # prompt tokens that vLLM and the connector computed
     num_local: Number = 0  # prompt tokens from vLLM's own prefix cache
+    num_from_blocks: Number = 0  # copied prompt tokens that were not loaded from host memory
+    disk_bytes: Number = 0  # that were read from disk
     output_ids: tuple[Number, ...] = ()
     stored: tuple[StoredSegment, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
@@ -210,24 +213,24 @@ class FinishedReport(Message):
     first_token_s: float | None = None
     kind: Literal["finished"] = "finished"
 
-    _optional = frozenset({"first_token_s"})
+    _optional = frozenset({"first_token_s", "num_from_blocks", "disk_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped(Message):
     """Segments that the replica dropped: to make room, as unreadable, or on request."""
 
-    segment_ids: tuple[_Segment, ...]
+    segment_ids: tuple[Held, ...]
     kind: Literal["dropped"] = "dropped"
 
 
-JournalEvent = Prefilled | FinishedReport | Dropped
+JournalEvent = Prefilled | FinishedReport | Dropped | Moved | OnDiskOnly
 
 
 @dataclass(frozen=True, slots=True)
 class Journal(Message):
     """
-    Events after a sequence number. A new `epoch` means a new process, which has lost all KV.
+    Events after a sequence number. A new `epoch` means a new process, which has lost what is not on disk.
 
     `gap`: some events are missing; the proxy must read the held segments with `GET /segments`.
     """
@@ -236,15 +239,6 @@ class Journal(Message):
     last: Number  # sequence number of the newest event
     gap: Flag
     events: tuple[Annotated[JournalEvent, Field(discriminator="kind")], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSegments(Message):
-    """`GET /segments`: the segments that a connector holds after event `last` of its journal."""
-
-    epoch: Text
-    last: Number
-    segment_ids: tuple[_Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +263,13 @@ class ReplicaInfo(Message):
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
     data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
     device: str = ""  # of its ranks, in words
+    max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
+    num_disk_segments: Number = 0
 
     _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
+        | {"max_disk_bytes", "num_disk_segments"}
     )
 
     @property
@@ -281,8 +278,13 @@ class ReplicaInfo(Message):
 
     @property
     def budget_bytes(self) -> int:
-        """How much of its memory the proxy uses, see `budget_of`."""
-        return budget_of(self.max_bytes)
+        """How much of that the proxy uses, see `budget_of`."""
+        return budget_of(self.most_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """That it may hold: in memory, or on its disk, which has what is in memory, too."""
+        return max(self.max_bytes, self.max_disk_bytes)
 
 
 def budget_of(max_bytes: int) -> int:
@@ -295,5 +297,4 @@ def budget_of(max_bytes: int) -> int:
 
 def digest_of(token_ids: TokenIds | Sequence[int]) -> str:
     """The hash of token ids that ties a plan to its prompt: 32 hex digits."""
-    raw = np.asarray(token_ids, dtype="<i4").tobytes()
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=16).hexdigest()

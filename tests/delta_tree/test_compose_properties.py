@@ -1,11 +1,12 @@
 """Compositions against brute force, over random stored prompts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tree import (
-    Node,
-)
+from delta_tree import Composition, Node, Target, TokenIds, compose, token_ids
 from tests.delta_tree.fake_prompts import tokens
 from tests.delta_tree.stored_prompts import StoredPrompts
 
@@ -76,3 +77,41 @@ def test_composing_is_deterministic(data: st.DataObject) -> None:
         prompts.add(data.draw(tokens(25, 1, min_size=1)))
     target = data.draw(tokens(30, 1))
     assert prompts.compose(target, min_run=3) == prompts.compose(target, min_run=3)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_what_earlier_compositions_found_changes_no_later_one(data: st.DataObject) -> None:
+    """With all candidates, with fewer donors, without moving KV, and with beginnings of the candidates."""
+    prompts = StoredPrompts()
+    for _ in range(data.draw(st.integers(1, 4))):
+        generations = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+        prompts.add(data.draw(tokens(25, 2, min_size=1)), generations)
+    ids = token_ids(data.draw(tokens(30, 2)))
+    min_run = data.draw(st.integers(1, 6))
+    beginnings = [
+        replace(
+            node, token_ids=node.token_ids[:length], pieces=node.pieces.first(length), exact_length=length
+        )
+        for node in prompts.nodes
+        if (length := node.exact_length)
+    ]
+    known = Target(ids, min_run=min_run)
+
+    def composed(
+        target: TokenIds | Target, nodes: Sequence[Node], max_donors: int, may_move: bool
+    ) -> Composition:
+        return compose(
+            target,
+            nodes,
+            prompts.segment_of,
+            min_run=min_run,
+            max_donors=max_donors,
+            max_generation=1,
+            allow_approximate=True,
+            may_move=may_move,
+        )
+
+    for nodes in (prompts.nodes, beginnings, prompts.nodes):
+        for max_donors, may_move in ((9, True), (1, True), (9, False)):
+            assert composed(known, nodes, max_donors, may_move) == composed(ids, nodes, max_donors, may_move)

@@ -289,9 +289,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert stats.num_tokens == sum(len(ids) for _, ids in self.model)
         assert stats.max_depth == max((1 + len(self.tree.ancestors(n.node_id)) for n in nodes), default=0)
         roots = [node for node in nodes if not self.tree.ancestors(node.node_id)]
-        assert stats.num_roots == len(roots)
-        if len(roots) == 1:
-            assert self.tree.subtree_bytes(roots[0].node_id) == stats.num_bytes
+        assert (stats.num_roots, self.tree.roots()) == (len(roots), tuple(roots))
+        sizes = {node.node_id: self.tree.subtree_bytes(node.node_id) for node in nodes}
+        assert self.tree.bytes_of_subtrees(sizes) == sizes
+        assert len(roots) != 1 or sizes[roots[0].node_id] == stats.num_bytes
 
 
 TestTree = TreeMachine.TestCase

@@ -68,7 +68,7 @@ async def test_slots_are_given_in_order_and_the_queue_is_bounded() -> None:
         tasks.append(asyncio.create_task(run(name, release)))
         await asyncio.sleep(0)
     assert (admission.num_running, admission.num_waiting) == (1, 2)
-    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+    with pytest.raises(OverloadedError, match="the queue of requests is full"):
         async with admission.slot():
             pass
     tasks[1].cancel()
@@ -76,3 +76,85 @@ async def test_slots_are_given_in_order_and_the_queue_is_bounded() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == ["a", "c"]
     assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+async def _admitted(admission: Admission, *tenants: str) -> tuple[list[str], list[str]]:
+    """Of requests that come in this order, named by tenant: which run, in order, and which are refused."""
+    order: list[str] = []
+    refused: list[str] = []
+
+    async def run(name: str, release: asyncio.Event) -> None:
+        try:
+            async with admission.slot(name[0]):
+                order.append(name)
+                await release.wait()
+        except OverloadedError:
+            refused.append(name)
+
+    release = asyncio.Event()
+    tasks = []
+    for name in tenants:
+        tasks.append(asyncio.create_task(run(name, release)))
+        await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*tasks)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    return order, refused
+
+
+async def test_a_client_that_leaves_costs_nobody_else_an_error() -> None:
+    """Its place is given away in the turn in which it leaves, before its own task runs."""
+    admission = Admission(max_running=1, max_waiting=2)
+
+    async def ask(tenant: str) -> None:
+        async with admission.slot(tenant):
+            pass
+
+    async with admission.slot("a"):
+        waiting = [asyncio.create_task(ask("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[-1].cancel()
+        other = asyncio.create_task(ask("b"))
+        await asyncio.sleep(0)
+        assert not other.done()
+    await asyncio.wait_for(other, timeout=60)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+async def test_a_free_slot_goes_to_the_tenant_with_fewest_running_requests() -> None:
+    """One that came later does not wait for all of the others' requests."""
+    admission = Admission(max_running=2, max_waiting=9)
+    order, refused = await _admitted(admission, "a1", "a2", "a3", "a4", "b1", "b2")
+    assert order[:3] == ["a1", "a2", "b1"] or order[:4] == ["a1", "a2", "a3", "b1"]
+    assert order.index("b2") < order.index("a4")
+    assert refused == []
+
+
+async def test_a_full_queue_has_room_for_a_tenant_with_less_in_it() -> None:
+    """The one with most waiting requests loses its last; nobody pushes out its own, or one with as many."""
+    admission = Admission(max_running=1, max_waiting=4)
+    order, refused = await _admitted(admission, "a1", "a2", "a3", "a4", "a5", "b1", "b2", "b3", "a6")
+    assert sorted(refused) == ["a4", "a5", "a6", "b3"]
+    assert sorted(order) == ["a1", "a2", "a3", "b1", "b2"]
+
+
+async def test_requests_that_are_cancelled_leave_no_slot_taken() -> None:
+    """Also one that gets its slot at the moment at which its client goes away."""
+    admission = Admission(max_running=1, max_waiting=4)
+
+    async def run(release: asyncio.Event) -> None:
+        async with admission.slot("a"):
+            await release.wait()
+
+    release = asyncio.Event()
+    first, second, third = (asyncio.create_task(run(release)) for _ in range(3))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    second.cancel()
+    third.cancel()
+    await asyncio.gather(first, second, third, return_exceptions=True)
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    async with admission.slot("b"):
+        assert admission.num_running == 1

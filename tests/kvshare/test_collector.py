@@ -1,7 +1,11 @@
 """What a server asks of Python's garbage collector, and of its threads."""
 
+import ctypes
 import gc
+import subprocess
 import sys
+
+import pytest
 
 from kvshare.collector import make_collections_rare, take_short_turns
 
@@ -26,3 +30,30 @@ def test_a_thread_waits_a_tenth_of_pythons_own_time_for_its_turn() -> None:
         assert sys.getswitchinterval() <= before / 10
     finally:
         sys.setswitchinterval(before)
+
+
+_COUNTS_BLOCKS_FROM_THE_KERNEL = """
+import ctypes
+from kvshare.collector import keep_freed_memory
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Info
+library.malloc.restype = ctypes.c_void_p
+def blocks():
+    before = library.mallinfo2().d
+    library.malloc(ctypes.c_size_t(8 * 2**20))
+    return library.mallinfo2().d - before
+at_first = blocks()
+keep_freed_memory()
+print(at_first, blocks())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
+def test_large_arrays_come_from_memory_that_is_kept() -> None:
+    """8 MiB are a mapping of the kernel's by default, which is gone when they are freed."""
+    found = subprocess.run(
+        [sys.executable, "-c", _COUNTS_BLOCKS_FROM_THE_KERNEL], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["1", "0"]

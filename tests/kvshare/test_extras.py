@@ -31,10 +31,11 @@ def test_modules_are_those_that_pyproject_names(extra: str) -> None:
 
 
 def test_each_extra_includes_the_one_before_it() -> None:
-    """So one name is all that an error has to say; `dev` includes the largest."""
+    """So one name is all that an error has to say; `dev` includes the largest, and what `core` tests with."""
     included = [*extras.MODULES, "dev"]
     for smaller, larger in pairwise(included):
         assert f"kvshare[{smaller}]" in PROJECT["optional-dependencies"][larger]
+    assert "kvshare[core]" in PROJECT["optional-dependencies"]["dev"]
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

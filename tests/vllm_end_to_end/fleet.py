@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import yaml
 
+from kvshare.cli.client import JsonClient
 from kvshare_lab.demo_model.pairs import Pair, near_duplicate_pairs
 from kvshare_lab.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
 from tests.conftest import KEYS
@@ -64,6 +65,13 @@ class Fleet:
         }
 
 
+def replica_info(replica: Server) -> dict[str, Any]:
+    """What its connector says of itself."""
+    token = replica.environment["KVSHARE_VLLM_TOKEN"]
+    info: dict[str, Any] = JsonClient(str(replica.control_url), key=token).call("/info")
+    return info
+
+
 @contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
     """Two vLLMs with the demo model, and the proxy before them. Their files are in the folder."""
@@ -81,7 +89,8 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
     replicas = []
     for name in ("one", "two"):
         (folder / name).mkdir()
-        replica = shared_vllm(model, folder / name, options, kv_bytes=1 << 29, token=token)
+        own = folder / name
+        replica = shared_vllm(model, own, options, kv_bytes=1 << 29, token=token, disk=own / "kv")
         replica.command = [*replica.command, *TOOL_PARSER]
         replicas.append(replica)
     proxy = proxy_with_keys(replicas, folder, token)
@@ -106,6 +115,7 @@ def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
     always = {"min_saved_s": -3600.0, "min_saved_fraction": 0.0}
     off = {"unshared_share": 0.0}
     settings = {"auth": {"keys": keys}, "cost": always, "control": off, "index": {"dense": False}}
+    settings["sharing"] = {"max_risk": 1.0}  # nor what is certified of the forms model
     config.write_text(yaml.safe_dump(settings))
     port = free_ports(1)[0]
     ends = [

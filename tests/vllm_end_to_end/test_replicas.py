@@ -5,10 +5,10 @@ import subprocess
 import sys
 import time
 
-from kvshare.cli.client import AdminClient, JsonClient
+from kvshare.cli.client import AdminClient
 from kvshare_lab.vllm.servers import Server
 from tests.conftest import Server as EmbeddedServer
-from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair
+from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair, replica_info
 
 
 def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
@@ -36,9 +36,7 @@ def num_segments(fleet: Fleet) -> int:
 
 def num_held(replica: Server) -> int:
     """By a connector."""
-    token = replica.environment["KVSHARE_VLLM_TOKEN"]
-    info = JsonClient(str(replica.control_url), key=token).call("/info")
-    return int(info["num_segments"])
+    return int(replica_info(replica)["num_segments"])
 
 
 def test_costs_are_measured_before_clients_teach_them(fleet: Fleet) -> None:

@@ -7,6 +7,7 @@ Requests come one at a time, rates are never measured, and no decision depends o
 
 import asyncio
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from delta_tree import DeltaTree, NodeId, SegmentId, Span, gaps, merge
+from delta_tree import DeltaTree, NodeId, Segment, SegmentId, Span, gaps, merge
 from kvshare.kv.tier import Fetched, SegmentTable
 from kvshare.logs.requests import Requester, any_of
 from kvshare.replay.measures import COUNT_EDGES, histogram
@@ -29,6 +30,7 @@ from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Rates
 from kvshare.sharing.selection import choose_by_place
+from kvshare.status import TierStatus
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
@@ -76,10 +78,17 @@ class WeightlessSequence:
 class WeightlessTier(SegmentTable[WeightlessKV]):
     """Counts the bytes that segments would take."""
 
-    def put(self, segment_id: SegmentId, segment: WeightlessKV, checksum: int) -> None:
-        self.add(segment_id, segment)
+    def put(self, segment: Segment, kv: WeightlessKV) -> None:
+        self.add(segment.segment_id, kv)
 
-    def fetch(self, segment_ids: Iterable[SegmentId]) -> Fetched:
+    def close(self) -> None:
+        """There is nothing to write."""
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """A replay counts hits itself."""
+        return ()
+
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         """No bytes, only which segments are missing."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 

@@ -23,7 +23,7 @@ from vector_index import NominatorSettings
 
 _NEVER = 2**30  # no prompt has so many tokens, no store so many donors or generations
 _NO_TIMEOUTS = dict.fromkeys(("search_timeout_s", "embed_timeout_s", "write_timeout_s"), 3600.0)
-_OPEN_GATES = {"min_prompt_tokens": 1, "max_deviation": math.inf}
+_OPEN_GATES = {"min_prompt_tokens": 1, "max_deviation": math.inf, "max_risk": 1.0}
 _NO_REPAIR = {"rule": "windows", "edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
 _REJECTIONS = frozenset(
     {"not_enough_saved", "deviates_too_much", "too_much_relocated", "does_not_pay", "rotation_unknown"}
@@ -46,6 +46,7 @@ class SharingOptions:
     min_run: int | None = None
     max_donors: int | None = None
     max_deviation: float | None = None
+    max_risk: float | None = None
     max_generation: int | None = None
     max_relocated_fraction: float | None = None
     min_saved_fraction: float | None = None
@@ -61,7 +62,7 @@ class SharingOptions:
         limits = PlannerLimits.from_settings(settings, can_probe=True)
         if settings.sharing.calibration is None:
             limits = replace(limits, calibration=of_default_model())
-        changes = self._changed("min_run", "max_donors", "max_deviation")
+        changes = self._changed("min_run", "max_donors", "max_deviation", "max_risk")
         policy = Policy(**self._changed("max_generation", "max_relocated_fraction", "min_saved_fraction"))
         if self.open_gates:
             changes, policy = changes | _OPEN_GATES, Policy(max_generation=_NEVER)

@@ -23,7 +23,8 @@ from kvshare.loopback import is_loopback
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_protocol.json_fields import Message, WireError
-from kvshare.vllm_protocol.messages import HeldSegments, ReplicaInfo
+from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.places import HeldSegments
 
 log = logging.getLogger("vllm.kvshare.control")
 
@@ -135,7 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _segments(self) -> Message:
         scheduler = self.server.scheduler
         last = scheduler.events.last  # read before the ids: a reader may see an event twice but misses none
-        return HeldSegments(scheduler.events.epoch, last, tuple(scheduler.segments.ids()))
+        on_disk = tuple(scheduler.segments.only_on_disk())
+        return HeldSegments(scheduler.events.epoch, last, tuple(scheduler.segments.ids()), on_disk)
 
     def _drop(self) -> dict[str, Any]:
         segment_ids = self._body().get("segment_ids")

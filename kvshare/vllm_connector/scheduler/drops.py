@@ -1,4 +1,7 @@
-"""Drops segments: from the index at once, from the workers with the next step, in the proxy by an event."""
+"""
+Drops segments: from the index at once, from the workers with the next step, in the proxy by an event. What
+leaves memory and stays on disk goes the same way.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from delta_tree import SegmentId
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_protocol.messages import Dropped
+from kvshare.vllm_protocol.places import OnDiskOnly
 
 
 class Drops:
@@ -17,6 +21,7 @@ class Drops:
     def __init__(self, segments: SegmentIndex, events: EventLog) -> None:
         self._segments, self._events = segments, events
         self._pending: list[SegmentId] = []  # for the workers
+        self._evicted: list[SegmentId] = []  # from memory only
         self._lock = threading.Lock()
 
     @property
@@ -26,18 +31,32 @@ class Drops:
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Returns how many were held."""
         removed = self._segments.drop(segment_ids)
-        self.note(removed)
+        self._note_dropped(removed)
         return len(removed)
 
     def note(self, segment_ids: Sequence[SegmentId]) -> None:
-        """The index has dropped them itself."""
-        if segment_ids:
+        """They have left the index's memory: those that are not on disk are dropped."""
+        evicted = [segment_id for segment_id in segment_ids if segment_id in self._segments.disk]
+        if evicted:
             with self._lock:
-                self._pending.extend(segment_ids)
-            self._events.append(Dropped(tuple(segment_ids)))
+                self._evicted.extend(evicted)
+            self._events.append(OnDiskOnly(came=tuple(evicted)))
+        self._note_dropped([segment_id for segment_id in segment_ids if segment_id not in evicted])
 
     def take(self) -> tuple[SegmentId, ...]:
         """Those that no step has had yet, for the workers."""
         with self._lock:
             taken, self._pending = tuple(self._pending), []
         return taken
+
+    def take_evicted(self) -> tuple[SegmentId, ...]:
+        """The same, of those that stay on disk."""
+        with self._lock:
+            taken, self._evicted = tuple(self._evicted), []
+        return taken
+
+    def _note_dropped(self, segment_ids: Sequence[SegmentId]) -> None:
+        if segment_ids:
+            with self._lock:
+                self._pending.extend(segment_ids)
+            self._events.append(Dropped(tuple(segment_ids)))

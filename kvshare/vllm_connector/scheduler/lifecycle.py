@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 import kvshare
 from kvshare.loopback import is_loopback
 from kvshare.namespace import joined
-from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
+from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank, media_tokens
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer
 from kvshare.vllm_connector.scheduler.event_log import EventLog
@@ -62,8 +62,10 @@ class SchedulerSide:
         self._has_started = False
         self._handshakes: list[WorkerHandshake] = []
         self.events = EventLog()
-        self.segments = SegmentIndex(settings.max_bytes)
-        self.scheduler = ConnectorScheduler(segments=self.segments, events=self.events)
+        self.segments = SegmentIndex(settings.max_bytes, max_disk_bytes=settings.disk_bytes)
+        self.scheduler = ConnectorScheduler(
+            segments=self.segments, events=self.events, media_tokens=media_tokens(config.model_config)
+        )
         self._control: ControlServer | None = None
         try:
             self._control = ControlServer(
@@ -85,7 +87,7 @@ class SchedulerSide:
         self._has_started = True
         workers = list(handshakes)
         self._handshakes = workers
-        self.scheduler.use(workers)
+        self.scheduler.use(workers, step_tokens=self._step_tokens())
         if not self._unsupported:
             if len(workers) < self._config.parallel_config.world_size:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
@@ -99,6 +101,8 @@ class SchedulerSide:
             problems = "; ".join(self._unsupported)
             log.error("kvshare: nothing is shared, requests are served without it: %s", problems)
             return
+        if any(worker.has_disk for worker in workers):
+            self.scheduler.disk.begin(workers[0].on_disk)
         assert self._control is not None  # or its address would be among the reasons
         self.scheduler.share()
         backend, port = workers[0].attention_backend, self._control.port
@@ -134,9 +138,11 @@ class SchedulerSide:
             bytes_per_token=self.scheduler.saving.bytes_per_token,
             max_bytes=self.segments.max_bytes,
             num_bytes=self.segments.num_bytes,
-            num_segments=len(self.segments),
+            num_segments=len(self.segments.ids()),
             max_model_len=config.model_config.max_model_len,
             settings=self._settings(),
+            max_disk_bytes=self.segments.disk.max_bytes if self.scheduler.disk.is_on else 0,
+            num_disk_segments=len(self.segments.disk),
             data_parallel_rank=self._rank,
             data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),
         )
@@ -145,14 +151,22 @@ class SchedulerSide:
         model = self._config.model_config
         first = self._handshakes[0] if self._handshakes else None
         heads = sum(worker.num_kv_heads for worker in self._handshakes)
+        layout = f"{first.num_layers}x{heads}x{first.head_dim}" if first else ""
+        mixed = "+".join(worker.kv_planes for worker in self._handshakes if worker.kv_planes)
         return {
             "model": model.model,
             "revision": "+".join(worker.weights for worker in self._handshakes),
             "tokenizer": joined((model.tokenizer, model.tokenizer_revision or ""), by="@"),
             "dtype": first.dtype if first else "",
-            "kv_layout": f"{first.num_layers}x{heads}x{first.head_dim}" if first else "",
+            "kv_layout": mixed or layout,
             "rope": first.rope if first else "",
         }
+
+    def _step_tokens(self) -> int:
+        """That loads which join a step may compute in it; 0 if none does, see `joining.py`."""
+        limits = self._config.scheduler_config
+        step_tokens = self._connector.step_tokens or int(limits.max_num_batched_tokens)
+        return step_tokens if self._config.max_concurrent_batches > 1 else 0
 
     def _settings(self) -> dict[str, Any]:
         config = self._config
@@ -161,6 +175,7 @@ class SchedulerSide:
             "kv_load_failure_policy": transfer.kv_load_failure_policy if transfer else "",
             "worker_cls": str(config.parallel_config.worker_cls),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "copies_in_gpu_memory": self.scheduler.donors.are_found,
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,

@@ -3,13 +3,14 @@ The state of one request with a ticket, and which copies its slots hold. What is
 is saved, is a state of its own: `retention.py`.
 
 While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. It looks
-a request up when that has no blocks, and may admit it in a later step, or never. A request that is `done` is
-reported to the proxy and forgotten.
+a request up when that has no blocks, and may admit it in a later step, or never. A request whose load joins a
+step may run in it (`joined`). Until that step is reported it may be preempted, but is not looked up, and if
+it ends (`closing`) its blocks stay. A request that is `done` is reported to the proxy and forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -36,19 +37,23 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadResult
 
 
-State = StrEnum("State", "WAITING RUNNING LOADING ENDING SAVING DONE")
-Event = StrEnum("Event", "LOOKED_UP ADMITTED LOAD_REQUESTED LOAD_REPORTED ENDED SAVE_REQUESTED SAVED")
+State = StrEnum("State", "WAITING RUNNING LOADING JOINED CLOSING ENDING SAVING DONE")
+Event = StrEnum(
+    "Event", "LOOKED_UP ADMITTED LOAD_REQUESTED LOAD_JOINED LOAD_REPORTED CLOSED ENDED SAVE_REQUESTED SAVED"
+)
 
 # The next state, by event (rows) and state (columns); `-` would be a bug of ours.
 TABLE = """
-                waiting  running  loading  ending   saving
-looked_up       waiting  waiting  -        -        -        it has no blocks: vLLM asks what can be loaded
-admitted        running  running  -        -        -        vLLM allocated its blocks; nothing is loaded
-load_requested  loading  loading  -        -        -        the same; copies are to be loaded
-load_reported   -        -        running  done     -        the workers report what the slots hold
-ended           done     done     ending   -        -        nothing more is saved
-save_requested  saving   saving   -        -        -        the request has ended; vLLM keeps its blocks
-saved           -        -        -        -        done     its KV is retained, unless segments were dropped
+                waiting  running  loading  joined  closing  ending  saving
+looked_up       waiting  waiting  -        -       -        -       -       vLLM asks: it has no blocks
+admitted        running  running  -        -       -        -       -       it has blocks; nothing is loaded
+load_requested  loading  loading  -        -       -        -       -       the same; copies are to be loaded
+load_joined     joined   joined   joined   -       -        -       -       in the step that is planned
+load_reported   -        -        running  running running  done    -       what its slots hold is reported
+closed          -        -        -        closing -        -       -       ended before that; it has blocks
+ended           done     done     ending   -       -        -       -       nothing more is saved
+save_requested  saving   saving   -        -       -        -       -       it has ended; it has blocks
+saved           -        -        -        -       -        -       done    retained, unless drops came
 """
 
 
@@ -59,12 +64,22 @@ _RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
 def why_unshared(
-    request: Request, ticket: Ticket, token_ids: TokenIds, *, may_move_keys: bool
+    request: Request,
+    ticket: Ticket,
+    token_ids: TokenIds,
+    *,
+    may_move_keys: bool,
+    media_tokens: Set[int] = frozenset(),
 ) -> Reason | None:
-    """Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt."""
+    """
+    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt.
+
+    `media_tokens` mark places of media. A prompt without media may still hold one, and models may give it
+    other positions then.
+    """
     if request.lora_request is not None:
         return Reason.LORA
-    if request.mm_features:
+    if request.mm_features or any((token_ids == token).any() for token in media_tokens):
         return Reason.MULTIMODAL
     if request.pooling_params is not None:
         return Reason.POOLING
@@ -89,6 +104,7 @@ class TicketedRequest:
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # of its prompt
     state: State = State.WAITING
     num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
+    joins: bool = False  # its load joins a step, by its last lookup
     num_local: int = 0  # `num_found` at the last admission
     num_first_local: int | None = None  # `num_found` at the first admission; None before it
     placed: frozenset[int] = frozenset()  # copies whose KV is in the slots
@@ -98,6 +114,9 @@ class TicketedRequest:
     num_prompt: int = 0  # known at the end
     retention: RequestRetention = field(default_factory=RequestRetention)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    num_from_blocks: int = 0  # tokens of its load that are not copied from host memory
+    disk_bytes: int = 0  # of its load, read from disk before
+    was_late: bool = False  # that
     first_token_s: float | None = None  # since it got blocks; None if it was preempted meanwhile
 
     @property
@@ -136,7 +155,7 @@ class TicketedRequest:
     def look_up(self, num_found: int) -> None:
         """vLLM found `num_found` of its tokens in its own prefix cache, and has no blocks for it yet."""
         self._advance(Event.LOOKED_UP)
-        self.num_found = num_found
+        self.num_found, self.joins = num_found, False
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """
@@ -149,7 +168,8 @@ class TicketedRequest:
             across num_local      if it is loaded now; if it was placed before and is not now, or the reverse,
                                   its slots are mixed
         """
-        self._advance(Event.LOAD_REQUESTED if loads else Event.ADMITTED)
+        requested = Event.LOAD_JOINED if self.joins else Event.LOAD_REQUESTED
+        self._advance(requested if loads else Event.ADMITTED)
         self.num_local = self.num_found
         if self.num_first_local is None:
             self.num_first_local = self.num_local
@@ -174,7 +194,7 @@ class TicketedRequest:
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
         loaded = (index for index in self.placed if self.copy(index).target.end > self.num_local)
-        gone = result.unreadable
+        gone, self.was_late = result.unreadable, bool(result.late)
         lost = {index for index in loaded if result.failed or self.copy(index).segment_id in gone}
         if any(self.copy(index).target_start < self.num_local for index in lost):
             self._note_mixed()
@@ -199,6 +219,14 @@ class TicketedRequest:
             stored=self.retention.prompt,
             repaired=_wire(self.retention.repaired),
         )
+
+    def join(self) -> None:
+        """Its load is complete before the forward pass of the next step, and vLLM may run it."""
+        self._advance(Event.LOAD_JOINED)
+
+    def close(self) -> None:
+        """It has ended before its load was reported. What is saved of it is decided after that."""
+        self._advance(Event.CLOSED)
 
     def end(self, *, num_prompt: int) -> None:
         """It has ended, and what is to be saved of it was requested. During a load that is nothing more."""
@@ -227,6 +255,8 @@ class TicketedRequest:
             reason=self.retention.lost or self._reason(),
             num_computed=max(0, self.num_prompt - num_local - num_placed),
             num_local=num_local,
+            num_from_blocks=self.num_from_blocks,
+            disk_bytes=self.disk_bytes,
             stage_seconds=dict(self.stage_seconds),
             first_token_s=self.first_token_s,
         )
@@ -261,7 +291,7 @@ class TicketedRequest:
         if self.load_failed:
             return Reason.LOAD_FAILED
         if not self.ticket.is_exact and len(self.placed) < len(self.ticket.copies):
-            return Reason.SEGMENTS_GONE
+            return Reason.KV_LATE if self.was_late else Reason.SEGMENTS_GONE
         return None
 
 

@@ -3,6 +3,9 @@ Decides what of a request is retained: which of its tokens become new segments, 
 
 The prompt is saved one step after its prefill, while the request runs; the rest when it has ended. What does
 not fit is not retained. `retention.py` has the states that a request goes through.
+
+While others wait, nothing is saved then: what lies in full blocks is retained there, see `unsaved.py`, and no
+block is kept for it after the request. None is kept either where less than half of the pool is free.
 """
 
 from __future__ import annotations
@@ -17,10 +20,20 @@ from delta_tree import SegmentId, Span, gaps, merge, new_segment_id, segment_tok
 from kvshare.reasons import Reason
 from kvshare.sharing.plan import cut
 from kvshare.vllm_connector.metadata import SaveRequest, WorkerReport
+from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
+from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
 from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
-from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
+from kvshare.vllm_connector.scheduler.request_state import TicketedRequest
+from kvshare.vllm_connector.scheduler.retained_tokens import (
+    end_of_prompt,
+    first_retained_approximate,
+    num_computed,
+    num_retained_of,
+)
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+from kvshare.vllm_connector.scheduler.unsaved import UnsavedSegments
+from kvshare.vllm_connector.scheduler.waiting import Waiting
 from kvshare.vllm_protocol.messages import StoredSegment, budget_of
 
 
@@ -31,8 +44,19 @@ class Saving:
     segments: SegmentIndex
     events: EventLog
     drops: Drops
+    donors: BlockDonors
+    waiting: Waiting
+    disk: DiskPlan
     bytes_per_token: int = 0
     _requested: list[SaveRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.unsaved = UnsavedSegments(self.drops, self.donors, self.waiting, self.disk)
+
+    def _stays(self, save: SaveRequest) -> bool:
+        """Whether what is retained now stays in blocks, none of which is kept for it."""
+        is_in_the_way = self.waiting.is_any or (save.has_ended and self.donors.are_short)
+        return is_in_the_way and self.donors.are_found
 
     @property
     def requested(self) -> tuple[SaveRequest, ...]:
@@ -42,7 +66,9 @@ class Saving:
     def take(self, drops: Sequence[SegmentId]) -> tuple[SaveRequest, ...]:
         """The saves to request in this step, without segments that are dropped before they are saved."""
         saves, self._requested = self._requested, []
-        return tuple(save.without(drops) for save in saves) if drops else tuple(saves)
+        self.unsaved.forget(drops)
+        self.unsaved.note_left(self.donors.take_left())
+        return (*(save.without(drops) for save in saves), *self.unsaved.take_due())
 
     def save_prompts(self, requests: Mapping[str, TicketedRequest], step: SchedulerOutput) -> None:
         """
@@ -58,21 +84,29 @@ class Saving:
         if not due:
             return
         assert step.kv_connector_block_state is not None
-        computed = _num_computed(step)
+        computed = num_computed(step)
         for request_id, ticketed in due.items():
             if computed[request_id] >= ticketed.ticket.num_tokens:
                 block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
                 self._save_prompt(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
 
-    def save_ended(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> None:
-        """Request a save of an ended request, or of what is not saved of it yet."""
-        num_retained = _num_retained(request, ticketed)
+    def save_ended(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> bool:
+        """
+        Request a save of an ended request, or of what is not saved of it yet.
+
+        Returns: whether nothing has to be waited for; `note_saved` must follow then
+        """
+        num_retained = num_retained_of(request, ticketed)
         output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
         save = SaveRequest(request.request_id, tuple(block_ids))
         if ticketed.retention.is_requested:
-            self._save_answer(ticketed, save, output_ids)
-        elif num_retained:
-            self._save_whole(ticketed, save, output_ids)
+            return self._save_answer(ticketed, save, output_ids)
+        return bool(num_retained) and self._save_whole(ticketed, save, output_ids)
+
+    def release_unless_saved(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """vLLM frees the blocks of an ended request when a save is reported, if only one of nothing."""
+        if not any(save.request_id == request_id and save.has_ended for save in self._requested):
+            self._requested.append(SaveRequest(request_id, block_ids))
 
     def note_prompt_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
         """The save of a prompt has ended; it is reported to the proxy, unless it failed."""
@@ -81,6 +115,7 @@ class Saving:
             self.drops.drop(segment.segment_id for segment in stored)
             ticketed.retention.note_prompt_lost()
         else:
+            self.disk.note_saved(segment.segment_id for segment in stored)
             self.events.append(ticketed.note_prompt_saved())
 
     def note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
@@ -90,6 +125,8 @@ class Saving:
         if lost is None and not self._are_held(ticketed, retention.stored):
             lost = Reason.SEGMENTS_GONE  # dropped while the rest was being saved
         if lost is None:
+            rest = (segment.segment_id for segment in retention.rest)
+            self.disk.note_saved(each for each in rest if each not in self.unsaved)
             ticketed.note_saved(lost=None)
             return
         keeps_prompt = retention.is_reported and self._are_held(ticketed, retention.prompt)
@@ -99,52 +136,95 @@ class Saving:
 
     def _save_prompt(self, ticketed: TicketedRequest, save: SaveRequest) -> None:
         """If there is no room now, the prompt is saved again with the answer."""
-        made = self._segments_for(ticketed, ticketed.ticket.num_tokens)
+        made = self._segments_for(ticketed, save, ticketed.ticket.num_tokens)
         if isinstance(made, Reason):
             ticketed.retention.skip_prompt()
             return
-        self._request(save, made.stored)
         ticketed.retention.request_prompt(made.copies, made.stored, ticketed.repaired)
+        if made.stay:
+            self._leave_in_blocks(save, made.stored)
+            self.events.append(ticketed.note_prompt_saved())
+        else:
+            self._request(save, made.stored)
 
-    def _save_whole(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> None:
-        made = self._segments_for(ticketed, ticketed.ticket.num_tokens + len(output_ids))
+    def _save_whole(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> bool:
+        num_prompt = ticketed.ticket.num_tokens
+        made = self._segments_for(ticketed, save, num_prompt + len(output_ids))
         if isinstance(made, Reason):
             ticketed.retention.lost = made
-            return
-        self._request(save, made.stored)
+            return False
+        output_ids = output_ids[: max(0, made.end - num_prompt)]
         ticketed.retention.request_whole(made.copies, made.stored, ticketed.repaired, output_ids)
+        if made.stay:
+            self._leave_in_blocks(save, made.stored)
+        else:
+            self._request(save, made.stored)
+        return made.stay
 
-    def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> None:
+    def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> bool:
         """Request a save of the answer. Its prompt's save may still be under way, and needs the blocks."""
         answer: tuple[StoredSegment, ...] = ()
+        retention, num_prompt, stays = ticketed.retention, ticketed.ticket.num_tokens, self._stays(save)
+        is_prompt_saved = retention.is_reported
         if output_ids and ticketed.is_as_saved:
-            num_prompt = ticketed.ticket.num_tokens
-            after = (Span(num_prompt, num_prompt + len(output_ids)),)
-            added = self._add(ticketed, after, ticketed.retention.copies)
+            start, end = end_of_prompt(ticketed), num_prompt + len(output_ids)
+            end = self.donors.num_full(save.block_ids, end) if stays else end
+            added = self._add(ticketed, [Span(start, end)] if end > num_prompt else [], retention.copies)
             if added is None:
-                ticketed.retention.lost = Reason.NO_ROOM  # the prompt stays retained
+                retention.lost = Reason.NO_ROOM  # the prompt stays retained
             else:
                 answer = added
-        self._request(save, answer)
-        ticketed.retention.request_answer(answer, output_ids if answer else ())
+                for segment in retention.prompt:  # its last block may be full only now
+                    self.donors.note_again(segment.segment_id, segment.span, save.block_ids)
+        if stays:
+            self._leave_in_blocks(save, answer)
+        if not (stays and is_prompt_saved):
+            self._request(save, () if stays else answer)
+        retention.request_answer(answer, output_ids[: end - num_prompt] if answer else ())
+        return stays and is_prompt_saved
 
-    def _segments_for(self, ticketed: TicketedRequest, num_tokens: int) -> NewSegments | Reason:
+    def _segments_for(
+        self, ticketed: TicketedRequest, save: SaveRequest, num_tokens: int
+    ) -> NewSegments | Reason:
         """Make room for all of the first tokens that no stored segment covers, or say why that cannot be."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             return Reason.SEGMENTS_GONE  # copied KV must not be stored as if it had been computed
-        targets = (ticketed.copy(index).target for index in copies)
+        targets = [ticketed.copy(index).target for index in copies]
         computed = gaps(targets, num_tokens)
         if ticketed.ticket.order is not None:  # all tokens of a segment have the same generation
             computed = merge([*computed, *ticketed.repaired])
-            computed = cut(computed, _first_retained_approximate(ticketed, copies))
+            computed = cut(computed, first_retained_approximate(ticketed, copies))
         computed = cut(computed, ticketed.ticket.num_tokens)  # answers have own segments
-        stored = self._add(ticketed, computed, copies)
-        return Reason.NO_ROOM if stored is None else NewSegments(copies, stored)
+        in_blocks = self._in_full_blocks(save, computed, targets) if self._stays(save) else None
+        stored = self._add(ticketed, computed if in_blocks is None else in_blocks, copies)
+        if stored is None:
+            return Reason.NO_ROOM
+        end = max(span.end for span in [*targets, *(each.span for each in stored)])
+        return NewSegments(copies, stored, end, stay=in_blocks is not None)
 
-    def _request(self, save: SaveRequest, stored: Iterable[StoredSegment]) -> None:
+    def _in_full_blocks(
+        self, save: SaveRequest, computed: Sequence[Span], targets: Sequence[Span]
+    ) -> Sequence[Span] | None:
+        """The computed spans without what lies in no full block; None if that leaves a gap, or nothing."""
+        end = self.donors.num_full(save.block_ids, max(span.end for span in computed))
+        parts = [part for span in computed if (part := Span(span.start, max(span.start, min(span.end, end))))]
+        retained = [*targets, *parts]
+        is_whole = sum(map(len, retained)) == max((span.end for span in retained), default=0)
+        return parts if parts and is_whole else None
+
+    def _leave_in_blocks(self, save: SaveRequest, stored: Sequence[StoredSegment]) -> None:
+        self._note_places(save, stored)
+        self.unsaved.add(segment.segment_id for segment in stored)
+
+    def _request(self, save: SaveRequest, stored: Sequence[StoredSegment]) -> None:
         spans = tuple((segment.segment_id, segment.span) for segment in stored)
         self._requested.append(replace(save, spans=spans))
+        self._note_places(save, stored)
+
+    def _note_places(self, save: SaveRequest, stored: Iterable[StoredSegment]) -> None:
+        for segment in stored:
+            self.donors.note(segment.segment_id, segment.span, save.block_ids)
 
     def _add(
         self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
@@ -158,13 +238,14 @@ class Saving:
         own_ids = [segment.segment_id for segment in ticketed.retention.stored]
         evicted = self.segments.make_room(
             sum(segment.num_bytes for segment in stored),
-            in_use=[*own_ids, *(ticketed.copy(index).segment_id for index in copies)],
+            in_use=[*own_ids, *(ticketed.copy(index).segment_id for index in copies), *self.disk.in_use],
         )
         if evicted is None:
             return None
         self.drops.note(evicted)
         for segment in stored:
-            held = HeldSegment(ticketed.ticket.namespace, segment.length, segment.num_bytes)
+            namespace, length, start = ticketed.ticket.namespace, segment.length, segment.start
+            held = HeldSegment(namespace, length, segment.num_bytes, start)
             self.segments.add(segment.segment_id, held)
         return stored
 
@@ -193,31 +274,5 @@ class NewSegments:
 
     copies: frozenset[int]  # of its ticket
     stored: tuple[StoredSegment, ...]  # everything between them
-
-
-def _first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
-    """Start of the first retained approximate copy: tokens after it were computed from approximate KV."""
-    starts = (ticketed.copy(index).target_start for index in copies)
-    approximate = (start for start in starts if start >= ticketed.ticket.exact_length)
-    return min(approximate, default=ticketed.ticket.num_tokens)
-
-
-def _num_retained(request: Request, ticketed: TicketedRequest) -> int:
-    """
-    Leading tokens whose KV is in the slots; 0 if nothing may be retained.
-
-    The last sampled token is never computed. A preempted request has lost its slots, and one that was aborted
-    in prefill has not filled them. One whose load has not begun has empty slots.
-    """
-    if ticketed.state is not State.RUNNING:
-        return 0
-    num_computed: int = request.num_prompt_tokens + request.num_output_tokens - 1
-    is_complete = request.num_output_tokens and request.num_computed_tokens >= num_computed
-    return num_computed if ticketed.may_retain and is_complete else 0
-
-
-def _num_computed(step: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each request of a step were computed before it."""
-    cached = step.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return computed | {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+    end: int  # of both
+    stay: bool  # in blocks, for now

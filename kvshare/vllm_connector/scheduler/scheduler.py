@@ -7,9 +7,7 @@ request whose ticket cannot be used is served unshared.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,20 +15,29 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from delta_tree import SegmentId, Span
-from kvshare.sharing.plan import MAX_TAIL_TOKENS, RepairOrder
-from kvshare.vllm_connector.metadata import LoadRequest, StepMetadata, WorkerHandshake, WorkerReport
+from kvshare.reasons import Reason
+from kvshare.sharing.plan import MAX_TAIL_TOKENS
+from kvshare.vllm_connector.metadata import (
+    LoadRequest,
+    LoadResult,
+    StepMetadata,
+    WorkerHandshake,
+    WorkerReport,
+)
+from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
+from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
 from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.joining import Joining
+from kvshare.vllm_connector.scheduler.load_sources import LoadSources
+from kvshare.vllm_connector.scheduler.loaded_parts import load_request, num_placeholders
 from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
 from kvshare.vllm_connector.scheduler.saving import Saving
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket
-
-log = logging.getLogger("vllm.kvshare")
-
-_MAX_SEEN_TICKETS = 4096
+from kvshare.vllm_connector.scheduler.ticket_reader import TicketReader
+from kvshare.vllm_connector.scheduler.waiting import Waiting
+from kvshare.vllm_protocol.stages import WRITE
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,20 +48,34 @@ class ConnectorScheduler:
     events: EventLog
     shares: bool = False  # no ticket is taken before `use` and `share`
     may_move_keys: bool = False
+    media_tokens: frozenset[int] = frozenset()  # ids that mark places of media, if the model takes them
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
-        self._seen: OrderedDict[str, None] = OrderedDict()  # a request with n > 1 sends its ticket n times
+        self._tickets = TicketReader()
         self._loads: list[LoadRequest] = []
         self._cancelled: list[str] = []  # loads of aborted requests
         self.drops = Drops(self.segments, self.events)
-        self.saving = Saving(self.segments, self.events, self.drops)
+        self.donors = BlockDonors()
+        self._waiting = Waiting()
+        self.disk = DiskPlan(self.segments, self.drops, self.events)
+        self.saving = Saving(self.segments, self.events, self.drops, self.donors, self._waiting, self.disk)
+        self.unsaved = self.saving.unsaved
+        self.sources = LoadSources(self.segments, self.donors, self.unsaved, self.disk)
+        self.joining = Joining()
+        self._num_steps = 0
+        self._closing: dict[str, tuple[Request, tuple[int, ...]]] = {}  # ended, with blocks that stay
         self._prefill_times = PrefillTimes()
 
-    def use(self, workers: Sequence[WorkerHandshake]) -> None:
-        """Plan with what these workers, one for each rank, can do together."""
+    def use(self, workers: Sequence[WorkerHandshake], *, step_tokens: int = 0) -> None:
+        """
+        Plan with what these workers, one for each rank, can do together. `step_tokens`: the most that loads
+        that join one step may compute.
+        """
+        self.joining.step_tokens = step_tokens
         self.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
         self.may_move_keys = bool(workers) and all(worker.can_move_keys for worker in workers)
+        self.donors.can_be_copied = bool(workers) and all(worker.can_copy_blocks for worker in workers)
 
     def share(self) -> None:
         """Take tickets from now on."""
@@ -62,36 +83,51 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""
-        document = (request.kv_transfer_params or {}).get(TICKET_KEY)
-        if document is None or not self.shares:
+        self._waiting.arrive([request.request_id])
+        found = self._tickets.read(request) if self.shares else None
+        if found is None:
             return
-        try:
-            ticket = Ticket.from_json(document)
-        except WireError as exc:
-            log.warning("request %s: its ticket cannot be read: %s", request.request_id, exc)
-            return
+        ticket, is_first = found
         token_ids = np.asarray(request.prompt_token_ids or (), dtype=np.int32)
-        unshared = why_unshared(request, ticket, token_ids, may_move_keys=self.may_move_keys)
-        is_first = ticket.ticket_id not in self._seen
-        self._seen[ticket.ticket_id] = None
-        if len(self._seen) > _MAX_SEEN_TICKETS:
-            self._seen.popitem(last=False)
+        unshared = why_unshared(
+            request,
+            ticket,
+            token_ids,
+            may_move_keys=self.may_move_keys,
+            media_tokens=self.media_tokens,
+        )
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first, token_ids)
+        donors = {copy.segment_id for copy in ticket.copies}
+        self.donors.renew(donors)
+        self.unsaved.note_use(donors)
 
-    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> int:
-        """How many tokens after the `num_local` in vLLM's prefix cache can be loaded asynchronously."""
+    def get_num_new_matched_tokens(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+        """
+        How many tokens after the `num_local` in vLLM's prefix cache can be loaded, and whether other steps go
+        on meanwhile. None while it is not known what its slots hold: vLLM asks again.
+        """
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
-            return 0
+            return 0, False
+        if ticketed.state is State.JOINED:
+            return None, False
         ticketed.look_up(num_local)
         if not ticketed.may_load:
-            return 0
+            return 0, False
         ticket = ticketed.ticket
-        end = max((ticketed.copy(index).target.end for index in self.segments.held_copies(ticket)), default=0)
+        copies = [ticketed.copy(index) for index in sorted(self.sources.readable(ticket))]
+        end = max((copy.target.end for copy in copies), default=0)
         order = ticket.order
         if order is not None and end > ticket.first_approximate and order.end - end <= MAX_TAIL_TOKENS:
             end = ticket.num_tokens  # the worker computes the tail, to see what it attends to
-        return max(0, end - num_local)
+        if end <= num_local:
+            return 0, False
+        if order is None and end < ticket.num_tokens:
+            num_computed = num_placeholders(copies, Span(num_local, end))
+            num_bytes = self.sources.bytes_of(copies, num_local)
+            may_join = self.sources.may_join(ticket, copies, num_local)
+            ticketed.joins = may_join and self.joining.take(num_bytes, num_computed)
+        return end - num_local, not ticketed.joins
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
         """
@@ -100,69 +136,115 @@ class ConnectorScheduler:
         vLLM 0.33 may call it in a later step than the lookup, with the tokens counted as computed, and may
         want fewer tokens than were offered.
         """
+        self._waiting.admit(request.request_id, loads=num_external > 0)
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or (request.num_computed_tokens and not num_external):
             return  # vLLM calls this again after an asynchronous load
         self._prefill_times.begin(request, ticketed)
         end = ticketed.num_found + num_external
-        held = self.segments.held_copies(ticketed.ticket, end=end)
+        ticket = ticketed.ticket
+        held = self.sources.readable(ticket, end=end)
+        if num_external:
+            held = self.sources.with_room(ticket, held, ticketed.num_found)
         ticketed.admit(held, loads=num_external > 0)
         if not num_external:
             return
-        start = ticketed.num_local
         copies = [ticketed.copy(index) for index in sorted(held)]
         self.segments.touch(copy.segment_id for copy in copies)
-        order = _order(ticketed.ticket, Span(start, end))
-        num_tokens = ticketed.ticket.num_tokens
-        self._loads.append(
-            LoadRequest(
-                request_id=request.request_id,
-                block_ids=tuple(block_ids),
-                start=start,
-                end=end,
-                token_ids=ticketed.token_ids[: end if order is None else num_tokens],
-                copies=tuple(copy for copy in copies if copy.target.end > start),
-                order=order,
-                first_approximate=ticketed.ticket.first_approximate,
-            )
+        load = load_request(ticketed, request.request_id, block_ids, copies, end)
+        if not ticket.from_memory:
+            load = self.sources.pinned(load)
+        load = self.disk.with_reads(load, ticket.disk_s)
+        ticketed.num_from_blocks = load.num_from_blocks
+        ticketed.disk_bytes = self.segments.bytes_of(self.segments.being_read(load.stored_ids))
+        self._loads.append(load)
+        self.joining.note_load(
+            request.request_id,
+            self.segments.bytes_of(load.stored_ids),
+            num_placeholders(copies, Span(load.start, end)),
+            may_join=load.order is None and not load.reads_within_s,
+            follows_steps=bool(load.sources),
         )
+        if ticketed.joins:
+            self.joining.due.append(request.request_id)
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All requests since the last call; `step` is what vLLM itself has scheduled."""
         self._prefill_times.look()
+        self._waiting.arrive(step.preempted_req_ids or ())
         self.saving.save_prompts(self._requests, step)
         drops = self.drops.take()
+        self.donors.forget(drops)
+        saves = self.saving.take(drops)
+        if (moved := self.donors.take_moved()) is not None:
+            self.events.append(moved)
         loads, self._loads = tuple(self._loads), []
         cancelled, self._cancelled = tuple(self._cancelled), []
+        has_forward = step.total_num_scheduled_tokens > 0
+        joins = has_forward or self.donors.has_pinned  # it may be those that everybody waits for
+        joining = self.joining.take_due(self._requests) if joins else ()
+        self._num_steps += 1
+        self.joining.note_step(self._num_steps, step.total_num_scheduled_tokens)
         return StepMetadata(
             loads,
-            self.saving.take(drops),
+            saves,
             drops,
             cancelled,
             preempted=frozenset(step.preempted_req_ids or ()),
-            has_forward=step.total_num_scheduled_tokens > 0,
+            has_forward=has_forward,
+            number=self._num_steps,
+            joining=joining,
+            arriving=self.joining.take_arriving(),
+            evictions=self.drops.take_evicted(),
+            writes=self.disk.take_writes(),
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """The request has ended or was aborted. Returns whether its blocks must stay until they are saved."""
         self._prefill_times.end(request)
-        ticketed = self._requests.pop(request.request_id, None)
+        self._waiting.end(request.request_id)
+        ticketed = self._requests.get(request.request_id)
         if ticketed is None:
             return False
+        if ticketed.state is State.JOINED:
+            self._closing[request.request_id] = request, tuple(block_ids)
+            ticketed.close()
+            return True
         if ticketed.state is State.LOADING:
-            self._cancelled.append(request.request_id)  # vLLM keeps its blocks until the load is reported
-        else:
-            self.saving.save_ended(ticketed, request, block_ids)
-        ticketed.end(num_prompt=request.num_prompt_tokens)
-        self._requests[request.request_id] = ticketed
+            self._cancelled.append(request.request_id)
+            ticketed.end(num_prompt=request.num_prompt_tokens)
+            return request.request_id in self.joining.due  # or vLLM knows that its blocks must stay
+        self._end(ticketed, request, block_ids)
         self._publish_if_done(request.request_id, ticketed)
         return ticketed.state is State.SAVING
 
-    def update_connector_output(self, report: WorkerReport, saved: Iterable[str]) -> None:
-        """Take the workers' report of a step, and the ended requests whose KV has been saved."""
+    def _end(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> None:
+        del self._requests[request.request_id]  # if that fails, it is forgotten
+        stays = self.saving.save_ended(ticketed, request, block_ids)  # in blocks, of which none is kept
+        if ticketed.placed and not ticketed.ticket.is_exact:
+            stored = [segment.span for segment in ticketed.retention.stored]
+            self.donors.reuse_first(block_ids, stored=stored)
+        ticketed.end(num_prompt=request.num_prompt_tokens)
+        if stays:
+            self.saving.note_saved(request.request_id, ticketed, WorkerReport())
+        self._requests[request.request_id] = ticketed
+
+    def update_connector_output(self, report: WorkerReport, saved: Collection[str]) -> frozenset[str]:
+        """
+        Take the workers' report of a step, and the ended requests whose KV has been saved.
+
+        Returns:  ended requests whose blocks must stay, although their loads were announced as arrived
+        """
+        self.donors.unpin([*report.copied, *report.loads])
+        self._waiting.note_loaded(report.loads)
+        self.unsaved.note_saved(report)
+        self.disk.note(report)
+        if report.step is not None:
+            self.joining.note_end(report.step)
         if report.has_new_weights:
             self.reset_cache()
         for request_id, stage_seconds in report.stage_seconds.items():
+            self.joining.note_copied(request_id, stage_seconds.get(WRITE, 0.0))
             if (ticketed := self._requests.get(request_id)) is not None:
                 ticketed.note_times(stage_seconds)
         self.drops.drop(report.unreadable)
@@ -170,13 +252,32 @@ class ConnectorScheduler:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self.saving.note_prompt_saved(request_id, ticketed, report)
         for request_id, result in report.loads.items():
-            if (ticketed := self._requests.get(request_id)) is not None:
-                ticketed.note_load(result)
-                self._publish_if_done(request_id, ticketed)
+            self._note_load(request_id, result)
+        for request_id in report.failed_saves.difference(report.saved_prompts, saved):
+            if (ticketed := self._requests.get(request_id)) is not None:  # another connector still saves it
+                ticketed.retention.lost = Reason.SAVE_FAILED
         for request_id in saved:
             if (ticketed := self._requests.get(request_id)) is not None:
                 self.saving.note_saved(request_id, ticketed, report)
                 self._publish_if_done(request_id, ticketed)
+        states = {each: ticketed.state for each in report.arriving if (ticketed := self._requests.get(each))}
+        self.joining.due += [each for each, state in states.items() if state is State.LOADING]
+        return frozenset(each for each, state in states.items() if state is State.ENDING)
+
+    def _note_load(self, request_id: str, result: LoadResult) -> None:
+        self.joining.note_result(request_id, result)
+        if (ticketed := self._requests.get(request_id)) is None:
+            return
+        if result.failed and ticketed.state in (State.JOINED, State.CLOSING):
+            self.joining.note_failure()
+        ticketed.note_load(result)
+        if (closing := self._closing.pop(request_id, None)) is not None:
+            request, block_ids = closing
+            try:
+                self._end(ticketed, request, block_ids)
+            finally:
+                self.saving.release_unless_saved(request_id, block_ids)
+        self._publish_if_done(request_id, ticketed)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
         """Drop segments. Returns how many were held. Thread-safe."""
@@ -185,6 +286,8 @@ class ConnectorScheduler:
     def reset_cache(self) -> None:
         """The weights may have changed: drop all segments, and retain nothing of running requests."""
         self.drop(self.segments.ids())
+        self.disk.give_up()
+        self.donors.clear()
         for ticketed in self._requests.values():
             ticketed.is_mixed = True
 
@@ -193,13 +296,3 @@ class ConnectorScheduler:
             del self._requests[request_id]
             if ticketed.is_first:
                 self.events.append(ticketed.finished())
-
-
-def _order(ticket: Ticket, provided: Span) -> RepairOrder | None:
-    """The part of the ticket's repair order that lies in the loaded positions."""
-    if ticket.order is None:
-        return None
-    parts = (stretch.span.intersection(provided) for stretch in ticket.order.stretches)
-    stretches = tuple(part for part in parts if part)
-    probes = tuple(place for place in ticket.order.probes if provided.start <= place < provided.end)
-    return RepairOrder(stretches, probes, ticket.order.num_tokens) if stretches else None

@@ -1,6 +1,6 @@
 """
-An index of the segments that the workers hold. The bytes are in the workers; every rank drops the same
-segments, so one index serves all ranks. Imports no vLLM.
+An index of the segments that the workers hold, in memory and on disk. The bytes are in the workers; every
+rank drops the same segments, so one index serves all ranks. Imports no vLLM.
 
 Normally the proxy, which knows the prompts, has segments dropped before memory is full. If it does not, the
 least recently used ones are dropped here: docs/decisions/0001-who-orders-evictions.md.
@@ -8,7 +8,7 @@ least recently used ones are dropped here: docs/decisions/0001-who-orders-evicti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from delta_tree import SegmentId
@@ -21,18 +21,84 @@ class HeldSegment:
     namespace: str
     num_tokens: int
     num_bytes: int  # over all ranks
+    first_position: int = 0  # in the prompt that it was computed for
 
 
 class SegmentIndex(SegmentTable[HeldSegment]):
-    """Drops the least recently used segments first. Thread-safe: the control server reads and drops, too."""
+    """
+    Drops the least recently used segments first. Thread-safe: the control server reads and drops, too.
+
+    The table is that of memory. `disk`: those whose files are whole, most of which are in memory, too.
+    """
+
+    def __init__(self, max_bytes: int, *, max_disk_bytes: int = 0) -> None:
+        super().__init__(max_bytes)
+        self.disk = DiskIndex(max_disk_bytes)
+        self._arriving: set[SegmentId] = set()  # in memory once a read from disk is over
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._entries or segment_id in self.disk
 
     def ids(self) -> list[SegmentId]:
         with self._lock:
-            return list(self._entries)
+            return list(dict.fromkeys([*self._entries, *self.disk.ids()]))
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        entries = list(segment_ids)
+        on_disk = self.disk.drop(entries)  # first: nothing is to look as if only the disk had it
+        return list(dict.fromkeys([*self.evict(entries), *on_disk]))
+
+    def evict(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        """From memory; those on disk are still held. Returns the ids that were in memory."""
+        entries = list(segment_ids)
+        self._arriving.difference_update(entries)
+        return super().drop(entries)
+
+    def only_on_disk(self, segment_ids: Iterable[SegmentId] | None = None) -> list[SegmentId]:
+        """Of these, by default of all."""
+        segment_ids = self.disk.ids() if segment_ids is None else segment_ids
+        return [
+            each for each in dict.fromkeys(segment_ids) if each not in self._entries and each in self.disk
+        ]
+
+    def must_be_read(self, segment_ids: Iterable[SegmentId]) -> bool:
+        """Whether a load of these waits for the disk."""
+        return any(
+            each in self._arriving or (each not in self._entries and each in self.disk)
+            for each in segment_ids
+        )
+
+    def being_read(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        """Those of which a read from disk has begun."""
+        return [segment_id for segment_id in segment_ids if segment_id in self._arriving]
+
+    def begin_read(self, segment_ids: Iterable[SegmentId]) -> None:
+        """They count as in memory from now on; the caller has made room."""
+        for segment_id in segment_ids:
+            if (entry := self.disk.find(segment_id)) is not None:
+                self.add(segment_id, entry)
+                self._arriving.add(segment_id)
+
+    def note_read(self, segment_ids: Iterable[SegmentId]) -> None:
+        """A load that read them has ended."""
+        self._arriving.difference_update(segment_ids)
+
+    def note_written(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        """Their files are whole. Returns those that the disk has no room for any more."""
+        with self._lock:
+            entries = {each: entry for each in segment_ids if (entry := self._entries.get(each)) is not None}
+        return self.disk.note_written(entries, staying=self._arriving)
+
+    def in_memory(self, segment_id: SegmentId) -> HeldSegment | None:
+        """What memory has, and the disk has not."""
+        return None if segment_id in self.disk else self._entries.get(segment_id)
+
+    def _find(self, segment_id: SegmentId) -> HeldSegment | None:
+        return self._entries.get(segment_id) or self.disk.find(segment_id)
 
     def covers(self, segment_id: SegmentId, namespace: str, *, end: int) -> bool:
         """Whether the segment is held, belongs to the namespace and has at least `end` tokens."""
-        entry = self._entries.get(segment_id)
+        entry = self._find(segment_id)
         return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
 
     def held_copies(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
@@ -44,29 +110,69 @@ class SegmentIndex(SegmentTable[HeldSegment]):
             and self.covers(copy.segment_id, ticket.namespace, end=copy.offset + copy.length)
         )
 
+    def bytes_of(self, segment_ids: Iterable[SegmentId]) -> int:
+        """Of these segments, as far as they are held, over all ranks."""
+        held = (self._find(segment_id) for segment_id in frozenset(segment_ids))
+        return sum(entry.num_bytes for entry in held if entry is not None)
+
     def touch(self, segment_ids: Iterable[SegmentId]) -> None:
         """Mark segments as the most recently used."""
         with self._lock:
             for segment_id in segment_ids:
                 if (entry := self._entries.pop(segment_id, None)) is not None:
                     self._entries[segment_id] = entry
+                self.disk.touch(segment_id)
 
     def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
-        Drop the least recently used segments until `num_bytes` fit, but none of those in `in_use`.
+        Let segments leave memory until `num_bytes` fit, but none of those in `in_use`: first those that are
+        on disk, too, each time the least recently used ones.
 
-        Returns: the dropped segments; None if not enough can be dropped (then none is)
+        Returns: those that left memory; None if not enough can (then none does)
         """
-        staying = frozenset(in_use)
+        staying = frozenset([*in_use, *self._arriving])
         with self._lock:
             leaving: list[SegmentId] = []
             excess = self.num_bytes + num_bytes - self.max_bytes
-            for segment_id, entry in self._entries.items():
+            on_disk = [each for each in self._entries if each in self.disk] if excess > 0 else []
+            for segment_id in dict.fromkeys([*on_disk, *self._entries]):
                 if excess <= 0:
                     break
                 if segment_id not in staying:
                     leaving.append(segment_id)
-                    excess -= entry.num_bytes
+                    excess -= self._entries[segment_id].num_bytes
             if excess > 0:
                 return None
-            return self.drop(leaving)
+            return self.evict(leaving)
+
+
+class DiskIndex(SegmentTable[HeldSegment]):
+    """Segments whose files are whole, the least recently used first."""
+
+    def ids(self) -> list[SegmentId]:
+        with self._lock:
+            return list(self._entries)
+
+    def find(self, segment_id: SegmentId) -> HeldSegment | None:
+        return self._entries.get(segment_id)
+
+    def touch(self, segment_id: SegmentId) -> None:
+        """Mark it as the most recently used."""
+        with self._lock:
+            if (entry := self._entries.pop(segment_id, None)) is not None:
+                self._entries[segment_id] = entry
+
+    def note_written(
+        self, entries: Mapping[SegmentId, HeldSegment], *, staying: Container[SegmentId] = ()
+    ) -> list[SegmentId]:
+        """Returns the least recently used ones that must leave for them, but for those `staying`."""
+        with self._lock:
+            for segment_id, entry in entries.items():
+                if segment_id not in self._entries:
+                    self.add(segment_id, entry)
+            leaving, excess = [], self.num_bytes - self.max_bytes
+            for segment_id, entry in self._entries.items():
+                if excess > 0 and segment_id not in staying:
+                    leaving.append(segment_id)
+                    excess -= entry.num_bytes
+            return leaving

@@ -12,11 +12,14 @@ Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+
+from delta_tree import Span
+from kvshare.vllm_connector.worker.cache_dtype import has_same_bits, random_rows
 
 WriteRows = Callable[[torch.Tensor, torch.Tensor], None]  # k, v (N, H, D) into the probed block
 ReadRows = Callable[[torch.Tensor], torch.Tensor]
@@ -75,13 +78,11 @@ def _reads_back(
     layout: BlockLayout, block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    k, v = (
-        torch.randn(shape, generator=generator).to(dtype=block.dtype, device=block.device) for _ in range(2)
-    )
+    k, v = (random_rows(shape, generator, block.dtype).to(block.device) for _ in range(2))
     write(k, v)
     read = block.contiguous().unsqueeze(0)
     read_back = [rows(read)[0] for rows in layout.planes]
-    return all(map(torch.equal, read_back, (k, v)))
+    return all(map(has_same_bits, read_back, (k, v)))
 
 
 def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -> BlockLayout | None:
@@ -97,7 +98,7 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
         place[number_there[where].clamp(max=count - 1)] = where
         if len(where) != count or int(place.min()) < 0:
-            return None  # no permutation: quantised, or not stored
+            return None  # no permutation: changed, or not stored
         places.append(place.view(shape))
     return BlockLayout("learned", (_gathered(places[0]), _gathered(places[1])))
 
@@ -123,3 +124,19 @@ def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_ke
     zeros = torch.zeros_like(rows)
     write(rows, zeros) if is_key else write(zeros, rows)
     return block.contiguous().flatten() != 0
+
+
+def by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
+    """
+    The blocks of a span in order, and the tokens in each. Whole blocks stand together.
+
+    Rows of whole blocks can be copied at once, from where they lie; in one line they would be copied twice.
+    """
+    start = span.start
+    while start < span.end:
+        block, token = divmod(start, size)
+        num_whole = (span.end - start) // size if token == 0 else 0
+        blocks = slice(block, block + max(num_whole, 1))
+        end = min(blocks.stop * size, span.end)
+        yield blocks, slice(token, end - (blocks.stop - 1) * size)
+        start = end

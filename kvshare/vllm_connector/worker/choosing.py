@@ -1,12 +1,16 @@
 """
-Choosing repairs during a load: a first pass with probes, the choice, and a second pass for the repairs.
+Choose repairs during a load: a first pass with probes, the choice, and a second pass for the repairs.
 
     [ copy ][ run ][ copy ][ run ][ copy ][ tail ]
        p       x     p p      x              x         first pass:   x computed, p probes
       r r            r        x              x         second pass:  r repairs, x again
 
-    vLLM's thread   first pass, probes restored    other steps        choice, second pass
-    the device      ...... first pass ..... results to the host       .. second pass ..
+    the device      [ first pass: three quarters of the layers | the rest | probes restored ][ second pass ]
+                                                        '-> results
+    vLLM's thread   launches it ... other steps ...              the choice, launches the second pass
+
+Results go to the host while the first pass goes on. So the second one is launched before the first has ended,
+and a GPU does not wait for the choice.
 
 The tail is computed twice, the first time to see what it attends to; vLLM computes its last token a third
 time. Where attention cannot be watched, or the tail is long (then the load ends at the last copy), there are
@@ -15,15 +19,18 @@ no probes: repairs are chosen by position, and one pass computes all.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, RepairOrder, last_tokens
-from kvshare.sharing.selection import RepairChoice, choose, choose_by_place
+from kvshare.sharing.selection import RepairChoice, choose, choose_by_place, num_listening_layers
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.device import Device, Reading
+from kvshare.vllm_connector.worker.kept_rows import KeptRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import Run
 from kvshare.vllm_connector.worker.ranks import num_ranks, summed
@@ -37,14 +44,14 @@ class Choosing:
     ) -> None:
         self._load = load
         self._computed = load.runs(unreadable)
-        listens = can_listen and load.end == len(load.token_ids)
+        listens = can_listen and bool(self._computed) and load.end == len(load.token_ids)
         probes = order.probes if listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.stretches, probes, order.num_tokens)
         self.choice = None if listens else self._choice_by_place()
         self._listener: Listener | None = None
-        self._slots: torch.Tensor | None = None  # of the probes
-        self._copied: tuple[torch.Tensor, torch.Tensor] | None = None  # K and V there
+        self._reading: Reading | None = None  # when its layers have been listened to
+        self._probed: KeptRows | None = None
 
     @property
     def first_spans(self) -> tuple[Span, ...]:
@@ -54,39 +61,60 @@ class Choosing:
         return merge([*self._computed, *probes, *repairs])
 
     @property
+    def listens(self) -> bool:
+        """Whether there will be a choice by what a first pass finds."""
+        return self.choice is None
+
+    @property
     def max_second(self) -> int:
         """How many tokens the second pass computes at most, while the choice is not made."""
         return 0 if self.choice is not None else self._order.num_tokens + MAX_LISTENERS + MAX_RENEWED
 
-    def first_pass(self, cache: PagedCache) -> list[Run]:
-        """Begin to listen, unless the choice is made. Probes are copied, to be restored."""
+    def first_pass(self, cache: PagedCache, device: Device, *, is_early: bool = False) -> list[Run]:
+        """
+        Begin to listen, unless the choice is made. Probes are copied, to be restored.
+
+        `is_early`: what the copies write is not there yet, so `keep` must be called for each layer.
+        """
         if self.choice is None:
             layout = cache.kv_layout
             self._listener = Listener(
                 last_tokens(self._computed, MAX_LISTENERS),
-                num_layers=layout.num_layers,
+                num_layers=num_listening_layers(layout.num_layers),
                 num_slots=self._load.end,
                 device=layout.device,
+                when_complete=partial(self._read, device),
             )
             if self._order.probes:
-                self._slots = cache.slots_at(self._load.block_ids, self._order.probes)
-                self._copied = cache.rows(self._slots)
+                self._probed = KeptRows(cache, self._load.block_ids, self._order.probes)
+                if not is_early:
+                    self._probed.keep_all()
         return [self._run(span, self._listener) for span in self.first_spans]
 
-    def read(self, cache: PagedCache, device: Device) -> Reading:
-        """After the first pass: restore the probes, as they are no repairs, and read what it found."""
+    def keep(self, layer: int) -> None:
+        """Copy the probes of a layer that has arrived, before the early first pass writes it."""
+        if self._probed is not None:
+            self._probed.keep(layer)
+
+    def _read(self, device: Device) -> None:
+        """In the middle of the first pass: read what it found. On all ranks in the same layer."""
         assert self._listener is not None
         attended = self._listener.attended_there / num_ranks()
         squares = attended.new_zeros(len(attended), 0)  # of the changes at the probes
-        if self._slots is not None and self._copied is not None:
-            changes = cache.values(self._slots).float() - self._copied[1].float()
-            squares = changes.flatten(2).square().sum(dim=2)
-            cache.write(*self._copied, self._slots)
-        self._listener = self._slots = self._copied = None
+        if self._probed is not None:
+            squares = self._probed.squared_changes(len(attended))
         if num_ranks() > 1:
             total = summed(torch.cat([attended, squares], dim=1))
             attended, squares = total[:, : self._load.end], total[:, self._load.end :]
-        return device.read(attended.contiguous(), squares.contiguous())
+        self._reading = device.read(attended.contiguous(), squares.contiguous())
+
+    def end_first_pass(self) -> Reading:
+        """Restore the probes, as they are no repairs. Returns what the pass found. May be called again."""
+        assert self._reading is not None, "all listeners are in the pass"
+        if self._probed is not None:
+            self._probed.restore()
+        self._listener = self._probed = None
+        return self._reading
 
     def second_pass(self, reading: Reading) -> list[Run]:
         """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from delta_tree import Span
 from kvshare.kv.layout import Plane
 from kvshare.kv.movement import Movement
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.cache_dtype import EIGHT_BITS
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 
@@ -38,17 +39,33 @@ class RowCopy:
     shift: int
     slots: NDArray[np.int64]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the segment."""
+        return self.stored.num_tokens
+
+
+class Placement(Protocol):
+    """Which of some rows are written to which slots, and by how many positions they move. See `RowCopy`."""
+
+    @property
+    def source(self) -> Span: ...
+    @property
+    def shift(self) -> int: ...
+    @property
+    def slots(self) -> NDArray[np.int64]: ...
+
 
 class LayerRows(NamedTuple):
     """
-    Some layers of the segment of a copy, on the cache's device.
+    Some layers of the rows of a copy, on the cache's device.
 
     Shapes:  rows (H, len(layers), 2, T, D)
     """
 
     rows: torch.Tensor
     layers: range
-    copy: RowCopy
+    copy: Placement
 
 
 def write_layers(
@@ -102,5 +119,7 @@ def _moved(
         if shifts is not None and movement is not None and movement.frequencies:
             if movement not in turns:
                 turns[movement] = movement.angles(shifts[:, None])
-            together = movement.turned(together, *turns[movement])
+            turned = movement.turned(together, *turns[movement])
+            stays = (shifts == 0)[:, None, None]  # bit by bit: of 8 bits many are zeros below zero
+            together = torch.where(stays, together, turned) if together.dtype in EIGHT_BITS else turned
         yield together

@@ -17,13 +17,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from delta_tree import SegmentId
+from kvshare.collector import take_short_turns
 from kvshare.safe_logging import classes_and_places
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.layer_arrivals import LayerArrivals
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -54,6 +59,25 @@ class Work(Protocol):
         """Take over what the device has found: seconds by stage. On vLLM's thread, once, at the end."""
 
 
+class LoadWork(Work, Protocol):
+    """
+    `damaged`: after it has finished, the segments whose bytes are not those that were saved. `arrivals`:
+    where a pass can begin before everything has arrived.
+    """
+
+    @property
+    def damaged(self) -> set[SegmentId]: ...
+
+    @property
+    def arrivals(self) -> LayerArrivals | None: ...
+
+    def rush(self) -> None:
+        """There is room for all of its batches. On vLLM's thread."""
+
+    def written_s(self, since: Any) -> float:
+        """How long it was still written after a mark of the device. On vLLM's thread, when it is done."""
+
+
 @dataclass(eq=False)
 class Job:
     """Something to copy. `failed`: it raised an error, which is logged."""
@@ -64,7 +88,7 @@ class Job:
     failed: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     _batches: Iterator[None] | None = None
-    _launched: threading.Event = field(default_factory=threading.Event)
+    _launched: threading.Event = field(default_factory=lambda: threading.Event())  # looked up: see `lab`
     _is_finished: bool = False
 
     @property
@@ -183,6 +207,7 @@ class CopyThread(CopyQueue):
 
     def submit(self, what: str, work: Work, *, num_bytes: int, is_save: bool = False) -> Job:
         if self._thread is None:
+            take_short_turns()  # it gives the interpreter up in each call of torch, and vLLM's thread is busy
             self._thread = threading.Thread(target=self._run, name="kvshare-copies", daemon=True)
             self._thread.start()
         return super().submit(what, work, num_bytes=num_bytes, is_save=is_save)
@@ -195,12 +220,20 @@ class CopyThread(CopyQueue):
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
-    def wait(self, job: Job, timeout_s: float | None = None) -> None:
-        """Until it is done, or for some time. On vLLM's thread."""
+    def wait(self, job: Job, timeout_s: float | None = None) -> bool:
+        """Until it is done, or for some time. Returns whether it is. On vLLM's thread."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         job.wait_until_launched(timeout_s)
         while not job.is_done and (end_s is None or time.monotonic() < end_s):
             time.sleep(_POLL_S)
+        return job.is_done
+
+    def wait_for_all(self, jobs: Sequence[Job]) -> None:
+        """Until they are done, before all others. On vLLM's thread."""
+        for job in jobs:
+            self.hurry(job)
+        for job in jobs:
+            self.wait(job)
 
     def wait_until_read(self, job: Job) -> None:
         """Until what it copies may be overwritten by vLLM. On vLLM's thread."""

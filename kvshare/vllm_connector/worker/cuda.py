@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,30 @@ from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.batched_copy import copy_all, find_batch_function
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
-from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_layers
+from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, slot_table
+from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.staged_layers import StagedLayers, loaded, saved
+from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved
+from kvshare.vllm_connector.worker.staged_load import StagedLoad
 
 log = logging.getLogger("vllm.kvshare")
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """
+    A load between its batches. `placing`: without it, torch writes the rows.
+
+    Shapes:  expected, found (P,) int64 on the device, sums of all pieces
+    """
+
+    load: StagedLoad
+    expected: torch.Tensor
+    found: torch.Tensor
+    placing: Any
+    placed: Any = None  # the batch that was checked last
 
 
 class CudaGpu:
@@ -38,9 +56,9 @@ class CudaGpu:
         self._device = device
         own = set(Stream) - {Stream.VLLM}
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
-        self._kernels = _kernels()
+        self._kernels, self._block_kernels = _kernels()
         self._copy_batch = find_batch_function()
-        self._movements: tuple[KVLayout, MovementTable] | None = None  # of the layout that was last used
+        self._movements: dict[int, tuple[KVLayout, MovementTable]] = {}  # of the caches' layouts, by identity
 
     def register(self, buffer: torch.Tensor) -> None:
         # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
@@ -57,7 +75,7 @@ class CudaGpu:
 
     def simplify(self) -> bool:
         had_own = self._kernels is not None or self._copy_batch is not None
-        self._kernels = self._copy_batch = None
+        self._kernels = self._block_kernels = self._copy_batch = None
         return had_own
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -85,19 +103,46 @@ class CudaGpu:
         with self._in(Stream.UP):
             self._copy(there, here, is_stable=True)
 
-    def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+    def begin_load(self, cache: PagedCache, load: StagedLoad) -> _Begun:
         with self._in(Stream.WRITE):
-            (expected,) = to_device(self._device, np.concatenate([part.sums() for part in batch]))
-            return self._to_host(self._sums(staging, batch) != expected)
+            placing = None
+            if self._kernels is not None and cache.layout == ADDRESSABLE:
+                movements = self._movements_of(cache.kv_layout)
+                placing = self._kernels.place(cache.caches, load.copies, movements, self._device)
+            expected, found = to_device(self._device, load.sums(), np.zeros(load.num_pieces, np.int64))
+            return _Begun(load, expected, found, placing)
 
-    def scatter(
-        self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
-    ) -> None:
+    def check(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
+        load, batch = begun.load, begun.load.batches[number]
         with self._in(Stream.WRITE):
-            if self._kernels is None or cache.layout != ADDRESSABLE:
-                write_layers(cache, [LayerRows(p.view(staging), p.layers, copy) for p, copy in copies])
+            found = begun.found[load.pieces(number)]
+            if begun.placing is None:
+                found.copy_(self._sums(staging, batch))
                 return
-            self._kernels.scatter(cache.caches, staging, loaded(copies), self._movements_of(cache.kv_layout))
+            begun.placed = self._kernels.place_batch(
+                cache.caches, staging, begun.placing, load.parts(number), [layers.part for layers in batch]
+            )
+            self._kernels.add_up(staging, begun.placed.summed, begun.placed.columns, found)
+
+    def scatter(self, cache: PagedCache, begun: _Begun, number: int, staging: torch.Tensor) -> None:
+        with self._in(Stream.WRITE):
+            if begun.placing is None:
+                pairs = begun.load.pairs(number)
+                write_layers(cache, [LayerRows(p.view(staging), p.layers, copy) for p, copy in pairs])
+                return
+            self._kernels.scatter_batch(cache.caches, staging, begun.placing, begun.placed)
+
+    def compare(self, begun: _Begun) -> torch.Tensor:
+        with self._in(Stream.WRITE):
+            return self._to_host(begun.found != begun.expected)
+
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[BlockCopy]) -> None:
+        with self._in(Stream.BLOCKS):
+            if self._block_kernels is None or cache.layout != ADDRESSABLE:
+                copy_by_torch(cache, copies)
+                return
+            table = slot_table(cache, copies)
+            self._block_kernels.copy_rows(cache.caches, table, self._movements_of(cache.kv_layout))
 
     def gather(
         self,
@@ -131,7 +176,7 @@ class CudaGpu:
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """(P,) on the device, of all pieces in the order of parts."""
         if self._kernels is not None:
-            rows, parts = batch[0].stored.rows, [each for part in batch for each in part.parts]
+            rows, parts = batch[0].stored.rows, [layers.part for layers in batch]
             found: torch.Tensor = self._kernels.sums(
                 staging, parts, dim=rows.shape[-1], itemsize=rows.itemsize
             )
@@ -149,9 +194,10 @@ class CudaGpu:
 
     def _movements_of(self, layout: KVLayout) -> MovementTable:
         """On the device, copied there once."""
-        if self._movements is None or self._movements[0] is not layout:
-            self._movements = layout, MovementTable(layout.planes, self._device)
-        return self._movements[1]
+        if id(layout) not in self._movements:  # which is held, so that no other one gets its identity
+            self._movements[id(layout)] = layout, MovementTable(layout.planes, self._device)
+        _, table = self._movements[id(layout)]
+        return table
 
     def _stream(self, stream: Stream) -> Any:
         if stream is Stream.VLLM:
@@ -164,24 +210,26 @@ class CudaGpu:
             yield
 
 
-def _kernels() -> Any:
-    """Their module; None without Triton, which it imports."""
+def _kernels() -> tuple[Any, Any]:
+    """Their modules; None without Triton, which they import."""
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
-        return None
-    from kvshare.vllm_connector.worker import kernels
+        return None, None
+    from kvshare.vllm_connector.worker import block_kernels, kernels
 
-    return kernels
+    return kernels, block_kernels
 
 
 def _places(
     batch: Sequence[StagedLayers], staging: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where the parts of a batch lie in staging, and where they are stored."""
+    """Where the rows of a batch lie in staging, and where they are stored."""
     there, here = [], []
     for layers in batch:
-        for part, rows in zip(layers.parts, layers.rows, strict=True):
-            there.append(staging[part.offset : part.offset + rows.nbytes].view(rows.dtype).view(rows.shape))
+        start = layers.offset
+        for rows in layers.rows:
+            there.append(staging[start : start + rows.nbytes].view(rows.dtype).view(rows.shape))
             here.append(rows)
+            start += rows.nbytes
     return there, here

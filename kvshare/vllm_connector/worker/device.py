@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
-from delta_tree import SegmentId, Span
+from delta_tree import Span
 from kvshare import machine
+from kvshare.vllm_connector.worker.block_copies import (
+    FindBlockCopies,
+    GpuBlockCopies,
+    HostBlockCopies,
+)
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
-from kvshare.vllm_connector.worker.copying import Work
+from kvshare.vllm_connector.worker.copying import LoadWork, Work
 from kvshare.vllm_connector.worker.cuda import CudaGpu
 from kvshare.vllm_connector.worker.gpu import Gpu, Stream
 from kvshare.vllm_connector.worker.gpu_copies import GpuLoad, GpuSave, Lane
@@ -29,16 +34,10 @@ from kvshare.vllm_connector.worker.host_copies import HostLoad, HostSave
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 
-STAGING_BYTES = 128 * 1024**2
+STAGING_BYTES = 256 * 1024**2  # a buffer has all heads of a large segment: of 36 MiB for an 8 B model
 # What a GPU worker leaves free, see `workers.py`: for staging, tables, and what a pass that listens needs.
 RESERVED_BYTES = STAGING_BYTES + 256 * 1024**2
 _BUFFERS_OF_LANE = 2  # one is filled while the other is emptied
-
-
-class LoadWork(Work, Protocol):
-    """`damaged`: after it has finished, the segments whose bytes are not those that were saved."""
-
-    damaged: set[SegmentId]
 
 
 _POLL_S = 0.0002
@@ -97,6 +96,10 @@ class Device:
         """The current point in the order of work on the device. On vLLM's thread."""
         return time.perf_counter()
 
+    def is_past(self, mark: Any) -> bool:
+        """Whether the device has reached it."""
+        return True
+
     def seconds(self, begin: Any, end: Any) -> float | None:
         """Between two marks; None while the device has not reached the second."""
         return float(end - begin)
@@ -108,6 +111,10 @@ class Device:
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
         """Copies from segments into blocks. Blocks are written after the mark."""
         return HostLoad(cache, find_copies)
+
+    def copy_blocks(self, cache: PagedCache, find_copies: FindBlockCopies, *, mark: Any) -> Work:
+        """Copies from blocks into others, which are read and written after the mark."""
+        return HostBlockCopies(cache, find_copies)
 
     def save(
         self,
@@ -145,6 +152,9 @@ class GpuDevice(Device):
     def mark(self) -> Any:
         return self._gpu.record(Stream.VLLM)
 
+    def is_past(self, mark: Any) -> bool:
+        return self._gpu.is_past(mark)
+
     def seconds(self, begin: Any, end: Any) -> float | None:
         return self._gpu.seconds(begin, end)
 
@@ -155,6 +165,9 @@ class GpuDevice(Device):
 
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
         return GpuLoad(self._loads, self._gpu, cache, find_copies, mark)
+
+    def copy_blocks(self, cache: PagedCache, find_copies: FindBlockCopies, *, mark: Any) -> Work:
+        return GpuBlockCopies(self._gpu, cache, find_copies, mark)
 
     def save(
         self,

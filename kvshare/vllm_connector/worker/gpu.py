@@ -3,6 +3,7 @@ What loads and saves ask of a GPU: every call of torch.cuda, Triton and the driv
 
     load    host memory --up--> staging --check, scatter--> vLLM's caches
     save    vLLM's caches --gather--> staging, sums --down--> host memory
+    blocks  vLLM's caches --copy_blocks--> vLLM's caches
 
 Each arrow is a stream of its own. A call returns at once: it asks for work, which the GPU does after all that
 the same stream was asked for before. What is done is known by events. `cuda.py` is a real GPU; a simulated
@@ -21,11 +22,13 @@ import torch
 from delta_tree import Span
 
 if TYPE_CHECKING:
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy
+    from kvshare.vllm_connector.worker.block_rows import BlockCopy
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
     from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+    from kvshare.vllm_connector.worker.staged_load import StagedLoad
 
 Event = Any  # a point in the order of a stream's work
+BegunLoad = Any  # what a GPU keeps of a load between its batches
 
 
 class Stream(Enum):
@@ -34,6 +37,7 @@ class Stream(Enum):
     VLLM = "vllm"  # the current stream of vLLM's thread: its steps, and passes over placeholders
     UP = "up"
     WRITE = "write"
+    BLOCKS = "blocks"
     GATHER = "gather"
     DOWN = "down"
 
@@ -79,21 +83,35 @@ class Gpu(Protocol):
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
         """In stream UP: copy the batch into staging, in one call."""
 
-    def check(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
+    def begin_load(self, cache: PagedCache, load: StagedLoad) -> BegunLoad:
         """
-        In stream WRITE: compare the sums of all pieces in staging with the stored ones.
+        In stream WRITE, before its batches: what they have in common.
 
-        Shapes:  -> (P,) bool in host memory, True where they differ, by the order of `StagedLayers.sums`. It
+        Raises ValueError if a copy moves and the movement of a layer is not known.
+        """
+
+    def check(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
+        """In stream WRITE: add up all pieces of a batch in staging."""
+
+    def scatter(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
+        """
+        In stream WRITE, after `check`: write the rows of a batch into the caches of its layers, rotated to
+        their new positions.
+        """
+
+    def compare(self, begun: BegunLoad) -> torch.Tensor:
+        """
+        In stream WRITE, after the last batch: compare all sums with the stored ones.
+
+        Shapes:  -> (P,) bool in host memory, True where they differ, in the order of `StagedLoad.sums`. It
                  may be read when an event that was recorded in the stream after this call is past
         """
 
-    def scatter(
-        self, cache: PagedCache, staging: torch.Tensor, copies: Sequence[tuple[StagedLayers, RowCopy]]
-    ) -> None:
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[BlockCopy]) -> None:
         """
-        In stream WRITE: write rows into the caches of their layers, rotated to their new positions.
+        In stream BLOCKS: copy rows from blocks to others in all layers, rotated to their new positions.
 
-        Raises ValueError if a copy moves and the movement of a layer is not known.
+        Raises ValueError as `begin_load`.
         """
 
     def gather(
@@ -109,7 +127,7 @@ class Gpu(Protocol):
         """
         In stream GATHER: the sums of all pieces in staging, see `kv/sums.py`.
 
-        Shapes:  -> (P,) int64 in host memory, in the order and to be read as that of `check`
+        Shapes:  -> (P,) int64 in host memory, by the order of `StagedLayers.sums`, to be read as `compare`
         """
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 import torch
 
 from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.worker.batches_ahead import BatchesAhead
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
-from kvshare.vllm_connector.worker.gpu import Event, Gpu, Stream
+from kvshare.vllm_connector.worker.gpu import BegunLoad, Event, Gpu, Stream
+from kvshare.vllm_connector.worker.layer_arrivals import LayerArrivals
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, batches
-from kvshare.vllm_connector.worker.times import SAVE, VERIFY, WRITE
-
-_AHEAD = 8  # batches of a lane that the GPU is given at a time: what comes next is decided late
+from kvshare.vllm_connector.worker.staged_load import StagedLoad
+from kvshare.vllm_protocol.stages import SAVE, VERIFY, WRITE
 
 
 class Lane:
@@ -36,13 +37,11 @@ class Lane:
         self.buffer_bytes = buffer_bytes
         self._gpu = gpu
         self._buffers = deque((gpu.allocate(buffer_bytes), None) for _ in range(num_buffers))
-        self._under_way: deque[Event] = deque()
+        self._ahead = BatchesAhead(gpu)
 
     @property
     def has_room(self) -> bool:
-        while self._under_way and self._gpu.is_past(self._under_way[0]):
-            self._under_way.popleft()
-        return len(self._under_way) < _AHEAD
+        return self._ahead.has_room
 
     def take(self, filling: Stream) -> torch.Tensor:
         """The next buffer; what fills it waits until it is empty. `give_back` must follow."""
@@ -55,25 +54,26 @@ class Lane:
         """Its batch leaves it before this event."""
         buffer, _ = self._buffers.popleft()
         self._buffers.append((buffer, emptied))
-        self._under_way.append(emptied)
+        self._ahead.add(emptied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
     """
-    A batch under way. `numbers`: of its pieces, in host memory, readable at the end.
-
-    Its bytes cross from `began` to `crossed`. Last, or first in a save, are its rows in vLLM's caches.
+    A batch under way. Its bytes cross from `began` to `crossed`. Last, or first in a save, are its rows in
+    vLLM's caches.
     """
 
-    batch: Sequence[StagedLayers]
-    numbers: torch.Tensor
     crossing: tuple[Event, Event]
     touching: tuple[Event, Event]
 
 
 class GpuLoad:
-    """`damaged`: the segments whose sums are not the stored ones; their rows are written all the same."""
+    """
+    `damaged`: the segments whose sums are not the stored ones; their rows are written all the same.
+
+    `arrivals`: what of it has arrived.
+    """
 
     def __init__(
         self,
@@ -85,62 +85,73 @@ class GpuLoad:
     ) -> None:
         """`find_copies` is called by the thread that copies; rows are written after the mark of vLLM."""
         self.damaged: set[SegmentId] = set()
+        self.arrivals = LayerArrivals(gpu)
         self._lane, self._gpu, self._cache = lane, gpu, cache
         self._find_copies, self._mark = find_copies, mark
         self._launched: list[Launched] = []
         self._end: Event | None = None
+        self._staged: StagedLoad | None = None
+        self._differing: torch.Tensor | None = None
+        self._is_rushed = False
 
     @property
     def has_room(self) -> bool:
-        return self._lane.has_room
+        return self._is_rushed or self._lane.has_room
 
     @property
     def is_past(self) -> bool:
         return self._end is None or self._gpu.is_past(self._end)
 
+    def rush(self) -> None:
+        self._is_rushed = True
+
+    def written_s(self, since: Event) -> float:
+        """How long it was still written after an event. When it is past."""
+        _, written = self._launched[-1].touching
+        return max(0.0, self._gpu.seconds(since, written) or 0.0)
+
     def batches(self) -> Iterator[None]:
-        by_segment: dict[Stored, list[RowCopy]] = {}
-        for copy in self._find_copies():
-            by_segment.setdefault(copy.stored, []).append(copy)
-        for batch in batches(list(by_segment), self._lane.buffer_bytes):
-            if self._launched:
+        self._staged = staged = StagedLoad(self._find_copies(), self._lane.buffer_bytes)
+        if not staged.batches:
+            return
+        self.arrivals.plan(staged.batches)
+        begun = self._gpu.begin_load(self._cache, staged)
+        for number in range(len(staged.batches)):
+            if number:
                 yield
             staging = self._lane.take(Stream.UP)
             try:
-                self._launch(batch, staging, [(part, c) for part in batch for c in by_segment[part.stored]])
+                self._launch(begun, number, staging)
             finally:
                 self._end = self._gpu.record(Stream.WRITE)
                 self._lane.give_back(self._end)
+            self.arrivals.note(self._end)
+        self._differing = self._gpu.compare(begun)
+        self._end = self._gpu.record(Stream.WRITE)
 
-    def _launch(
-        self,
-        batch: Sequence[StagedLayers],
-        staging: torch.Tensor,
-        copies: Sequence[tuple[StagedLayers, RowCopy]],
-    ) -> None:
+    def _launch(self, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
+        assert self._staged is not None
         gpu = self._gpu
         began = gpu.record(Stream.UP)
         try:
-            gpu.up(batch, staging)
+            gpu.up(self._staged.batches[number], staging)
         finally:  # what was begun ends before the buffer is empty
             crossed = gpu.record(Stream.UP)
             gpu.wait(Stream.WRITE, crossed)
-        differing = gpu.check(staging, batch)
-        if not self._launched:
+        gpu.check(self._cache, begun, number, staging)
+        if not number:
             gpu.wait(Stream.WRITE, self._mark)
         writing = gpu.record(Stream.WRITE)
-        gpu.scatter(self._cache, staging, copies)
+        gpu.scatter(self._cache, begun, number, staging)
         written = gpu.record(Stream.WRITE)
-        self._launched.append(Launched(batch, differing, (began, crossed), (writing, written)))
+        self._launched.append(Launched((began, crossed), (writing, written)))
 
     def wait_until_read(self) -> None:
         """A load reads no block."""
 
     def finish(self) -> Mapping[str, float]:
-        for launched in self._launched:
-            for part, differing in _of_parts(launched):
-                if differing.any():
-                    self.damaged.add(part.stored.segment_id)
+        if self._staged is not None and self._differing is not None:
+            self.damaged = self._staged.damaged(self._differing.numpy())
         # Batches overlap: all cross one after the other, and the last one is written after that.
         seconds = _seconds(self._gpu, [each.crossing for each in self._launched])
         seconds += _seconds(self._gpu, [each.touching for each in self._launched[-1:]])
@@ -162,6 +173,7 @@ class GpuSave:
         self._lane, self._gpu, self._cache = lane, gpu, cache
         self._block_ids, self._spans, self._mark = block_ids, dict(targets), mark
         self._launched: list[Launched] = []
+        self._sums: list[tuple[Sequence[StagedLayers], torch.Tensor]] = []  # of batches, in host memory
         self._end: Event | None = None
 
     @property
@@ -194,12 +206,12 @@ class GpuSave:
         spans = [(part, self._spans[part.stored]) for part in batch]
         gpu.gather(self._cache, staging, self._block_ids, spans)
         gathered = gpu.record(Stream.GATHER)
-        sums = gpu.sums(staging, batch)
+        self._sums.append((batch, gpu.sums(staging, batch)))
         gpu.wait(Stream.DOWN, gpu.record(Stream.GATHER))
         began = gpu.record(Stream.DOWN)
         gpu.down(staging, batch)
         crossed = gpu.record(Stream.DOWN)
-        self._launched.append(Launched(batch, sums, (began, crossed), (gathering, gathered)))
+        self._launched.append(Launched((began, crossed), (gathering, gathered)))
 
     def wait_until_read(self) -> None:
         """vLLM's stream waits, the host does not."""
@@ -208,19 +220,14 @@ class GpuSave:
             self._gpu.wait(Stream.VLLM, gathered)
 
     def finish(self) -> Mapping[str, float]:
-        for launched in self._launched:
-            for part, sums in _of_parts(launched):
-                part.store_sums(sums.numpy())
+        for batch, sums in self._sums[: len(self._launched)]:
+            sizes = [part.stored.num_heads * len(part.layers) for part in batch]
+            for part, own in zip(batch, torch.split(sums, sizes), strict=True):
+                part.store_sums(own.numpy())
         if not self._launched:
             return {}
         seconds = _seconds(self._gpu, [each.crossing for each in self._launched])
         return {SAVE: seconds + _seconds(self._gpu, [each.touching for each in self._launched[:1]])}
-
-
-def _of_parts(launched: Launched) -> Iterator[tuple[StagedLayers, torch.Tensor]]:
-    """The numbers of each segment's pieces."""
-    sizes = [part.stored.num_heads * len(part.layers) for part in launched.batch]
-    return zip(launched.batch, torch.split(launched.numbers, sizes), strict=True)
 
 
 def _seconds(gpu: Gpu, pairs: Sequence[tuple[Event, Event]]) -> float:

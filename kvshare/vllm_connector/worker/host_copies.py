@@ -17,7 +17,7 @@ from kvshare.vllm_connector.worker.copy_writer import LayerRows, RowCopy, write_
 from kvshare.vllm_connector.worker.copying import LapTimer
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
-from kvshare.vllm_connector.worker.times import SAVE, VERIFY, WRITE
+from kvshare.vllm_protocol.stages import SAVE, VERIFY, WRITE
 
 _BATCH_BYTES = 32 * 1024**2  # after which the thread looks whether something else is due
 
@@ -26,6 +26,7 @@ class HostLoad:
     """`damaged`: the segments whose sums are not the stored ones; their rows are written all the same."""
 
     has_room = is_past = True
+    arrivals = None  # a pass would only compete with it
 
     def __init__(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]]) -> None:
         """`find_copies` is called by the thread that copies."""
@@ -46,6 +47,13 @@ class HostLoad:
 
     def wait_until_read(self) -> None:
         """All is done."""
+
+    def rush(self) -> None:
+        """There is."""
+
+    def written_s(self, since: object) -> float:
+        """No pass begins before it is done."""
+        return 0.0
 
     def finish(self) -> Mapping[str, float]:
         return {VERIFY: self._verify_s, WRITE: self._write_s}

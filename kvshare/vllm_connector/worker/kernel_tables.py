@@ -4,11 +4,14 @@ tokens have. Arrays on the host, made without a loop over tokens; nothing here n
 
     segment    [head][layer][k, v][token][dim], T tokens
     piece      one (head, layer) of a segment: 2 T D elements. Piece p is of head p // L and layer p % L
-    part       consecutive pieces of one segment, in a staging buffer: a batch is cut at pieces
-    token      a column of the table: all that a program needs to find the token's rows in every piece
+    part       pieces of one segment, one after the other in a staging buffer: consecutive ones, or the same
+               layers of every head. Batches are cut at pieces
+    token      a column of the table: all that a program needs to find the token's rows in its copy's part
     block      consecutive tokens of the table. A program copies one block's rows of one piece of each token
 
-Alphabet: L layers, T tokens, H kv heads of this rank, D head dim; M movements, S shifts.
+The tokens of a load have one table for all of its batches; where its parts lie differs by batch.
+
+Alphabet: L layers, T tokens, H kv heads of this rank, D head dim; C copies, M movements, S shifts.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from kvshare.kv.sums import word_of
 from kvshare.kv.to_device import to_device
 
 ALIGNMENT = 16  # bytes, of parts in staging: the widest load of a GPU's thread
-TILE_BYTES = 4096  # of K, and as many of V, that a program copies
-MOVABLE = (torch.float16, torch.bfloat16, torch.float32)
+TILE_BYTES = 4096  # of K, and as many of V, that a program copies; half of 8 bits
+MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 CHUNK_WORDS = 4096  # that a program adds up
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
     """
-    Pieces [first_piece, first_piece + num_pieces) of a segment of `num_tokens` tokens.
+    Pieces of a segment of `num_tokens` tokens: consecutive ones from `first_piece` on; where `of_head` is not
+    0, so many of each head, L further than those of the head before.
 
     Units:  offset of the first one in bytes from the buffer's begin, a multiple of `ALIGNMENT`
     """
@@ -45,6 +49,7 @@ class StagedPart:
     num_tokens: int
     first_piece: int
     num_pieces: int
+    of_head: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +65,10 @@ class StagedCopy:
     source: Span
     slots: NDArray[np.int64]
     shift: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.part.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +91,21 @@ class StagingForm:
     @property
     def block(self) -> int:
         """Tokens that a program copies, a power of two."""
-        return max(1, TILE_BYTES // self.itemsize >> (self.dim - 1).bit_length())
+        element = max(2, self.itemsize)  # numbers of 8 bits take as many registers while they are rotated
+        return max(1, TILE_BYTES // element >> (self.dim - 1).bit_length())
 
     def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
         """
-        (4, P): offset, tokens, first piece, number of pieces.
+        (5, P): offset, tokens, first piece, number of pieces, and how many of them follow each other.
 
         Raises:  ValueError if a part is not aligned, or not whole in staging
         """
-        each = [(part.offset, part.num_tokens, part.first_piece, part.num_pieces) for part in parts]
-        table = np.array(each, np.int64).reshape(-1, 4).T
-        offset, num_tokens, _, num_pieces = table
+        each = [
+            (p.offset, p.num_tokens, p.first_piece, p.num_pieces, p.of_head or max(1, p.num_pieces))
+            for p in parts
+        ]
+        table = np.array(each, np.int64).reshape(-1, 5).T
+        offset, num_tokens, _, num_pieces, _ = table
         ends = offset + num_pieces * num_tokens * 2 * self.row_bytes
         wrong = (offset % ALIGNMENT != 0) | (table < 0).any(axis=0) | (ends > self.num_bytes)
         if wrong.any():
@@ -105,53 +118,34 @@ class StagingForm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenTable:
+class SlotTable:
     """
-    One column for each token of all copies, and one for each program.
+    One column for each token that is copied inside the cache.
 
-    Shapes:  columns (6, T) int64: where its row of K of the part's first piece begins, in units;
-             T of its segment; the part's first piece; how many it has; slot; number of its shift
+    Shapes:  columns (3, T) int64: slot that is read, slot that is written, number of its shift
              shifts (S,); the first one is 0
-             programs (2, P) int32: its block of tokens; its piece, counted from the first one of each part
     """
 
     columns: NDArray[np.int64]
     shifts: NDArray[np.float64]
-    programs: NDArray[np.int32]
 
     @classmethod
-    def of(
-        cls, copies: Sequence[StagedCopy], staging: StagingForm, *, num_slots: int, num_pieces: int
-    ) -> TokenTable:
-        """Raises ValueError for a copy that reaches past its segment, staging or the cache."""
+    def of(cls, copies: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], int]]) -> SlotTable:
+        """`copies`: slots that are read, as many that are written, shift. Else it raises ValueError."""
         numbers: dict[int, int] = {0: 0}
-        shift = [numbers.setdefault(copy.shift, len(numbers)) for copy in copies]
-        source = np.array([(copy.source.start, copy.source.end) for copy in copies], np.int64).reshape(-1, 2)
-        start, lengths = source[:, 0], source[:, 1] - source[:, 0]
-        slots = np.concatenate([np.zeros(0, np.int64), *(copy.slots for copy in copies)])
-        offset, num_tokens, first, count = staging.table([copy.part for copy in copies])
-        if [len(copy.slots) for copy in copies] != lengths.tolist():
-            raise ValueError(f"{len(slots)} slots for {lengths.sum()} tokens: each copy must have as many")
-        if (start < 0).any() or (source[:, 1] > num_tokens).any():
-            raise ValueError("a copy has tokens that are not in its segment")
-        if len(slots) and not 0 <= slots.min() <= slots.max() < num_slots:
+        parts = [np.zeros((3, 0), np.int64)]
+        for source, slots, shift in copies:
+            if len(source) != len(slots):
+                raise ValueError(f"{len(slots)} slots for {len(source)} tokens: each copy must have as many")
+            number = numbers.setdefault(shift, len(numbers))
+            parts.append(np.stack([source, slots, np.full(len(slots), number, np.int64)]))
+        return cls(np.concatenate(parts, axis=1), np.array(list(numbers), np.float64))
+
+    def check(self, *, num_slots: int) -> None:
+        """Raises ValueError for slots that a cache does not have."""
+        slots = self.columns[:2]
+        if slots.size and not 0 <= slots.min() <= slots.max() < num_slots:
             raise ValueError(f"slots {slots.min()} to {slots.max()} of a cache that has {num_slots}")
-        if (first + count > num_pieces).any():
-            raise ValueError(f"pieces up to {(first + count).max()} of a cache that has {num_pieces}")
-        row = offset // (staging.itemsize * staging.unit) + start * (staging.dim // staging.unit)
-        of_copies = np.array([row, num_tokens, first, count, np.cumsum(lengths) - lengths, shift], np.int64)
-        columns = np.repeat(of_copies, lengths, axis=1)
-        columns[0] += (np.arange(len(slots)) - columns[4]) * (staging.dim // staging.unit)
-        columns[4] = slots
-        return cls(columns, np.array(list(numbers), np.float64), _programs(columns[3], staging.block))
-
-
-def _programs(counts: NDArray[np.int64], block: int) -> NDArray[np.int32]:
-    """For each block as many programs as the tokens in it have pieces: none has nothing to do."""
-    most = np.maximum.reduceat(counts, np.arange(0, len(counts), block)) if len(counts) else counts
-    blocks = np.repeat(np.arange(len(most), dtype=np.int32), most)
-    before = np.repeat((np.cumsum(most) - most).astype(np.int32), most)
-    return np.array([blocks, np.arange(len(blocks), dtype=np.int32) - before])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +166,7 @@ class SumTable:
     def of(cls, parts: Sequence[StagedPart], staging: StagingForm) -> SumTable:
         """Raises ValueError if a part reaches past staging."""
         word = word_of(2 * staging.row_bytes)  # K and V of a token
-        offset, num_tokens, _, num_pieces = staging.table(parts)
+        offset, num_tokens, _, num_pieces, _ = staging.table(parts)
         words = num_tokens * 2 * staging.row_bytes // word.itemsize
         programs = num_pieces * -(-words // CHUNK_WORDS)
         columns = np.array(

@@ -13,11 +13,16 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from kvshare.kv.parameters import frequency_tables as transformers_tables
+from kvshare.vllm_connector.worker.cache_dtype import EIGHT_BITS, scale_of, stored_dtype
 
-# Kinds whose keys are rotated by position times one fixed table of frequencies. Others (dynamic NTK, tables
-# chosen by length, M-RoPE) are not moved.
-_PLAIN = ("RotaryEmbedding", "Llama3RotaryEmbedding")
-_KNOWN = (*_PLAIN, "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
+# Kinds whose keys are rotated by position times one fixed table of frequencies, M-RoPE's wherever all of a
+# token's positions are the same, as text's are. Others (dynamic NTK, tables chosen by length) are not moved.
+_PLAIN = ("RotaryEmbedding", "Llama3RotaryEmbedding", "Gemma4RotaryEmbedding")
+_ROWS = (
+    *("MRotaryEmbedding", "MRotaryEmbeddingInterleaved"),
+    *("Ernie4_5_VLRotaryEmbedding", "BailingMRotaryEmbedding"),
+)
+_KNOWN = (*_PLAIN, *_ROWS, "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 _SAMPLES = 64  # values of every parameter: reading all of a large model would take minutes
 
 
@@ -47,17 +52,29 @@ def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
     Taken from row 1 of the table that the module computes in float32 (its own buffer has the model's dtype):
     no frequency exceeds 1, so the angle at position 1 is the frequency. A magnitude factor cancels out.
     """
-    if type(module).__name__ in _PLAIN:
+    if type(module).__name__ in (*_PLAIN, *_ROWS) and getattr(module, "scaling_factor", None) is None:
         frequencies: torch.Tensor = module._compute_inv_freq(module.base)
         return frequencies.float().cpu()
     cos, sin = module._compute_cos_sin_cache()[1].double().cpu().chunk(2)
     return torch.atan2(sin, cos).float()
 
 
+def loaded_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """By name. Without those that have no values: of parts for media that vLLM does not load."""
+    return sorted((name, each) for name, each in model.named_parameters() if not each.is_meta)
+
+
 def weights_digest(model: torch.nn.Module) -> str:
-    """A digest of names, shapes and evenly spread values of all parameters, 16 hex digits."""
+    """
+    A digest of names, shapes and evenly spread values of all parameters that are loaded, and of the scales of
+    a cache of 8 bits: 16 hex digits.
+    """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, module in model.named_modules():
+        if hasattr(module, "kv_cache") and stored_dtype(module) in EIGHT_BITS:
+            scales = torch.cat([scale_of(module, plane).cpu() for plane in "kv"])
+            digest.update(f"{name}{stored_dtype(module)}{scales.tolist()}".encode())
+    for name, parameter in loaded_parameters(model):
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)

@@ -5,8 +5,9 @@ vLLM's paged KV cache: one slot per token, in all layers.
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-Rows are written by vLLM's own kernels. They are read by the layout inside a block, see `block_layout.py`. For
-every backend a layer's cache has the shape (B, H, N, 2 D), with any strides.
+Rows are written by vLLM's own kernels; those of 8 bits (`cache_dtype.py`), which these would round again, as
+they are. They are read by the layout inside a block, see `block_layout.py`. For every backend a layer's cache
+has the shape (B, H, N, 2 D), with any strides.
 
 Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 """
@@ -14,45 +15,81 @@ Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
+from kvshare.kv.movement import Movement
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.worker.block_layout import BlockLayout, find_layout
+from kvshare.vllm_connector.worker.block_layout import BlockLayout, by_block, find_layout
+from kvshare.vllm_connector.worker.block_slots import BlockSlots
+from kvshare.vllm_connector.worker.cache_dtype import (
+    EIGHT_BITS,
+    as_numbers,
+    scale_of,
+    stored_dtype,
+    to_be_stored,
+)
+from kvshare.vllm_connector.worker.cache_elements import CacheElements
 
 
-class PagedCache:
+class PagedCache(BlockSlots):
     """
     The layers' caches of this worker.
 
     `layers` are vLLM's attention modules by name: rows are written through `impl` and read from `kv_cache`
-    (B, H, N, 2 D). `block_size` is the scheduler's; kernels may use smaller blocks, of N tokens.
+    (B, H, N, 2 D). `block_size` is the scheduler's; kernels may use smaller blocks, of N tokens. `dtype`: of
+    the rows that vLLM computes, where the cache has another one.
     """
 
-    def __init__(self, layers: Mapping[str, Any], *, block_size: int) -> None:
+    def __init__(
+        self, layers: Mapping[str, Any], *, block_size: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        first: torch.Tensor = next(iter(layers.values())).kv_cache
+        super().__init__(block_size, kernel_block_size=first.shape[2], device=first.device)
         self.layers = dict(layers)
+        self._computed_dtype = dtype
         self._in_order = list(self.layers.values())
-        self.block_size = block_size
-        first = self._in_order[0].kv_cache
-        _, num_heads, _, width = first.shape
-        self.kernel_block_size: int = first.shape[2]
-        self.kv_layout = KVLayout.uniform(
-            len(self.layers), num_heads, width // 2, dtype=first.dtype, device=first.device
+        shapes = [(layer.kv_cache.shape[1], layer.kv_cache.shape[3] // 2) for layer in self._in_order]
+        self.kv_layout = KVLayout.of_shapes(
+            [(shape, shape) for shape in shapes], dtype=stored_dtype(self._in_order[0]), device=first.device
         )
         self._layout: BlockLayout | None = None
-        self._known_offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides
         self._form = self._current_form()
+
+    @property
+    def parts(self) -> tuple[PagedCache, ...]:
+        """Caches of layers that have one shape: what is copied at once."""
+        return (self,)
+
+    @property
+    def layers_of_parts(self) -> Sequence[Sequence[int]]:
+        """The numbers that the layers of each part have in the model, ascending."""
+        return (range(len(self._in_order)),)
+
+    def set_movements(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> None:
+        """How each layer's K and V move to other positions."""
+        self.kv_layout = self.kv_layout.moving(movements)
 
     @property
     def num_blocks(self) -> int:
         """The scheduler's blocks, with block 0."""
         return len(self._in_order[0].kv_cache) * self.kernel_block_size // self.block_size
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether numbers are stored in 8 bits."""
+        return self.kv_layout.dtype in EIGHT_BITS
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Of the rows that vLLM's kernels are given."""
+        return self._computed_dtype if self.is_quantised else self.kv_layout.dtype
 
     @property
     def layout(self) -> str:
@@ -71,41 +108,25 @@ class PagedCache:
         """Determine how blocks are read, with an unused block. Returns why that failed, or None."""
         if len({layer.kv_cache.shape for layer in self._in_order}) != 1:
             return "the layers' KV caches have different shapes"
+        if len(dtypes := {stored_dtype(layer) for layer in self._in_order}) != 1:
+            return f"the layers' KV caches have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
         if self.block_size % self.kernel_block_size:
             return f"kernel blocks of {self.kernel_block_size} tokens do not divide {self.block_size}"
         slots = self.slots((block_id,), Span(0, self.kernel_block_size))
-        block = self._in_order[0].kv_cache[self.kernel_blocks((block_id,), Span(0, 1))[0]]
-        self._layout = find_layout(block, lambda k, v: self.write_layer(0, k, v, slots))
+        block = self._cache(0)[self.kernel_blocks((block_id,), Span(0, 1))[0]]
+        self._layout = find_layout(block, lambda k, v: self.write_by_kernel(0, k, v, slots))
         if self._layout is None:
             return "the layout of the attention backend's KV cache is unknown"
         return None
 
-    def kernel_blocks(self, block_ids: Sequence[int], span: Span) -> list[int]:
-        """The kernel blocks of a span."""
-        ratio = self.block_size // self.kernel_block_size
-        blocks = self._blocks_of(block_ids, span)
-        return [block_id * ratio + part for block_id in blocks for part in range(ratio)]
-
-    def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
-        """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
-        return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
-
-    def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:
-        """Slots of the positions in `span`, (len(span),) int64 on the device."""
-        (slots,) = to_device(self.kv_layout.device, self.slot_numbers(block_ids, span))
-        return slots
-
-    def slot_numbers(self, block_ids: Sequence[int], span: Span) -> NDArray[np.int64]:
-        """The same as `slots`, as an array on the host."""
-        first = span.start // self.block_size
-        positions = np.arange(span.start, span.end)
-        table = np.array(self._blocks_of(block_ids, span), np.int64)
-        slots: NDArray[np.int64] = table[positions // self.block_size - first] * self.block_size
-        return slots + positions % self.block_size
+    @cached_property
+    def elements(self) -> CacheElements:
+        assert self._layout is not None
+        return CacheElements(self._layout, self._cache(0))
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """
-        Write rows into slots by each layer's own kernel.
+        Write rows into slots of all layers.
 
         Shapes:  k, v (L, T, H, D) of the cache's dtype; slots (T,)
         """
@@ -114,7 +135,20 @@ class PagedCache:
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """The same for one layer. Shapes:  k, v (T, H, D); slots (T,)"""
+        if not self.is_quantised:
+            self.write_by_kernel(layer, k, v, slots)
+            return
+        cache = self._cache(layer)
+        self.elements.write(cache, self.elements.offsets(cache.stride(), slots), torch.stack((k, v)))
+
+    def write_by_kernel(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """The same by vLLM's own kernel, which quantises the numbers that rows of 8 bits stand for."""
         module = self._in_order[layer]
+        if self.is_quantised:
+            k, v = (
+                to_be_stored(rows, scale_of(module, name), self.computed_dtype)
+                for rows, name in ((k, "k"), (v, "v"))
+            )
         module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
@@ -129,7 +163,11 @@ class PagedCache:
     @property
     def caches(self) -> list[torch.Tensor]:
         """Of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
-        return [layer.kv_cache for layer in self._in_order]
+        return [self._cache(layer) for layer in range(len(self._in_order))]
+
+    def _cache(self, layer: int) -> torch.Tensor:
+        cache: torch.Tensor = self._in_order[layer].kv_cache
+        return cache.view(self.kv_layout.dtype) if self.is_quantised else cache
 
     def gather(self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]) -> None:
         """
@@ -165,9 +203,9 @@ class PagedCache:
         places, num_before = [], 0
         for span, table in zip(spans, tables, strict=True):
             ahead = num_before + span.start % self.block_size
-            places.append(list(_by_block(Span(ahead, ahead + len(span)), size)))
+            places.append(list(by_block(Span(ahead, ahead + len(span)), size)))
             num_before += len(table) * size
-        for index, layer in enumerate(self._in_order):
+        for index, cache in enumerate(self.caches):
             own = [
                 (rows[:, index - layers.start], at)
                 for (layers, rows), at in zip(into, places, strict=True)
@@ -175,7 +213,7 @@ class PagedCache:
             ]
             if not own:
                 continue
-            copied = layer.kv_cache.index_select(0, blocks)
+            copied = cache.index_select(0, blocks)
             for plane, read in enumerate(self._layout.planes):
                 rows = read(copied)
                 for target, pieces in own:
@@ -187,86 +225,25 @@ class PagedCache:
                         start = end
             yield index
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """The kernel blocks of positions [0, num_tokens), on the device."""
-        blocks = np.array(self.kernel_blocks(block_ids, Span(0, num_tokens)), np.int64)
-        (table,) = to_device(self.kv_layout.device, blocks)
-        return table
-
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """K of one layer at positions [0, num_tokens) on the device, (T, H, D); `table` has their blocks."""
+        """
+        K of one layer at positions [0, num_tokens) on the device, (T, H, D), of 8 bits the numbers that they
+        stand for; `table` has their blocks.
+        """
         assert self._layout is not None
-        cache, read = self._in_order[layer].kv_cache, self._layout.planes[0]
+        cache, read = self._cache(layer), self._layout.planes[0]
         if self._layout.reads_views:  # V would be copied with K, and K once more
-            return read(cache).index_select(0, table).flatten(0, 1)[:num_tokens]
-        return read(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
+            keys = read(cache).index_select(0, table).flatten(0, 1)[:num_tokens]
+        else:
+            keys = read(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
+        return as_numbers(keys, scale_of(self._in_order[layer], "k")) if self.is_quantised else keys
 
-    def slots_at(self, block_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Slots of single positions, (P,) int64 on the device."""
-        (slots,) = to_device(
-            self.kv_layout.device,
-            self.slot_numbers(block_ids, Span(0, max(positions) + 1))[np.array(positions, np.int64)],
-        )
-        return slots
+    def value_numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of V of the first L layers, (L, T, H, D), as the numbers that they stand for, in float32."""
+        if not self.is_quantised:
+            return rows.float()
+        return torch.stack([self.values_of(layer, own) for layer, own in enumerate(rows)])
 
-    def rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V in single slots, on the device, (L, P, H, D) each."""
-        k, v = self._rows(slots, slice(0, 2)).unbind(1)
-        return k, v
-
-    def values(self, slots: torch.Tensor) -> torch.Tensor:
-        """The same of V only."""
-        return self._rows(slots, slice(1, 2))[:, 0]
-
-    def _rows(self, slots: torch.Tensor, planes: slice) -> torch.Tensor:
-        """
-        (L, planes, P, H, D), by one gather per layer.
-
-        Element by element: copying the whole blocks of a few rows would move megabytes.
-        """
-        blocks, inside = slots // self.kernel_block_size, slots % self.kernel_block_size
-        (keys, _), num_layers = self.kv_layout.planes, len(self._in_order)
-        shape = (num_layers, planes.stop - planes.start, len(slots), keys.num_heads, keys.dim)
-        rows = torch.empty(shape, dtype=self.kv_layout.dtype, device=self.kv_layout.device)
-        offsets: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
-        for index, layer in enumerate(self._in_order):
-            strides = layer.kv_cache.stride()
-            if strides not in offsets:
-                of_blocks = (blocks * strides[0])[:, None, None]
-                offsets[strides] = (of_blocks + self._offsets(strides[1:])[planes, inside]).flatten()
-            _take_elements(layer.kv_cache, offsets[strides], rows[index].view(-1))
-        return rows
-
-    def _offsets(self, strides: tuple[int, ...]) -> torch.Tensor:
-        """Offset in memory of each element of K and V from the first of its block, (2, N, H, D)."""
-        if (offsets := self._known_offsets.get(strides)) is not None:
-            return offsets
-        assert self._layout is not None
-        cache = self._in_order[0].kv_cache
-        sizes = zip(cache.shape[1:], strides, strict=True)
-        h, n, d = (torch.arange(size, device=cache.device) * step for size, step in sizes)
-        places = (h[:, None, None] + n[:, None] + d).unsqueeze(0)
-        self._known_offsets[strides] = torch.stack([read(places)[0] for read in self._layout.planes])
-        return self._known_offsets[strides]
-
-
-def _by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
-    """
-    The blocks of a span in order, and the tokens in each. Whole blocks stand together.
-
-    Rows of whole blocks can be copied at once, from where they lie; in one line they would be copied twice.
-    """
-    start = span.start
-    while start < span.end:
-        block, token = divmod(start, size)
-        num_whole = (span.end - start) // size if token == 0 else 0
-        blocks = slice(block, block + max(num_whole, 1))
-        end = min(blocks.stop * size, span.end)
-        yield blocks, slice(token, end - (blocks.stop - 1) * size)
-        start = end
-
-
-def _take_elements(cache: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy elements by their offset in memory, for any strides of the cache. Shapes:  offsets, into (E,)"""
-    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-    torch.index_select(cache.as_strided((last + 1,), (1,)), 0, offsets, out=into)
+    def values_of(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """The same of one layer, (T, H, D)."""
+        return as_numbers(rows, scale_of(self._in_order[layer], "v")) if self.is_quantised else rows.float()

@@ -14,16 +14,14 @@ forward pass over all runs of all requests of a step is therefore exact, with ev
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -33,13 +31,13 @@ from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.metadata import Tokens
+from kvshare.vllm_connector.worker.attention_hooks import Watch, hooked
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
+from kvshare.vllm_connector.worker.metadata_builders import metadata_builders
+from kvshare.vllm_connector.worker.model_inputs import ModelInputs, base_model
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
 
-# The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced
-# with, and vLLM drops the guards that would notice another one: of int64 ids, it would read every other one
-# as 0.
-_TOKEN_DTYPE = np.int32
 _MULTIPLIED = {torch.float16, torch.bfloat16, torch.float32}  # by our kernels
 
 
@@ -75,33 +73,31 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> 
         yield batch
 
 
-Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""Called with a layer's number, and the queries and outputs of its attention in a pass, (N, H_q, D) each."""
-
-
 class PartialForward:
     """Computes runs with vLLM's model. It has its own metadata builder, because those keep state."""
 
     _may_use_kernels = True
 
     def __init__(
-        self, model: torch.nn.Module, cache: PagedCache, vllm_config: VllmConfig, spec: KVCacheSpec
+        self,
+        model: torch.nn.Module,
+        cache: PagedCache,
+        vllm_config: VllmConfig,
+        spec: KVCacheSpec,
+        *,
+        adapters: Any = None,
     ) -> None:
+        """`adapters`: vLLM's manager of LoRA adapters, if it has one."""
         self._model = model
+        self._adapters = adapters
+        self._model_inputs = ModelInputs(model, vllm_config, cache.kv_layout.device)
         self._cache = cache
         self._config = vllm_config
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends have buffers for that many
-        backend = next(iter(cache.layers.values())).get_attn_backend()
-        self.backend_name: str = backend.get_name()
-        without_graphs = _without_graphs(vllm_config)
-        with set_current_vllm_config(without_graphs):
-            self._builder = backend.get_builder_cls()(
-                spec.copy_with_new_block_size(cache.kernel_block_size),
-                list(cache.layers),
-                without_graphs,
-                cache.kv_layout.device,
-            )
+        backends = [layer.get_attn_backend().get_name() for layer in cache.layers.values()]
+        self.backend_name: str = "+".join(dict.fromkeys(backends))
+        self._builders = metadata_builders(cache, vllm_config, spec)
 
     @property
     def _impls(self) -> list[Any]:
@@ -126,19 +122,28 @@ class PartialForward:
         )
 
     def compute(
-        self, runs: Sequence[Run], *, watching: Callable[[Sequence[Run]], Watch] | None = None
+        self,
+        runs: Sequence[Run],
+        *,
+        watching: Callable[[Sequence[Run]], Watch] | None = None,
+        awaiting: Callable[[int], None] | None = None,
     ) -> None:
         """
         Compute the KV of all runs into their slots.
 
         `watching` is called with the runs of each pass in the order of rows; its result is called in each
-        layer.
+        layer. `awaiting` is called with each layer's number before anything of its cache is read or written.
         """
         for batch in split(runs, self._max_tokens, self._max_runs):
             # Some backends treat short queries separately and expect them first. The result does not change.
             ordered = sorted(batch, key=lambda run: len(run.span))
-            with self._watched(watching(ordered)) if watching is not None else nullcontext():
+            watch = watching(ordered) if watching is not None else None
+            with hooked(self._impls, awaiting, watch) if awaiting or watch else nullcontext():
                 self._forward(ordered)
+
+    def is_one_pass(self, spans: Sequence[Span]) -> bool:
+        """Whether runs of these spans are computed in one pass."""
+        return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self._max_tokens)
 
     def listening(self, runs: Sequence[Run]) -> Watch:
         """Shows the runs' listeners what their rows attend to; a `watching` for `compute`."""
@@ -148,11 +153,13 @@ class PartialForward:
             if listener is not None:
                 heard = (place for place, run in zip(places, runs, strict=True) if run.listener is listener)
                 if rows := listener.rows_of(heard):
-                    listening.append((rows, self._cache.table(block_ids, rows.end)))
+                    listening.append((listener, rows, self._cache.table(block_ids, rows.end)))
 
         def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
-            for rows, table in listening:
-                self.observe(rows, table, layer, query)
+            for listener, rows, table in listening:
+                if rows.listen_in(layer):
+                    self.observe(rows, table, layer, query)
+                    listener.note(layer, rows)
 
         return watch
 
@@ -175,85 +182,51 @@ class PartialForward:
         keys = self._cache.keys(layer, table, rows.end).transpose(0, 1)
         rows.observe(layer, query.transpose(0, 1), keys, scaling=scaling, form=form)
 
-    @contextmanager
-    def _watched(self, watch: Watch) -> Iterator[None]:
-        """
-        Wrap the attention kernels of all layers. This works with compiled models, because vLLM calls kernels
-        through an opaque operator. Kernels that write the cache themselves have written it when `watch` is
-        called.
-        """
-
-        def standing_in(index: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(
-                layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any
-            ) -> Any:
-                result = kernel(layer, query, *rest, output=output, **options)
-                watch(index, query, output.view_as(query))
-                return result
-
-            return forward
-
-        for index, impl in enumerate(self._impls):
-            impl.forward = standing_in(index, impl.forward)
-        try:
-            yield
-        finally:
-            for impl in self._impls:
-                del impl.forward  # the class's own method is in effect again
-
     def _forward(self, runs: Sequence[Run]) -> None:
         token_ids, positions, slots, metadata = self._inputs(runs)
-        names = list(self._cache.layers)
+        own = [(builder.build(0, metadata), names) for builder, names in self._builders]
+        of_layers = {name: built for built, names in own for name in names}
         with (
             torch.inference_mode(),
+            base_model(self._adapters, len(token_ids), len(runs)),
+            self._model_inputs.notes_set_aside(len(token_ids)),
             set_forward_context(
-                dict.fromkeys(names, self._builder.build(0, metadata)),
+                of_layers,
                 self._config,
                 num_tokens=len(token_ids),
-                slot_mapping=dict.fromkeys(names, slots),
+                slot_mapping=dict.fromkeys(of_layers, slots),
             ),
         ):
-            self._model(
-                input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
-            )
+            self._model(intermediate_tensors=None, **self._model_inputs.arguments(token_ids, positions))
 
     def _inputs(
         self, runs: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
         """Token ids, positions, slots and attention metadata of a pass, in one copy to the device."""
-        spans = [run.span for run in runs]
-        lengths = np.array([len(span) for span in spans], np.int32)
-        starts = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-        ends = np.array([span.end for span in spans], np.int32)
-        blocks = [self._cache.kernel_blocks(run.block_ids, Span(0, run.span.end)) for run in runs]
-        table = np.zeros((len(runs), max(map(len, blocks))), np.int32)
-        for row, run_blocks in zip(table, blocks, strict=True):
-            row[: len(run_blocks)] = run_blocks
+        made = pass_inputs(runs, self._cache)
         token_ids, positions, slots, on_device, seq_lens, block_table = to_device(
             self._cache.kv_layout.device,
-            np.concatenate(
-                [run.token_ids[run.span.start : run.span.end] for run in runs], dtype=_TOKEN_DTYPE
-            ),
-            np.concatenate([np.arange(run.span.start, run.span.end) + run.shift for run in runs]),
-            np.concatenate([self._cache.slot_numbers(run.block_ids, run.span) for run in runs]),
-            starts,
-            ends,
-            table,
+            made.token_ids,
+            made.positions,
+            made.slots,
+            made.starts,
+            made.ends,
+            made.table,
         )
         metadata = CommonAttentionMetadata(
             query_start_loc=on_device,
-            query_start_loc_cpu=torch.from_numpy(starts),
+            query_start_loc_cpu=torch.from_numpy(made.starts),
             seq_lens=seq_lens,
             num_reqs=len(runs),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=int(lengths.max()),
-            max_seq_len=int(ends.max()),
+            num_actual_tokens=int(made.starts[-1]),
+            max_query_len=made.longest,
+            max_seq_len=int(made.ends.max()),
             block_table_tensor=block_table,
             slot_mapping=slots,
             causal=True,
             positions=positions,
             is_prefilling=torch.ones(len(runs), dtype=torch.bool),
-            seq_lens_cpu_upper_bound=torch.from_numpy(ends),
+            seq_lens_cpu_upper_bound=torch.from_numpy(made.ends),
         )
         return token_ids, positions, slots, metadata
 
@@ -271,11 +244,3 @@ def listening_kernels(cache: PagedCache, query: torch.Tensor) -> Any:
     from kvshare.vllm_connector.worker import listening_kernels as kernels
 
     return kernels if kernels.has_room(query.device) else None
-
-
-def _without_graphs(config: VllmConfig) -> VllmConfig:
-    """The configuration without CUDA graphs: our passes use none, so the builder needs no buffers."""
-    changed, compilation = copy.copy(config), copy.copy(config.compilation_config)
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    changed.compilation_config = compilation
-    return changed

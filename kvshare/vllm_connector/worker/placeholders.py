@@ -7,6 +7,9 @@ the order of their arrival. Where a load has a repair order, repairs are chosen 
     arrived --> first pass --> its results are read --> second pass --> reported
                          '---- nothing to choose (any more) ---------------^
 
+Loads that join a step are complete in it: vLLM computes their requests' tails next. If a pass with them
+fails, their whole prompts are computed; vLLM has no way back, so a second failure is vLLM's.
+
 All passes of a step are one. While results are on their way from a GPU, other loads have their turn, and the
 second pass has its turn first when they have arrived on every rank. On a CPU they are there at once: both
 passes are in the same step.
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from delta_tree import Span
 from kvshare.safe_logging import classes_and_places
@@ -30,8 +33,7 @@ from kvshare.vllm_connector.worker.ranks import Agreement, as_one
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.step_budget import num_admitted
-from kvshare.vllm_connector.worker.times import PASS
-from kvshare.vllm_connector.worker.transfers import PendingLoad
+from kvshare.vllm_connector.worker.under_way import PendingLoad
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -71,10 +73,10 @@ class ArrivedLoad:
         num_second = self.choosing.max_second if self.choosing is not None and reads_at_once else 0
         return sum(map(len, left)) + num_second
 
-    def begin(self, cache: PagedCache) -> None:
+    def begin(self, cache: PagedCache, device: Device) -> None:
         request = self.load.request
         if self.choosing is not None:
-            self.left = self.choosing.first_pass(cache)
+            self.left = self.choosing.first_pass(cache, device)
         else:
             self.left = [Run(request.block_ids, span, request.token_ids) for span in self._first_spans]
 
@@ -89,7 +91,8 @@ class ArrivedLoad:
     def result(self) -> LoadResult:
         choice = self.choosing.choice if self.choosing is not None else None
         repaired = () if choice is None or self.load.is_cancelled else choice.repairs
-        return LoadResult(False, self.load.unreadable, repaired)
+        load = self.load
+        return LoadResult(load.has_failed, load.unreadable, repaired, load.late_s, frozenset(load.late))
 
 
 class Placeholders:
@@ -107,12 +110,23 @@ class Placeholders:
         self._reading: dict[ArrivedLoad, Reading] = {}  # between their passes; the same loads on every rank
         self._have_read = Agreement[ArrivedLoad]()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be computed."""
+        return not self._arrived and not self._reading
+
     def add(self, loads: Iterable[PendingLoad]) -> None:
-        """Their copies are written; they are computed in this step or a later one."""
+        """Their copies are written; they are computed in this step or a later one, or were early."""
         for load in loads:
             arrived, order = ArrivedLoad(load), load.request.order
+            if load.early is not None:
+                if load.early.failed or load.unreadable:  # what the pass has read was wrong
+                    self._fail(arrived)
+                    continue
+                self._reports.note_early(load)
+                arrived.left, arrived.choosing = [], load.early.choosing
             try:
-                if order is not None:
+                if order is not None and arrived.choosing is None:
                     arrived.choosing = Choosing(
                         load.request, order, load.unreadable, can_listen=self._can_listen
                     )
@@ -145,11 +159,20 @@ class Placeholders:
         """Send the other ranks what has been read here. `compute_due` must follow in the same step."""
         self._have_read.say({arrived: reading.is_done for arrived, reading in self._reading.items()})
 
-    def compute_due(self) -> None:
-        """Compute what fits this step, and report the loads that are complete."""
+    def compute_due(self, joined: Sequence[PendingLoad] = ()) -> set[int]:
+        """
+        Compute the loads that join this step and what else fits it, and report those that are complete.
+
+        Returns:  blocks that vLLM may free before they are computed. Not those of loads that join a step: it
+        reads their reports when that step has ended
+        """
         self._choose_read()
-        if due := self._due():
-            self._compute_and_report(due)
+        joining = [ArrivedLoad(load) for load in joined]
+        num_joining = sum(arrived.num_to_compute(reads_at_once=True) for arrived in joining)
+        due = self._due(num_joining)
+        if due or joining:
+            self._compute_and_report(due, joining)
+        return {block_id for arrived in due for block_id in arrived.load.request.block_ids}
 
     def _choose_read(self) -> None:
         """Make the choices whose results have arrived on every rank. Their second passes come first."""
@@ -169,13 +192,14 @@ class Placeholders:
                 continue
             self._arrived.appendleft(arrived)
 
-    def _due(self) -> list[ArrivedLoad]:
-        """The loads to compute in this step: in the order of arrival, within the budget."""
+    def _due(self, num_joining: int) -> list[ArrivedLoad]:
+        """The loads to compute in this step: in the order of arrival, within what is left of the budget."""
         at_once = self._device.reads_at_once
         sizes = (arrived.num_to_compute(reads_at_once=at_once) for arrived in self._arrived)
-        return [self._arrived.popleft() for _ in range(num_admitted(sizes, self._step_tokens))]
+        number = num_admitted(sizes, self._step_tokens, num_tokens=num_joining)
+        return [self._arrived.popleft() for _ in range(number)]
 
-    def _compute_and_report(self, due: Sequence[ArrivedLoad]) -> None:
+    def _compute_and_report(self, due: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad]) -> None:
         """
         Compute the next pass of the loads, unless they were cancelled, and report those that are complete.
 
@@ -184,43 +208,57 @@ class Placeholders:
         """
         began = self._device.mark()
         awaited = [arrived for arrived in due if not arrived.load.is_cancelled]
+        is_plain = not any(arrived.choosing is not None and arrived.choosing.listens for arrived in due)
         try:
             with as_one("a pass over placeholders"):
-                num_run = self._compute(awaited)
+                num_run = self._compute(awaited, joining)
         except Exception as exc:  # noqa: BLE001  logged, without its message
-            log.error("kvshare: computing for %d requests failed: %s", len(awaited), classes_and_places(exc))
+            num_failed = len(awaited) + len(joining)
+            log.error("kvshare: computing for %d requests failed: %s", num_failed, classes_and_places(exc))
             for arrived in due:
                 self._reading.pop(arrived, None)
                 self._fail(arrived)
+            for arrived in joining:
+                self._compute_whole(arrived)
             return
         if num_run:
-            self._reports.times.add(PASS, began, self._device.mark(), num_run)
+            self._reports.note_pass(began, self._device.mark(), num_run, is_plain=is_plain)
+        for arrived in joining:
+            self._reports.note_joined(arrived.request_id, arrived.result())
         for arrived in reversed(due):
             if arrived.left and not arrived.load.is_cancelled:
                 self._arrived.appendleft(arrived)
             elif arrived not in self._reading:
                 self._reports.note_load(arrived.request_id, arrived.result())
 
+    def _compute_whole(self, arrived: ArrivedLoad) -> None:
+        """Of a load that joins this step nothing is known to be right. vLLM computes with it next."""
+        request = arrived.load.request
+        spans = request.runs(frozenset(arrived.load.wanted))
+        self._forward.compute([Run(request.block_ids, span, request.token_ids) for span in spans])
+        self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))
+
     def _fail(self, arrived: ArrivedLoad) -> None:
         self._reports.note_load(arrived.request_id, arrived.load.failure())
 
-    def _compute(self, awaited: Sequence[ArrivedLoad]) -> Counter[str]:
+    def _compute(self, awaited: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad] = ()) -> Counter[str]:
         """
-        Compute the next pass of each load. Where the first one is complete, read what it found; if that is
-        there at once, choose repairs and compute them, too.
+        Compute the next pass of each load, all of those that join this step. Where the first one is complete,
+        what it found is being read; if that is there at once, choose repairs and compute them, too.
 
         Returns:  how many tokens were computed of each request that has any
         """
-        for arrived in awaited:
+        for arrived in (*joining, *awaited):
             if arrived.left is None:
-                arrived.begin(self._cache)
-        num_run = self._pass(awaited, self._step_tokens)
+                arrived.begin(self._cache, self._device)
+        num_joining = sum(arrived.num_to_compute(reads_at_once=True) for arrived in joining)
+        num_run = self._pass([*joining, *awaited], max(self._step_tokens, num_joining))
         to_choose = {arrived: arrived.due_choosing for arrived in awaited}
         chosen = []
         for arrived, choosing in to_choose.items():
             if choosing is None:
                 continue
-            reading = choosing.read(self._cache, self._device)
+            reading = choosing.end_first_pass()
             if self._device.reads_at_once:
                 arrived.left = choosing.second_pass(reading)
                 chosen.append(arrived)

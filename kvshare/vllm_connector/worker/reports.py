@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvshare.vllm_connector.metadata import LoadResult, SaveRequest, WorkerReport
+from kvshare.vllm_connector.metadata import DiskReport, LoadRequest, LoadResult, SaveRequest, WorkerReport
+from kvshare.vllm_connector.worker.copying import Job
 from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.paces import Paces
 from kvshare.vllm_connector.worker.times import Times
+from kvshare.vllm_connector.worker.under_way import PendingLoad
+from kvshare.vllm_protocol.stages import HIDDEN, PASS, WAITED, WRITE
 
 
 class Reports:
@@ -14,6 +20,8 @@ class Reports:
 
     def __init__(self, device: Device) -> None:
         self.times = Times(device.seconds)
+        self.paces = Paces(device.seconds)
+        self._device = device
         self._transfers = KVConnectorTransferResults()
         self._report = WorkerReport()
 
@@ -23,6 +31,59 @@ class Reports:
         if result.failed:
             self._transfers.failed_recving.add(request_id)
         self._report.loads[request_id] = result
+
+    def note_joined(self, request_id: str, result: LoadResult) -> None:
+        """Of a load that joined a step: vLLM does not wait for it."""
+        self._report.loads[request_id] = result
+
+    def note_pass(self, began: Any, ended: Any, num_run: dict[str, int], *, is_plain: bool) -> None:
+        """A pass between two marks of the device. `is_plain`: it did not listen."""
+        self.times.add(PASS, began, ended, num_run)
+        self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
+
+    def note_pace(self, load: PendingLoad, job: Job) -> None:
+        """Of copies in several batches: one of few bytes is slower."""
+        arrivals = load.work.arrivals if load.work is not None else None
+        if arrivals is not None and arrivals.is_cut and not job.failed:
+            self.paces.note_load(arrivals.num_bytes, job.seconds[WRITE])
+
+    def note_disk(self, report: DiskReport | None) -> None:
+        """What was written to disk."""
+        if report is not None:
+            before = () if self._report.disk is None else self._report.disk.written
+            self._report.disk = DiskReport((*before, *report.written))
+
+    def note_early(self, load: PendingLoad) -> None:
+        """A pass that began before its load had arrived, which is now whole."""
+        request_id, early, work = load.request.request_id, load.early, load.work
+        assert early is not None
+        assert work is not None
+        arrivals = work.arrivals
+        assert arrivals is not None
+        self.times.add(PASS, early.began, early.ended, {request_id: early.num_tokens})
+        is_plain = early.choosing is None or not early.choosing.listens
+
+        def measured() -> dict[str, float] | None:
+            seconds, waited_s = self._device.seconds(early.began, early.ended), arrivals.waited_s()
+            if seconds is None or waited_s is None:
+                return None
+            self.paces.note_early(early.num_tokens, seconds, waited_s=waited_s, is_plain=is_plain)
+            return {HIDDEN: max(0.0, work.written_s(early.began) - waited_s), WAITED: waited_s}
+
+        self.times.note_later(request_id, measured)
+
+    def note_arriving(self, request_id: str) -> None:
+        """Announce it to vLLM as arrived, before that is so: it joins a later step."""
+        self._transfers.finished_recving.add(request_id)
+        self._report.arriving.add(request_id)
+
+    def note_step(self, number: int) -> None:
+        self._report.step = number
+
+    def note_copied(self, load: LoadRequest) -> None:
+        """Blocks that it was copied from may be given away."""
+        if load.sources:
+            self._report.copied.add(load.request_id)
 
     def note_save(self, request: SaveRequest, *, has_failed: bool) -> None:
         if has_failed:

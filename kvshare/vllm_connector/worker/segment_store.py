@@ -1,7 +1,8 @@
 """
 Segments in host memory: in an arena that all ranks share, or in one for this rank's heads only.
 
-    extent     [head][layer][k, v][token][dim]     in the dtype of vLLM's cache
+    extent     [part][head][layer][k, v][token][dim]     in the dtype of vLLM's cache
+    part       the layers of one shape: most models have a single one
 
 Heads come first, so that each rank's part of a segment is contiguous for any number of ranks.
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,8 +22,13 @@ from numpy.typing import NDArray
 
 from delta_tree import SegmentId
 from kvshare.kv.arena import Arena, Extent
-from kvshare.kv.layout import KVLayout
+from kvshare.kv.layout import KVLayout, Plane
+from kvshare.vllm_connector.worker.disk_reads import Reads
 
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.metadata import DiskReport, WriteRequest  # which imports vLLM
+
+_ALIGNMENT = 64  # bytes, at which each part begins
 _SLACK = 8  # the arena is larger than all segments by one part in so many, because free memory is fragmented
 
 
@@ -32,9 +40,10 @@ def arena_bytes(max_bytes: int) -> int:
 @dataclass(slots=True, eq=False)
 class Stored:
     """
-    A segment: `rows` (H, L, 2, T, D) view the extent.
+    A segment, or its layers of one shape: `rows` (H, L, 2, T, D) view the extent.
 
-    `sums` (H, L): of each layer of each head, see `kv/sums.py`. None until the rows are written.
+    `sums` (H, L): of each layer of each head, see `kv/sums.py`. None until the rows are written. `others`: of
+    the first part of a segment, the layers of other shapes.
     """
 
     segment_id: SegmentId
@@ -42,6 +51,22 @@ class Stored:
     rows: torch.Tensor
     sums: NDArray[np.int64] | None = None
     num_users: int = 0  # transfers that read or write the rows
+    others: tuple[Stored, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """The layers of each shape, in the order of the cache's parts."""
+        return (self, *self.others)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the rows of all layers are written."""
+        return all(part.sums is not None for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all layers."""
+        return sum(part.rows.nbytes for part in self.parts)
 
     @property
     def num_heads(self) -> int:
@@ -75,11 +100,18 @@ class SegmentStore:
     """
 
     def __init__(
-        self, buffer: torch.Tensor, layout: KVLayout, *, num_heads: int, first_head: int = 0
+        self, buffer: torch.Tensor, layout: KVLayout, *, num_heads: int | None = None, first_head: int = 0
     ) -> None:
-        """Segments have `num_heads` in the buffer. Those of this rank's layout begin at `first_head`."""
+        """
+        In a buffer that ranks share, segments have `num_heads`; those of this rank begin at `first_head`. All
+        layers must have one shape there. None: the buffer is this rank's own.
+        """
         self.arena = Arena(buffer)
-        self._layout, self._num_heads, self._first_head = layout, num_heads, first_head
+        self._dtype = layout.dtype
+        self._keys = [plane for plane in layout.planes if plane.name == "k"]  # of each part
+        if num_heads is not None and len(self._keys) > 1:
+            raise ValueError(f"{len(self._keys)} shapes of layers in a buffer that ranks share: expected one")
+        self._num_heads, self._first_head = num_heads, first_head
         self._stored: dict[SegmentId, Stored] = {}
         self._leaving: set[Stored] = set()  # dropped, but in use
 
@@ -96,15 +128,27 @@ class SegmentStore:
 
     def add(self, segment_id: SegmentId, num_tokens: int) -> Stored:
         """Allocate a segment. Raises MemoryError if there is no contiguous room."""
-        keys, _ = self._layout.planes
-        shape = (self._num_heads, self._layout.num_layers, 2, num_tokens, keys.dim)
-        extent = self.arena.allocate(torch.Size(shape).numel() * self._layout.dtype.itemsize)
+        shapes = [
+            (self._num_heads or keys.num_heads, len(keys.layers), 2, num_tokens, keys.dim)
+            for keys in self._keys
+        ]
+        sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in shapes]
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        extent = self.arena.allocate(starts[-1])
         if extent is None:
             raise MemoryError(f"no contiguous room for a segment of {num_tokens} tokens")
-        whole, first = self.arena.view(extent, shape, self._layout.dtype), self._first_head
-        stored = Stored(segment_id, extent, whole[first : first + keys.num_heads])
-        self._stored[segment_id] = stored
+        rows, *others = (
+            self._rows(Extent(extent.start + start, extent.end), shape, keys)
+            for start, shape, keys in zip(starts, shapes, self._keys, strict=False)
+        )
+        of_others = tuple(Stored(segment_id, extent, own) for own in others)
+        self._stored[segment_id] = stored = Stored(segment_id, extent, rows, others=of_others)
         return stored
+
+    def _rows(self, extent: Extent, shape: tuple[int, ...], keys: Plane) -> torch.Tensor:
+        """Of this rank."""
+        whole = self.arena.view(extent, shape, self._dtype)
+        return whole[self._first_head : self._first_head + keys.num_heads]
 
     def find(self, segment_ids: Iterable[SegmentId]) -> Mapping[SegmentId, Stored]:
         """The segments of these ids that are held."""
@@ -126,7 +170,11 @@ class SegmentStore:
                 self.arena.free(stored.extent)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """No load finds them any more; unknown ids are ignored. Free their memory when it may be."""
+        """No load finds them any more; unknown ids are ignored."""
+        self.evict(segment_ids)
+
+    def evict(self, segment_ids: Iterable[SegmentId]) -> None:
+        """They leave memory, which is free when it may be; unknown ids are ignored."""
         for segment_id in segment_ids:
             if (stored := self._stored.pop(segment_id, None)) is None:
                 continue
@@ -134,6 +182,20 @@ class SegmentStore:
                 self._leaving.add(stored)
             else:
                 self.arena.free(stored.extent)
+
+    def write(self, requests: Iterable[WriteRequest]) -> None:
+        """There is no disk."""
+
+    def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
+        """None: there is nothing to read."""
+        return None
+
+    def take_disk_report(self) -> DiskReport | None:
+        """None: nothing is written."""
+        return None
+
+    def close(self) -> None:
+        """There is nothing to write."""
 
     def clear(self) -> None:
         """Drop all. No copy may be under way on any rank."""

@@ -2,6 +2,7 @@
 The self-test: checks on the running model before the first request. Without it nothing is shared.
 
     layout     rows that vLLM writes into scattered blocks are read back bit by bit
+    scales     numbers of 8 bits are those that the model computes, by the layer's scale
     partial    partial attention over scattered runs gives the KV of one full pass
     listening  attention weights computed from queries and stored keys give the kernel's output, and add up
     movement   how rows move to other positions is determined layer by layer; see `kvshare.kv.movement`
@@ -25,8 +26,17 @@ from kvshare.kv.listening import Listener, attention
 from kvshare.kv.movement import Observed, Verification, find_movement
 from kvshare.kv.sequence import SegmentKV
 from kvshare.sharing.plan import MAX_LISTENERS
+from kvshare.vllm_connector.worker.attention_hooks import Watch
+from kvshare.vllm_connector.worker.cache_dtype import (
+    as_stored,
+    has_same_bits,
+    random_rows,
+    scale_of,
+    steps_apart,
+)
+from kvshare.vllm_connector.worker.computed_rows import ComputedRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run, Watch
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 620  # so that a run is longer than 512
 _NUM_BLOCKS = 4  # or more
@@ -35,7 +45,14 @@ _BEYOND_WINDOW = 64  # tokens, of the shortest one
 _LONGEST = 4096
 _SHIFTS = (37, 133)
 _FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request
-_TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_TOLERANCE = {
+    torch.float32: 2e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 8e-2,
+    torch.float8_e4m3fn: 0.15,
+    torch.float8_e5m2: 0.25,
+}
+_OFF = 0.01  # share of numbers of 8 bits that may be more than a step off: computed again, elsewhere rounded
 _FAINT = 1e-2  # lower limit of a channel's spread, as a share of the layer's typical one
 _ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
 _CLEARLY = 4.0  # negative controls must deviate by so many times the error
@@ -72,11 +89,30 @@ class SelfTest:
             return problem
         layout, generator = self._cache.kv_layout, torch.Generator().manual_seed(11)
         shapes = (plane.shape(self._length) for plane in layout.planes)
-        written = [torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes]
-        self._write(written, self._length)
-        read_back = self._cache.read(self.block_ids, Span(0, self._length))
-        if not all(map(torch.equal, read_back.planes, written)):
-            return "rows written into scattered blocks are not read back"
+        written = [random_rows(shape, generator, layout.dtype) for shape in shapes]
+        slots = self._cache.slots(self.block_ids, Span(0, self._length))
+        for write in (self._cache.write_by_kernel, self._cache.write_layer):
+            self._write([rows.flip(dims=(1,)) for rows in written], self._length)
+            there = [rows.to(layout.device) for rows in written]
+            for layer in range(layout.num_layers):
+                write(layer, *layout.of_layer(there, layer), slots)
+            read_back = self._cache.read(self.block_ids, Span(0, self._length))
+            if not all(map(has_same_bits, read_back.planes, written)):
+                return "rows written into scattered blocks are not read back"
+        return None
+
+    def check_scales(self) -> str | None:
+        """Why stored numbers of 8 bits are not those that the model computes, or None."""
+        if not self._cache.is_quantised:
+            return None
+        computed = self._computed([Run(self.block_ids, Span(0, self._length), self._tokens)])
+        stored = self._cache.read(self.block_ids, Span(0, self._length))
+        for layer, module in enumerate(self._cache.layers.values()):
+            both = (self._cache.kv_layout.of_layer(rows.planes, layer) for rows in (stored, computed))
+            for name, rows, numbers in zip("kv", *both, strict=True):
+                expected = as_stored(numbers, scale_of(module, name), rows.dtype)
+                if float((steps_apart(expected, rows) > 1).float().mean()) > _OFF:
+                    return f"{name} of layer {layer} is not stored by the layer's scale"
         return None
 
     def check_partial_attention(self) -> str | None:
@@ -85,7 +121,9 @@ class SelfTest:
         tolerance, errors = self._tolerance, list[float]()
         # All runs in one pass, then one run per pass: wrong blocks would hold other rows in the second case.
         for passes in ([runs], [[run] for run in runs]):
-            self._write([torch.full_like(whole.k, 3.0), torch.full_like(whole.v, -3.0)], self._length)
+            poison = {"k": 3.0, "v": -3.0}
+            planes = zip(self._cache.kv_layout.planes, whole.planes, strict=True)
+            self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
             for together in passes:
                 parts = self._compute(together)
             errors += self._deviation(whole, parts)
@@ -107,25 +145,25 @@ class SelfTest:
         yield SegmentKV(tuple(rows.roll(1, dims=1) for rows in whole.planes))  # slots off by one
         if self._length > self._cache.block_size:  # blocks swapped
             yield SegmentKV(tuple(rows.roll(self._cache.block_size, dims=1) for rows in whole.planes))
-        if whole.k.shape[2] > 1:
+        if any(rows.shape[2] > 1 for rows in whole.planes):
             yield SegmentKV(tuple(rows.roll(1, dims=2) for rows in whole.planes))
 
     def _write(self, planes: Sequence[torch.Tensor], num_tokens: int) -> None:
         """Write the rows of the first tokens."""
-        k, v = (rows[:, :num_tokens].contiguous().to(self._cache.kv_layout.device) for rows in planes)
-        self._cache.write(k, v, self._cache.slots(self.block_ids, Span(0, num_tokens)))
+        layout = self._cache.kv_layout
+        there = [rows[:, :num_tokens].contiguous().to(layout.device) for rows in planes]
+        slots = self._cache.slots(self.block_ids, Span(0, num_tokens))
+        for layer in range(layout.num_layers):
+            self._cache.write_layer(layer, *layout.of_layer(there, layer), slots)
 
     @property
     def _tolerance(self) -> float:
         return _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0)
 
-    def _deviation(self, expected: SegmentKV, got: SegmentKV) -> tuple[float, float]:
-        """Of keys and of values, see `deviation`."""
-        k, v = (
-            deviation(plane, plane_got, tolerance=self._tolerance)
-            for plane, plane_got in zip(expected.planes, got.planes, strict=True)
-        )
-        return k, v
+    def _deviation(self, expected: SegmentKV, got: SegmentKV) -> list[float]:
+        """Of each plane, see `deviation`."""
+        planes = zip(expected.planes, got.planes, strict=True)
+        return [deviation(plane, plane_got, tolerance=self._tolerance) for plane, plane_got in planes]
 
     def check_listening(self) -> str | None:
         """Why attention weights cannot be computed from stored keys, or None."""
@@ -142,7 +180,9 @@ class SelfTest:
 
     def _check_listening(self) -> str | None:
         length, num_layers = self._length, self._cache.kv_layout.num_layers
-        whole, agree = self._compute([Span(0, length)]), list[bool]()
+        if self._cache.is_quantised and self._cache.kv_layout.device.type != "cpu":
+            return "keys of 8 bits are not read on a GPU"
+        layout, whole, agree = self._cache.kv_layout, self._compute([Span(0, length)]), list[bool]()
         expected = torch.zeros(num_layers, length, device=self._cache.kv_layout.device)
         last = Span(length - min(length, MAX_LISTENERS), length)
         listener = Listener([last], num_layers=num_layers, num_slots=length, device=expected.device)
@@ -150,7 +190,8 @@ class SelfTest:
 
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
             keys = self._cache.keys(index, table, length)
-            values = whole.v[index].float().to(keys.device)  # (S, H, D)
+            _, stored = layout.of_layer(whole.planes, index)
+            values = self._cache.values_of(index, stored).to(keys.device)  # (S, H, D)
             outputs = []
             for head, weights in enumerate(self._weights(index, query, keys)):  # all at once may be GiBs
                 outputs.append(weights @ values[:, head])
@@ -185,28 +226,51 @@ class SelfTest:
 
     def _are_near(self, expected: torch.Tensor, got: torch.Tensor) -> bool:
         difference, scale = (expected - got.float()).abs().max(), expected.abs().max().clamp(min=1e-6)
-        return bool(difference <= self._tolerance * scale)
+        return bool(difference <= _TOLERANCE.get(self._cache.computed_dtype, 0.0) * scale)
 
     def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
         """How each layer's K and V move to other positions: by one of these tables, or not at all."""
-        whole = [Span(0, _FEW_TOKENS)]
-        here = self._compute(whole)
-        there = {shift: self._compute(whole, shift=shift) for shift in _SHIFTS}
+        here, *elsewhere = (self._rows_at(shift) for shift in (0, *_SHIFTS))
+        there = dict(zip(_SHIFTS, elsewhere, strict=True))
+        tolerance = _TOLERANCE[torch.bfloat16] if self._cache.is_quantised else self._tolerance
 
-        def verification(plane: int, layer: int) -> Verification:
+        layout = self._cache.kv_layout
+
+        def verification(name: int, layer: int) -> Verification:
+            rows = layout.of_layer(here.planes, layer)[name]
             observed = [
-                Observed(here.planes[plane][layer], far.planes[plane][layer], shift)
+                Observed(rows, layout.of_layer(far.planes, layer)[name], shift)
                 for shift, far in there.items()
             ]
-            return find_movement(tables, observed, tolerance=self._tolerance)
+            return find_movement(tables, observed, tolerance=tolerance)
 
-        num_layers = self._cache.kv_layout.num_layers
-        return [(verification(0, layer), verification(1, layer)) for layer in range(num_layers)]
+        return [(verification(0, layer), verification(1, layer)) for layer in range(layout.num_layers)]
 
     def _compute(self, spans: Sequence[Span], *, shift: int = 0) -> SegmentKV:
         """Compute the spans, and return all rows up to the last one's end."""
         self._forward.compute([Run(self.block_ids, span, self._tokens, shift) for span in spans])
         return self._cache.read(self.block_ids, Span(0, spans[-1].end))
+
+    def _rows_at(self, shift: int) -> SegmentKV:
+        """
+        Rows of some tokens, computed so many positions further.
+
+        Where they are quantised, as the model gives them, and each token alone: it attends to its own value
+        with a weight of 1, so that no error of a key changes what later layers compute.
+        """
+        if not self._cache.is_quantised:
+            return self._compute([Span(0, _FEW_TOKENS)], shift=shift)
+        blocks = range(_FIRST_BLOCK, min(self._cache.num_blocks, _FIRST_BLOCK + _FEW_TOKENS))
+        return self._computed(
+            [Run((block,), Span(0, 1), self._tokens[place:], shift) for place, block in enumerate(blocks)]
+        )
+
+    def _computed(self, runs: Sequence[Run]) -> SegmentKV:
+        """Compute the runs, and return their rows before they are quantised."""
+        rows = ComputedRows(self._cache)
+        with rows.recorded():
+            self._forward.compute(runs)
+        return rows.read()
 
 
 def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:

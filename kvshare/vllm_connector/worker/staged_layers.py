@@ -2,11 +2,11 @@
 Segments in staging buffers: cut into layers, so that a segment may be larger than a buffer.
 
     segment     [head][layer][k, v][token][dim]        H heads, L layers, T tokens
-    in staging  [head][some layers][k, v][token][dim]  the layers [first, end) of each head, heads one after
-                                                       the other, from multiples of 16 bytes on
+    in staging  [head][some layers][k, v][token][dim]  the layers [first, end) of each head
     piece       one layer of one head: what has a sum
 
-All heads of a layer are in the same batch, so that vLLM's own kernels can write it, too.
+All heads of a layer are in the same batch, so that vLLM's own kernels can write it, too. A load of several
+batches is cut into the same layers of all its segments, so that the first layers are there first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 from delta_tree import Span
-from kvshare.vllm_connector.worker.kernel_tables import ALIGNMENT, StagedCopy, StagedPart
+from kvshare.vllm_connector.worker.kernel_tables import StagedCopy, StagedPart
 from kvshare.vllm_connector.worker.segment_store import Stored
 
 if TYPE_CHECKING:
-    from kvshare.vllm_connector.worker.copy_writer import RowCopy
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 _GRAIN = 512  # bytes; segments begin at multiples of it
+_GROUPS = 12  # of layers that a load is cut into: more are more and shorter copies, fewer arrive later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,45 +43,26 @@ class StagedLayers:
         return len(self.layers) == self.stored.num_layers
 
     @property
-    def head_bytes(self) -> int:
-        """From one head's layers to the next one's."""
-        num_bytes = len(self.layers) * self.stored.piece_bytes
-        return num_bytes if self.is_whole else _aligned(num_bytes, ALIGNMENT)
-
-    @property
     def num_bytes(self) -> int:
         """In staging."""
-        return self.stored.num_heads * self.head_bytes
+        return self.stored.num_heads * len(self.layers) * self.stored.piece_bytes
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Where they are stored: as few contiguous tensors as possible, one for each of `parts`."""
+        """Where they are stored: as few contiguous tensors as possible. In staging they follow each other."""
         if self.is_whole:
             return [self.stored.rows]
         return list(self.stored.rows[:, self.layers.start : self.layers.stop].unbind())
 
     @property
-    def parts(self) -> list[StagedPart]:
-        """The same in staging."""
-        num_tokens, num_layers = self.stored.num_tokens, self.stored.num_layers
-        if self.is_whole:
-            return [StagedPart(self.offset, num_tokens, 0, self.stored.num_heads * num_layers)]
-        return [
-            StagedPart(
-                self.offset + head * self.head_bytes,
-                num_tokens,
-                head * num_layers + self.layers.start,
-                len(self.layers),
-            )
-            for head in range(self.stored.num_heads)
-        ]
-
-    def copies(self, source: Span, slots: NDArray[np.int64], shift: int = 0) -> list[StagedCopy]:
-        """A copy of rows, for each of `parts`."""
-        return [StagedCopy(part, source, slots, shift) for part in self.parts]
+    def part(self) -> StagedPart:
+        """The same in staging, for our kernels."""
+        num_layers = len(self.layers)
+        num_pieces = self.stored.num_heads * num_layers
+        return StagedPart(self.offset, self.stored.num_tokens, self.layers.start, num_pieces, num_layers)
 
     def sums(self) -> NDArray[np.int64]:
-        """The stored sums of its pieces, in the order of `parts`."""
+        """The stored sums of its pieces, head by head."""
         assert self.stored.sums is not None, "its save has ended"
         return self.stored.sums[:, self.layers.start : self.layers.stop].ravel()
 
@@ -93,16 +74,10 @@ class StagedLayers:
         self.stored.sums[:, self.layers.start : self.layers.stop] = own
 
     def view(self, staging: torch.Tensor) -> torch.Tensor:
-        """Its rows in staging, (H, len(layers), 2, T, D), with a stride of heads."""
+        """Its rows in staging, (H, len(layers), 2, T, D)."""
         rows = self.stored.rows
-        there = staging[self.offset : self.offset + self.num_bytes].view(rows.shape[0], self.head_bytes)
-        own = there[:, : len(self.layers) * self.stored.piece_bytes]
+        own = staging[self.offset : self.offset + self.num_bytes]
         return own.view(rows.dtype).view(rows.shape[0], len(self.layers), *rows.shape[2:])
-
-
-def loaded(copies: Iterable[tuple[StagedLayers, RowCopy]]) -> list[StagedCopy]:
-    """What a kernel writes into vLLM's caches for these copies."""
-    return [each for part, copy in copies for each in part.copies(copy.source, copy.slots, copy.shift)]
 
 
 def saved(
@@ -110,9 +85,8 @@ def saved(
 ) -> list[StagedCopy]:
     """What a kernel reads from vLLM's caches for spans of a request."""
     return [
-        each
-        for part, span in batch
-        for each in part.copies(Span(0, len(span)), cache.slot_numbers(block_ids, span))
+        StagedCopy(layers.part, Span(0, len(span)), cache.slot_numbers(block_ids, span))
+        for layers, span in batch
     ]
 
 
@@ -127,7 +101,8 @@ def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedL
     for stored in segments:
         start = 0
         while start < stored.num_layers:
-            layers = range(start, start + _num_fitting(stored, start, max_bytes - used))
+            room = _num_fitting(stored, max_bytes - used)
+            layers = range(start, min(start + room, stored.num_layers))
             if layers:
                 staged = StagedLayers(stored, layers, used)
                 batch.append(staged)
@@ -137,19 +112,52 @@ def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedL
                 yield batch
                 batch, used = [], 0
             else:
-                size = StagedLayers(stored, range(1)).num_bytes
-                raise ValueError(f"one layer of a segment has {size} bytes, staging {max_bytes}")
+                raise ValueError(_too_large(stored, max_bytes))
     if batch:
         yield batch
 
 
-def _num_fitting(stored: Stored, start: int, room: int) -> int:
-    """How many layers of a segment from `start` on fit."""
-    if start == 0 and stored.rows.nbytes <= room:
-        return stored.num_layers
-    of_head = max(0, room) // stored.num_heads // ALIGNMENT * ALIGNMENT
-    # Not all of them: those of all heads would have no space between heads.
-    return min(stored.num_layers - max(start, 1), of_head // stored.piece_bytes)
+def batches_by_layer(segments: Sequence[Stored], max_bytes: int) -> list[list[StagedLayers]]:
+    """
+    The same in the order of layers: some of the layers of all segments, then the next ones. In one batch
+    where everything fits; a segment is in each batch once.
+    """
+    total = sum(_aligned(stored.rows.nbytes, _GRAIN) for stored in segments)
+    if total <= max_bytes:
+        return list(batches(segments, max_bytes))
+    num_layers = segments[0].num_layers
+    at_once = -(-num_layers // min(_GROUPS, -(-total // max_bytes)))
+    found: list[list[StagedLayers]] = [[]]
+    used = 0
+    for first in range(0, num_layers, at_once):
+        for stored in segments:
+            for layers in _cut(stored, range(first, min(first + at_once, num_layers)), max_bytes):
+                is_there = any(other.stored is stored for other in found[-1])
+                if is_there or used + StagedLayers(stored, layers).num_bytes > max_bytes:
+                    found.append([])
+                    used = 0
+                staged = StagedLayers(stored, layers, used)
+                found[-1].append(staged)
+                used += _aligned(staged.num_bytes, _GRAIN)
+    return [batch for batch in found if batch]
+
+
+def _cut(stored: Stored, layers: range, max_bytes: int) -> Iterator[range]:
+    """Layers of a segment, so many at once as fit a buffer."""
+    size = _num_fitting(stored, max_bytes)
+    if not size:
+        raise ValueError(_too_large(stored, max_bytes))
+    for start in range(layers.start, layers.stop, size):
+        yield range(start, min(start + size, layers.stop))
+
+
+def _num_fitting(stored: Stored, room: int) -> int:
+    """How many layers of a segment fit."""
+    return max(0, room) // (stored.num_heads * stored.piece_bytes)
+
+
+def _too_large(stored: Stored, max_bytes: int) -> str:
+    return f"one layer of a segment has {StagedLayers(stored, range(1)).num_bytes} bytes, staging {max_bytes}"
 
 
 def _aligned(num_bytes: int, grain: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -20,9 +21,11 @@ from kvshare.kv.movement import why_not_movable
 from kvshare.kv.parameters import model_fingerprint
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
+from kvshare.vllm_connector.worker.block_copy_test import BlockCopyTest
 from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device, name_of_this_device
-from kvshare.vllm_connector.worker.model import frequency_tables, weights_digest
+from kvshare.vllm_connector.worker.mixed_cache import paged_cache
+from kvshare.vllm_connector.worker.model import frequency_tables, loaded_parameters, weights_digest
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.ranks import (
@@ -56,6 +59,7 @@ class Findings:
     unsupported: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     can_listen: bool = False  # attention can be watched
+    can_copy_blocks: bool = False  # rows are right that were copied inside vLLM's cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,9 +77,11 @@ class WorkerStart:
         """The most tokens that loads may compute in one step."""
         return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
 
-    def attach(self, model: torch.nn.Module) -> Attached:
+    def attach(self, model: torch.nn.Module, adapters: Any = None) -> Attached:
         """Raises MemoryError, and whatever a model causes that is made otherwise than expected."""
-        cache, forward = on_all_ranks(partial(self._read_model, model), "another rank could not be prepared")
+        cache, forward = on_all_ranks(
+            partial(self._read_model, model, adapters), "another rank could not be prepared"
+        )
         return Attached(cache, forward, self._allocate(cache.kv_layout))
 
     def verify(self, model: torch.nn.Module, attached: Attached) -> WorkerHandshake:
@@ -84,39 +90,46 @@ class WorkerStart:
         with as_one("the self-test"):
             findings = self._run_self_test(model, attached)
         layout = cache.kv_layout
-        keys, _ = layout.planes
+        keys = layout.planes[0]
         return WorkerHandshake(
             unsupported=findings.unsupported,
             warnings=findings.warnings,
             can_move_keys=layout.can_move,
             can_listen=findings.can_listen,
+            can_copy_blocks=findings.can_copy_blocks,
             rope=layout.digest,
             num_layers=layout.num_layers,
             num_kv_heads=keys.num_heads,
             head_dim=keys.dim,
+            kv_planes=str(layout) if len(cache.parts) > 1 else "",
             dtype=str(layout.dtype).removeprefix("torch."),
             attention_backend=f"{attached.forward.backend_name}/{cache.layout}",
             bytes_per_token=layout.bytes_per_token,
             weights=weights_digest(model),
             fingerprint=model_fingerprint(
-                model.named_parameters(), num_layers=layout.num_layers, head_dim=keys.dim
+                loaded_parameters(model), num_layers=layout.num_layers, head_dim=keys.dim
             ),
             device=name_of_this_device(),
         )
 
-    def _read_model(self, model: torch.nn.Module) -> tuple[PagedCache, PartialForward]:
+    def _read_model(self, model: torch.nn.Module, adapters: Any) -> tuple[PagedCache, PartialForward]:
         layers = self.config.compilation_config.static_forward_context
-        cache = PagedCache({name: layers[name] for name in self.layer_names}, block_size=self.spec.block_size)
-        return cache, PartialForward(model, cache, self.config, self.spec)
+        cache = paged_cache(
+            {name: layers[name] for name in self.layer_names},
+            block_size=self.spec.block_size,
+            dtype=self.config.model_config.dtype,
+        )
+        return cache, PartialForward(model, cache, self.config, self.spec, adapters=adapters)
 
     def _allocate(self, layout: KVLayout) -> SegmentStore:
         """With an arena that ranks share, if they can. All ranks call it together."""
-        keys, _ = layout.planes
+        keys, *others = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"
-        num_heads, first_head = keys.num_heads, 0
+        num_heads, first_head, is_mixed = None, 0, len(others) > 1
         check_host_memory(arena_bytes(max_bytes))
-        buffer = shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
+        # Layers that differ in KV heads are divided among the ranks in different ways.
+        buffer = None if is_mixed else shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
         if buffer is not None:
             num_heads = self.config.model_config.get_total_num_kv_heads()
             copies = max(1, keys.num_heads * num_ranks() // num_heads)  # more ranks than heads: replicated
@@ -141,7 +154,7 @@ class WorkerStart:
             vocab_size=model_config.get_vocab_size(),
             max_model_len=model_config.max_model_len,
         )
-        for check in (self_test.check_layout, self_test.check_partial_attention):
+        for check in (self_test.check_layout, self_test.check_partial_attention, self_test.check_scales):
             problem = check()
             if not all(agreed([problem is None])):  # the next check needs all ranks
                 return Findings(unsupported=(problem or _ELSEWHERE,))
@@ -150,7 +163,7 @@ class WorkerStart:
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
         tables, unsupported = frequency_tables(model)
         verifications = self_test.movements(tables)
-        cache.kv_layout = cache.kv_layout.moving([(k.movement, v.movement) for k, v in verifications])
+        cache.set_movements([(k.movement, v.movement) for k, v in verifications])
         if not all(agreed([cache.kv_layout.can_move])):
             problem = why_not_movable(verifications) or _ELSEWHERE
             limit = f"only text at the same position is shared: {problem if tables else unsupported}"
@@ -158,15 +171,30 @@ class WorkerStart:
         slower, problem = self._check_copies(attached, self_test.block_ids)
         if problem is not None:
             return Findings(unsupported=(problem,))
-        return Findings(warnings=(*warnings, *slower), can_listen=can_listen)
+        problem = _first_problem(
+            [BlockCopyTest(part, self.device, block_ids=self_test.block_ids) for part in cache.parts]
+        )
+        can_copy_blocks = all(agreed([problem is None]))
+        if not can_copy_blocks:
+            slower = (*slower, f"nothing is copied inside vLLM's KV cache: {problem or _ELSEWHERE}")
+        return Findings((), (*warnings, *slower), can_listen, can_copy_blocks)
 
     def _check_copies(self, attached: Attached, block_ids: Sequence[int]) -> tuple[Sequence[str], str | None]:
         """Warnings, and why nothing can be copied, if so. All ranks copy in the same way."""
-        copy_test = CopyTest(attached.cache, attached.store, self.device, block_ids=block_ids)
-        problem, warnings = copy_test.check(), list[str]()
+        tests = [
+            CopyTest(part, attached.store, self.device, block_ids=block_ids, part=number)
+            for number, part in enumerate(attached.cache.parts)
+        ]
+        problem, warnings = _first_problem(tests), list[str]()
         if not all(agreed([problem is None])) and self.device.simplify():
             warnings = [f"copies take more launches, without kernels of our own: {problem or _ELSEWHERE}"]
-            problem = copy_test.check()
+            problem = _first_problem(tests)
         if all(agreed([problem is None])):
             return warnings, None
         return (), problem or _ELSEWHERE
+
+
+def _first_problem(tests: Sequence[CopyTest] | Sequence[BlockCopyTest]) -> str | None:
+    """Of the parts of a cache, each with a test of its own."""
+    problems = (test.check() for test in tests)
+    return next((problem for problem in problems if problem is not None), None)

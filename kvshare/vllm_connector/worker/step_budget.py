@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def num_admitted(sizes: Iterable[int], max_tokens: int) -> int:
+def num_admitted(sizes: Iterable[int], max_tokens: int, *, num_tokens: int = 0) -> int:
     """
-    How many of the first loads, of these sizes in tokens, fit a step. The first of any size does: the worker
-    computes only a part of it, if it is too large.
+    How many of the first loads, of these sizes in tokens, fit a step that computes `num_tokens` anyway. If
+    those are none, the first of any size does: the worker computes only a part of it, if it is too large.
     """
-    num_loads = num_tokens = 0
+    num_loads = 0
     for size in sizes:
         if size and num_tokens and num_tokens + size > max_tokens:
             break

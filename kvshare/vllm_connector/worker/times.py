@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Stages, as `FinishedReport` names them: segments verified by the host, copied and written, placeholders
-# computed, KV saved.
-VERIFY, WRITE, PASS, SAVE = "verify", "write", "pass", "save"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
@@ -32,6 +28,7 @@ class Times:
         self._seconds = seconds
         self._pending: list[Stage] = []
         self._known: dict[str, dict[str, float]] = {}
+        self._measures: list[tuple[str, Callable[[], Mapping[str, float] | None]]] = []
 
     def add(self, name: str, begin: Any, end: Any, counts: dict[str, int]) -> None:
         """A stage between two marks; `counts` is each request's amount of its work."""
@@ -45,8 +42,18 @@ class Times:
         for stage, value in seconds.items():
             by_stage[stage] = by_stage.get(stage, 0.0) + value
 
+    def note_later(self, request_id: str, measure: Callable[[], Mapping[str, float] | None]) -> None:
+        """Stages of one request; `measure` gives None while they are not known."""
+        self._measures.append((request_id, measure))
+
     def take(self) -> dict[str, dict[str, float]]:
         """Seconds by request and stage: all that became known since the last call."""
+        measures, self._measures = self._measures, []
+        for request_id, measure in measures:
+            if (found := measure()) is None:
+                self._measures.append((request_id, measure))
+            else:
+                self.note(request_id, found)
         waiting = []
         for stage in self._pending:
             seconds = self._seconds(stage.begin, stage.end)

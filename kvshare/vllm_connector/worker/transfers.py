@@ -5,87 +5,37 @@ Each load and each save is a job of the thread that copies, which makes them in 
 counts as finished when its job is done on every rank, so that all ranks report the same in the same step.
 What is computed for a load afterwards is not known here.
 
+A load that joins a step is waited for in that step (`joining_loads.py`). vLLM gives a request no block that a
+step in flight writes (`Scheduler.defer_block_free`), so the copies of a load are written as soon as they
+arrive: only what KVShare itself computed and read in these blocks comes first (`fence`).
+
 While vLLM sleeps, its KV cache has no memory: what is begun meanwhile fails, so that vLLM computes it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any
 
-from delta_tree import SegmentId, Span
-from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest
-from kvshare.vllm_connector.worker.copy_writer import RowCopy
+from delta_tree import SegmentId
+from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest
+from kvshare.vllm_connector.worker.block_fences import BlockFences
+from kvshare.vllm_connector.worker.copies_in_turn import load_work, save_work
 from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
-from kvshare.vllm_connector.worker.device import Device, LoadWork
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.joining_loads import JoiningLoads
 from kvshare.vllm_connector.worker.ranks import Agreement
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import Stored
 from kvshare.vllm_connector.worker.start import Attached
+from kvshare.vllm_connector.worker.under_way import PendingLoad, PendingSave, UnderWay
 
 log = logging.getLogger("vllm.kvshare")
 
 _CLOSE_S = 10.0
+_LOOK_S = 0.0005  # between two looks at a load whose pass may begin early
 MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
-
-
-@dataclass(eq=False)
-class PendingLoad:
-    """A load under way. `unreadable`: wanted segments that some rank cannot read, known when it arrives."""
-
-    request: LoadRequest
-    held: Mapping[SegmentId, Stored]  # of the wanted segments
-    work: LoadWork | None = None
-    unreadable: frozenset[SegmentId] = frozenset()
-    is_cancelled: bool = False
-
-    @cached_property
-    def wanted(self) -> tuple[SegmentId, ...]:
-        """In the same order on all ranks. Every step asks for it."""
-        return tuple(sorted({copy.segment_id for copy in self.request.copies}))
-
-    @property
-    def segments(self) -> Collection[Stored]:
-        """That its job reads."""
-        return self.held.values()
-
-    def cancel_if_in(self, request_ids: Collection[str]) -> None:
-        self.is_cancelled = self.is_cancelled or self.request.request_id in request_ids
-
-    def is_readable(self, segment_id: SegmentId) -> bool:
-        """Whether this rank has written the right bytes. Known when its job is done."""
-        assert self.work is not None
-        return segment_id in self.held and segment_id not in self.work.damaged
-
-    def failure(self) -> LoadResult:
-        """vLLM must compute the request's prompt."""
-        return LoadResult(True, self.unreadable)
-
-
-@dataclass(eq=False)
-class _Save:
-    request: SaveRequest
-    mark: Any
-    targets: Mapping[SegmentId, Stored] = field(default_factory=dict)
-    has_room: bool = True
-
-    @property
-    def segments(self) -> Collection[Stored]:
-        """That its job writes."""
-        return self.targets.values()
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """`is_lost`: whatever was copied, it counts as failed. It is set on all ranks between the same steps."""
-
-    transfer: PendingLoad | _Save
-    job: Job
-    is_lost: bool = False
 
 
 class Transfers:
@@ -97,47 +47,101 @@ class Transfers:
         self._reports = reports
         self._copies = CopyThread(device.enter_thread)
         self._numbers = count()  # of transfers: the same on all ranks
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, UnderWay] = {}
         self._agreement = Agreement[Hashable]()
-        self._without_room: list[_Save] = []  # until the memory of dropped segments is free
+        self._without_room: list[PendingSave] = []  # until the memory of dropped segments is free
+        self._joining = JoiningLoads(device, self._copies, self._store, reports)
+        self._fences = BlockFences(device)
         self._is_asleep = False  # vLLM's KV cache must not be touched
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Their loads go on, as their blocks stay; what they have loaded is not computed further."""
+        for each in self._joining.cancel(request_ids):
+            self._under_way[next(self._numbers)] = each
         for load, _ in self._loads():
             load.cancel_if_in(request_ids)
 
-    def begin_load(self, request: LoadRequest) -> None:
-        found = self._store.find(copy.segment_id for copy in request.copies)
-        load = PendingLoad(request, {key: stored for key, stored in found.items() if stored.sums is not None})
-        if self._is_asleep:
+    def begin_load(self, request: LoadRequest, *, joins: bool) -> None:
+        """`joins`: the step that runs; otherwise it is reported."""
+        reads = self._store.reads(request.stored_ids, within_s=request.reads_within_s)
+        read_ids = frozenset[SegmentId]() if reads is None else reads.wanted
+        found = self._store.find(request.stored_ids).items()
+        load = PendingLoad(request, {key: s for key, s in found if s.is_saved or key in read_ids})
+        if self._is_asleep and not joins:
             self._reports.note_load(request.request_id, load.failure())
             return
-        load.work = self._device.load(self._cache, partial(self._row_copies, load), mark=self._device.mark())
-        num_bytes = sum(stored.rows.nbytes for stored in load.segments)
-        self._begin(load, self._copies.submit("loading a request's KV", load.work, num_bytes=num_bytes))
+        mark = self._fences.mark_for(request.block_ids)
+        load.work = load_work(self._device, self._cache, load, reads, mark=mark, is_asleep=self._is_asleep)
+        num_bytes = sum(stored.num_bytes for stored in load.segments)
+        job = self._copies.submit("loading a request's KV", load.work, num_bytes=num_bytes)
+        self._store.hold(load.segments)
+        under_way = UnderWay(load, job, is_lost=self._is_asleep)
+        if joins:
+            self._joining.add(under_way)
+        else:
+            self._under_way[next(self._numbers)] = under_way
+
+    def fence(self, block_ids: Collection[int]) -> None:
+        """These blocks are in use until now, and may be those of loads that begin later."""
+        self._fences.add(block_ids)
 
     def begin_save(self, request: SaveRequest) -> None:
-        save = _Save(request, self._device.mark())
+        save = PendingSave(request, self._device.mark())
         if self._is_asleep:
             self._end_save(save, is_whole=False)
         else:
             self._find_room(save)
 
-    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+    def drop(self, segment_ids: Iterable[SegmentId], *, evicted: Iterable[SegmentId] = ()) -> None:
         """No load finds them any more. Copies under way, on any rank, still have their bytes."""
         self._store.drop(segment_ids)
+        self._store.evict(evicted)
 
     def wait_for_saves(self, request_ids: Collection[str]) -> None:
         """Other requests write their blocks in this step."""
         for each in self._under_way.values():
-            if isinstance(each.transfer, _Save) and each.transfer.request.request_id in request_ids:
+            if isinstance(each.transfer, PendingSave) and each.transfer.request.request_id in request_ids:
                 self._copies.wait_until_read(each.job)
+                self.fence(each.transfer.request.block_ids)
         self._give_up([save for save in self._without_room if save.request.request_id in request_ids])
 
     def wait_for_loads(self) -> None:
         """For a short time: in a step without a forward pass there is nothing else to do."""
         self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
+
+    @property
+    def only_load(self) -> UnderWay | None:
+        """If there is just one, and nothing that it copies is lost. The same on all ranks."""
+        loads = [each for _, each in self._loads()]
+        is_one = len(loads) == 1 and not self._is_asleep and not any(self._joining)
+        return loads[0] if is_one and not loads[0].is_lost else None
+
+    def wait_until_due(self, load: UnderWay, is_due: Callable[[], bool]) -> bool:
+        """For a short time: for a pass that may begin before the load has arrived. Returns whether it may."""
+        lap, waited = LapTimer(), 0.0
+        while waited < MAX_WAIT_S:
+            if is_due():
+                return True
+            if self._copies.wait(load.job, _LOOK_S):
+                return False
+            waited += lap()
+        return False
+
+    def announce(self, request_ids: Collection[str]) -> None:
+        """Announce these loads to vLLM as arrived, if they are under way: they join a later step."""
+        for number, each in tuple(self._under_way.items()):
+            load = each.transfer
+            if (
+                isinstance(load, PendingLoad)
+                and load.request.request_id in request_ids
+                and not load.is_cancelled
+            ):
+                self._joining.add(self._under_way.pop(number))
+                self._reports.note_arriving(load.request.request_id)
+
+    def take_joined(self, request_ids: Sequence[str]) -> list[PendingLoad]:
+        """Wait for the loads that join this step, on all ranks together. Returns them."""
+        return self._joining.take(request_ids, self._device.mark())
 
     def say(self) -> None:
         """Send the other ranks what is finished here. `take_arrived` must follow in the same step."""
@@ -156,11 +160,14 @@ class Transfers:
             transfer, is_whole = each.transfer, (number, "whole") in known and not each.is_lost
             self._store.release(transfer.segments)
             self._reports.times.note(transfer.request.request_id, each.job.seconds)
-            if isinstance(transfer, _Save):
+            if isinstance(transfer, PendingLoad):
+                self._reports.note_pace(transfer, each.job)
+            if isinstance(transfer, PendingSave):
                 self._end_save(transfer, is_whole=is_whole)
             elif is_whole:
                 transfer.unreadable = frozenset(s for s in transfer.wanted if (number, s) not in known)
                 arrived.append(transfer)
+                self._reports.note_copied(transfer.request)
             else:  # its slots may hold anything
                 self._reports.note_load(transfer.request.request_id, transfer.failure())
         waiting, self._without_room = self._without_room, []
@@ -170,7 +177,7 @@ class Transfers:
 
     def forget_segments(self) -> None:
         """Fail what is under way, and drop all segments."""
-        for each in self._ended():
+        for each in (*self._ended(), *self._joining.ended()):
             each.is_lost = True
         self._give_up(self._without_room)
         self._store.clear()
@@ -178,7 +185,7 @@ class Transfers:
     def fall_asleep(self) -> None:
         """What is being saved is whole when this returns. What was loaded is lost with the cache."""
         self._is_asleep = True
-        for each in self._ended():
+        for each in (*self._ended(), *self._joining.ended()):
             each.is_lost = each.is_lost or isinstance(each.transfer, PendingLoad)
         self._give_up(self._without_room)
 
@@ -194,8 +201,10 @@ class Transfers:
 
     def close(self) -> None:
         """Waits for copies under way, whose memory is about to be freed."""
-        self._wait([each.job for each in self._under_way.values()], _CLOSE_S)
+        under_way = (*self._under_way.values(), *self._joining)
+        self._wait([each.job for each in under_way], _CLOSE_S)
         self._copies.close()
+        self._store.close()
 
     def _wait(self, jobs: Iterable[Job], max_wait_s: float) -> None:
         lap, waited = LapTimer(), 0.0
@@ -204,11 +213,7 @@ class Transfers:
                 self._copies.wait(job, max_wait_s - waited)
                 waited += lap()
 
-    def _begin(self, transfer: PendingLoad | _Save, job: Job) -> None:
-        self._store.hold(transfer.segments)
-        self._under_way[next(self._numbers)] = _UnderWay(transfer, job)
-
-    def _loads(self) -> Iterator[tuple[PendingLoad, _UnderWay]]:
+    def _loads(self) -> Iterator[tuple[PendingLoad, UnderWay]]:
         for each in self._under_way.values():
             if isinstance(each.transfer, PendingLoad):
                 yield each.transfer, each
@@ -228,22 +233,19 @@ class Transfers:
         finished, unfinished = [], set[str]()
         for number, each in self._under_way.items():
             request_id = each.transfer.request.request_id
-            is_later_save = isinstance(each.transfer, _Save) and request_id in unfinished
+            is_later_save = isinstance(each.transfer, PendingSave) and request_id in unfinished
             if (number, "done") in known and not is_later_save:
                 finished.append(number)
-            elif isinstance(each.transfer, _Save):
+            elif isinstance(each.transfer, PendingSave):
                 unfinished.add(request_id)
         return finished
 
-    def _ended(self) -> Iterable[_UnderWay]:
+    def _ended(self) -> Iterable[UnderWay]:
         """What is under way, when all copies of this rank have ended."""
-        for each in self._under_way.values():
-            self._copies.hurry(each.job)
-        for each in self._under_way.values():
-            self._copies.wait(each.job)
+        self._copies.wait_for_all([each.job for each in self._under_way.values()])
         return self._under_way.values()
 
-    def _find_room(self, save: _Save) -> None:
+    def _find_room(self, save: PendingSave) -> None:
         """Begin a save if there is room, let it wait if there will be."""
         if self._without_room:  # in order, see `_finished`
             self._without_room.append(save)
@@ -261,30 +263,20 @@ class Transfers:
             targets, save.has_room = {}, False
         save.targets = targets
         spans = [(targets[segment_id], span) for segment_id, span in save.request.spans if targets]
-        work = self._device.save(self._cache, save.request.block_ids, spans, mark=save.mark)
-        num_bytes = sum(stored.rows.nbytes for stored in targets.values())
-        self._begin(
-            save, self._copies.submit("saving a prompt's KV", work, num_bytes=num_bytes, is_save=True)
-        )
+        work = save_work(self._device, self._cache, save, spans)
+        num_bytes = sum(stored.num_bytes for stored in targets.values())
+        job = self._copies.submit("saving a prompt's KV", work, num_bytes=num_bytes, is_save=True)
+        self._store.hold(save.segments)
+        self._under_way[next(self._numbers)] = UnderWay(save, job)
 
-    def _give_up(self, saves: Sequence[_Save]) -> None:
+    def _give_up(self, saves: Sequence[PendingSave]) -> None:
         """Their blocks are lost before there was room."""
         for save in list(saves):
             self._without_room.remove(save)
             self._end_save(save, is_whole=False)
 
-    def _end_save(self, save: _Save, *, is_whole: bool) -> None:
+    def _end_save(self, save: PendingSave, *, is_whole: bool) -> None:
         has_failed = not is_whole or not save.has_room
         if has_failed:
             self.drop(save.targets)
         self._reports.note_save(save.request, has_failed=has_failed)
-
-    def _row_copies(self, load: PendingLoad) -> list[RowCopy]:
-        """What is to be copied, keys rotated to their new positions. On the thread that copies."""
-        copies = []
-        for copy, target in load.request.targets():
-            if (stored := load.held.get(copy.segment_id)) is not None:
-                start = copy.offset + target.start - copy.target_start
-                slots = self._cache.slot_numbers(load.request.block_ids, target)
-                copies.append(RowCopy(stored, Span(start, start + len(target)), copy.shift, slots))
-        return copies

@@ -2,7 +2,8 @@
 The connector inside a worker, in the order in which vLLM calls it.
 
     attach_model    once, before the first step: memory and self-test                  start.py
-    begin           before vLLM's forward pass of a step: start loads, drop segments   transfers.py
+    begin           before vLLM's forward pass of a step: start loads, drop segments;  transfers.py
+                    wait for loads that join the step, and compute them                placeholders.py
     advance         after it: take loads whose copies are written                      transfers.py
                     and compute what no copy covers                                    placeholders.py
     save            after it: start saves                                              transfers.py
@@ -11,16 +12,19 @@ The connector inside a worker, in the order in which vLLM calls it.
     forget_segments, release_caches, restore_caches
                     between steps: other weights; around a sleep of vLLM               transfers.py
 
-A step waits for no copy, except for the save of a request that it preempts, and for at most 5 ms if it has no
-forward pass: for results of a pass over placeholders, or else for loads. A request is scheduled when its load
-is reported; if the load fails, vLLM computes the prompt.
+A step waits for no copy, except for those of loads that join it, for the save of a request that it preempts,
+and for at most 5 ms if it has no forward pass: for results of a pass over placeholders, or else for loads, of
+which one that is alone may be computed while it arrives (`early_passes.py`). A
+request is scheduled when its load is reported; if the load fails, vLLM computes the prompt. If one fails that
+joins a step, its placeholders are the whole prompt.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -30,11 +34,14 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.worker.device import device_of_this_worker
+from kvshare.vllm_connector.worker.disk_start import with_disk
+from kvshare.vllm_connector.worker.early_passes import EarlyPasses
 from kvshare.vllm_connector.worker.placeholders import Placeholders
-from kvshare.vllm_connector.worker.ranks import num_ranks
+from kvshare.vllm_connector.worker.ranks import agreed, num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached, WorkerStart
 from kvshare.vllm_connector.worker.transfers import MAX_WAIT_S, Transfers
+from kvshare.vllm_connector.worker.under_way import PendingLoad
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -44,6 +51,7 @@ class WorkerParts(NamedTuple):
 
     transfers: Transfers
     placeholders: Placeholders
+    early: EarlyPasses
 
 
 class ConnectorWorker:
@@ -72,12 +80,13 @@ class ConnectorWorker:
         assert self._parts is not None, "a model is attached"
         return self._parts
 
-    def attach_model(self, model: torch.nn.Module) -> None:
+    def attach_model(self, model: torch.nn.Module, adapters: Any = None) -> None:
         """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
         try:
             # Stays even if the test fails: CUDA knows its memory.
-            self._attached = self._start.attach(model)
-            self.handshake = self._start.verify(model, self._attached)
+            self._attached = self._start.attach(model, adapters)
+            handshake = self._start.verify(model, self._attached)
+            self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
             self.use(self._attached, can_listen=self.handshake.can_listen)
         except Exception as exc:
             log.exception("kvshare: the self-test raised an error")  # with its message: no prompt exists yet
@@ -91,6 +100,7 @@ class ConnectorWorker:
         self._parts = WorkerParts(
             Transfers(attached, device, self._reports),
             Placeholders(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
+            EarlyPasses(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
         )
 
     def begin(self, step: StepMetadata) -> None:
@@ -98,28 +108,60 @@ class ConnectorWorker:
         if self._parts is None:
             assert not step.loads, "no ticket is taken before all workers have parts"
             return
-        transfers, placeholders = self._parts
+        transfers, placeholders, _ = self._parts
         cancelled = frozenset(step.cancelled)
         transfers.cancel(cancelled)
         placeholders.cancel(cancelled)
         transfers.wait_for_saves(step.preempted)  # before loads, which may get their blocks
         for request in step.loads:
-            transfers.begin_load(request)
-        transfers.drop(step.drops)
-        if step.has_forward and num_ranks() > 1:
+            if not request.reads_within_s:
+                transfers.begin_load(request, joins=request.request_id in step.joining)
+        transfers.drop(step.drops, evicted=step.evictions)
+        for request in step.loads:
+            if request.reads_within_s:  # they need the memory of what was dropped
+                transfers.begin_load(request, joins=False)
+        self.attached.store.write(step.writes)
+        if step.joining or (step.has_forward and num_ranks() > 1):
             self._say()
+        if step.joining:
+            self._advance(transfers.take_joined(step.joining))
 
     def advance(self, step: StepMetadata) -> None:
         """After the forward pass: report finished copies, and compute placeholders of loads."""
         if self._parts is None:
             return
-        transfers, placeholders = self._parts
-        if not step.has_forward and not placeholders.wait_for_results(MAX_WAIT_S):
+        transfers, placeholders, _ = self._parts
+        if step.has_forward:
+            self._reports.note_step(step.number)
+        elif not placeholders.wait_for_results(MAX_WAIT_S):
+            self._wait_for_loads()
+        if not step.joining:  # or that was done before the forward pass, in one pass with them
+            if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass is over only now
+                self._say()
+            self._advance()
+        transfers.announce(step.arriving)
+        self._reports.note_disk(self.attached.store.take_disk_report())
+
+    def _wait_for_loads(self) -> None:
+        """For a short time. A load that is alone may be computed before it has arrived."""
+        transfers, placeholders, early = self.parts
+        each = transfers.only_load if placeholders.is_idle else None
+        if each is None or not isinstance(load := each.transfer, PendingLoad) or not early.may_begin(load):
             transfers.wait_for_loads()
-        if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass is over only now
-            self._say()
+            return
+        assert load.work is not None
+        load.work.rush()
+        is_due = transfers.wait_until_due(each, partial(early.is_due, load, each.job))
+        if all(agreed([is_due])):
+            early.begin(load)
+            transfers.fence(load.request.block_ids)
+
+    def _advance(self, joined: Sequence[PendingLoad] = ()) -> None:
+        """Compute what is due of the loads that have arrived, together with those that join the step."""
+        transfers, placeholders, _ = self.parts
         placeholders.add(transfers.take_arrived())
-        placeholders.compute_due()
+        if block_ids := placeholders.compute_due(joined):
+            transfers.fence(block_ids)
 
     def save(self, step: StepMetadata) -> None:
         """After the forward pass, because the rows that it has written are saved."""
@@ -129,8 +171,8 @@ class ConnectorWorker:
 
     def _say(self) -> None:
         """Send the other ranks what is finished here, once in a step."""
-        for part in self.parts:
-            part.say()
+        self.parts.transfers.say()
+        self.parts.placeholders.say()
 
     def take_transfers(self) -> KVConnectorTransferResults:
         """Requests whose saves and loads ended or failed since the last call."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from delta_tree import DeltaTree
+from delta_tree import DeltaTree, NodeId
 from kvshare.errors import RequestError
+from tests.delta_tree.fake_prompts import fresh_draft
 from tests.kvshare.admin.documents import document_of
 from tests.kvshare.cli.family import BYTES_PER_TOKEN, OURS, THEIRS, Family
 
@@ -80,6 +81,30 @@ def test_tree_puts_first_what_was_asked_for(store: DeltaTree, family: Family, so
     store.touch(family.stranger)
     roots = ask(store, "tree", sort=sort)["roots"]
     assert roots[0]["id"] == getattr(family, first)
+
+
+def test_tree_comes_in_pages(store: DeltaTree, family: Family) -> None:
+    """`limit` and `skip` choose among roots, or below `root`; how many there are is always said."""
+    for number in range(3):
+        store.insert(fresh_draft([number + 900, *range(number)], namespace=OURS, parent=family.root))
+    pages = [ask(store, "tree", sort="tokens", depth=1, limit=1, **skip) for skip in ({}, {"skip": 1})]
+    assert [page["num_roots"] for page in pages] == [2, 2]
+    assert [page["roots"][0]["id"] for page in pages] == [family.root, family.stranger]
+    whole, first, rest = (
+        ask(store, "tree", root=family.root, sort="tokens", depth=2, **page)["roots"][0]
+        for page in ({}, {"limit": 3}, {"limit": 3, "skip": 3})
+    )
+    assert [each["num_children"] for each in (whole, first, rest)] == [4, 4, 4]
+    ids = [[child["id"] for child in page["children"]] for page in (whole, first, rest)]
+    assert (ids[1] + ids[2], len(ids[1])) == (ids[0], 3)
+
+
+def test_a_prompt_says_what_it_shares(store: DeltaTree, family: Family) -> None:
+    """The KV that it points to, of which `own_bytes` is its own."""
+    (root,) = ask(store, "tree", root=family.root)["roots"]
+    (child,) = root["children"]
+    assert child["num_bytes"] == store.node(NodeId(family.child)).num_tokens * BYTES_PER_TOKEN
+    assert child["own_bytes"] == 0
 
 
 def test_ages_are_read_from_the_clock(

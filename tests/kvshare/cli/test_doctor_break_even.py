@@ -37,7 +37,8 @@ def test_costs_come_from_a_running_server(
 ) -> None:
     """What it has measured and what it assumes, in times of prompts; then from where on sharing pays."""
     server = start(Fake({"/admin/stats": (200, {"costs": {**COSTS, **changes}})}))
-    costs, break_even = check_costs(server.url, None)
+    costs, break_even, *of_disk = check_costs(server.url, None)
+    assert [check.name for check in of_disk] == ["disk"] * ("loads" in changes)
     assert (costs.name, break_even.name) == ("costs", "break-even")
     assert of_costs in costs.detail
     assert costs.detail.startswith(RATES) or "loads" in changes
@@ -45,6 +46,19 @@ def test_costs_come_from_a_running_server(
     assert (break_even.state == "warn") == ("break_even_tokens" in changes)
     assert server.url in costs.detail
     assert server.url in break_even.detail
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "said"),
+    [(1e12, "from 256 tokens on"), (6e9, "from 32,768 tokens on"), (1e8, "more slowly")],
+)
+def test_whether_kv_on_disk_pays(start: Start, bytes_per_s: float, said: str) -> None:
+    """By its measured rate, and what computing takes: 147,456 bytes in 20 us, later tokens in more."""
+    loads = {**COSTS["loads"], "disk": {"fixed_s": 0.01, "bytes_per_s": bytes_per_s}}
+    server = start(Fake({"/admin/stats": (200, {"costs": {**COSTS, "loads": loads}})}))
+    _, _, disk = check_costs(server.url, None)
+    assert said in disk.detail
+    assert (disk.state == "warn") == (bytes_per_s == 1e8)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_a_stopped_store_explains_what_its_server_would_have(
             "model.path": str(dynamic_model) if model == "dynamic" else model,
             "model.dtype": "float32",
             "sharing.mode": mode,
+            "sharing.max_risk": 1.0,
             "cost.min_saved_s": min_saved_s,
             "cost.learn": False,
             "index.dense": False,

@@ -38,11 +38,18 @@ def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> Non
 
 
 @with_model
-def test_sighup_is_ignored_with_one_line(tmp_path: Path) -> None:
-    """The habit of many operators neither ends a server that loads, nor one that serves."""
+def test_sighup_reads_the_settings_again(tmp_path: Path) -> None:
+    """Of a server that loads, and of one that serves; a wrong file is one error, and ends nothing."""
     with serving(tmp_path, while_loading=lambda process: process.send_signal(signal.SIGHUP)) as server:
+        eventually(lambda: server.logged("settings in force: nothing changed") != [])
+        file = tmp_path / "kvshare.yaml"
+        right = file.read_text(encoding="utf-8")
+        file.write_text(right + "sharing: [", encoding="utf-8")
         server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: len(server.logged("SIGHUP ignored")) == 2)
+        eventually(lambda: len(server.logged("SIGHUP: the settings are as before")) == 1)
+        file.write_text(right.replace("max_risk: 1.0", "max_risk: 1.0, mode: exact"), encoding="utf-8")
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: server.logged("sharing.mode is exact, was approx") != [])
         assert server.ready() == (200, "ok")
         assert server.stop() == 0
 
@@ -63,7 +70,8 @@ def test_a_cache_of_something_else_does_not_keep_it_down(tmp_path: Path) -> None
             server.complete(range(300, 400))
             assert server.stop() == 0
     files = [path for path in store.iterdir() if path.is_file() and path.stat().st_size]
-    assert {path.name for path in files} == {"tree.sqlite3", "tree.sqlite3.old", "costs.json"}
+    kept = {"costs.json", "namespaces.json", "usage.json"}
+    assert {path.name for path in files} == {"tree.sqlite3", "tree.sqlite3.old", *kept}
     assert (store / "tree.sqlite3.old").read_bytes().startswith(b"SQLite format 3")
 
 

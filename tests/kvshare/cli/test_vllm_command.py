@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvshare.cli.vllm_command import connector_options, given_options, parse_bytes
+from kvshare.cli.connector_options import connector_options, parse_bytes
+from kvshare.cli.vllm_command import given_options
 from kvshare.vllm_protocol.messages import WORKER_CLASS
 from tests.kvshare.cli.commands_of_vllm import extra, transfer
 from tests.kvshare.cli.installation import EXIT_STATUS, Installation
@@ -85,6 +86,26 @@ def test_whether_vllm_renders_is_up_to_the_user(installed: Installation, said: s
     assert sum("scale" in word for word in installed.printed("some/model", said)) == 1
 
 
+def test_another_connector_comes_after_ours(installed: Installation) -> None:
+    """Inside an outer one, which has the policy for failed loads that vLLM looks at."""
+    other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 8}}
+    outcome = installed.run("some/model", "--beside", json.dumps(other))
+    outer = transfer(outcome.document["argv"])
+    first, second = outer["kv_connector_extra_config"]["connectors"]
+    assert (outer["kv_connector"], outer["kv_load_failure_policy"]) == ("KVShareMultiConnector", "recompute")
+    assert first == transfer(installed.run("some/model").document["argv"])
+    assert second == {"kv_role": "kv_both", **other}
+
+
+@pytest.mark.parametrize("text", ["Offloading", "[]", '{"kv_role": "kv_both"}'])
+def test_another_connector_that_is_none(installed: Installation, text: str) -> None:
+    """The error quotes it and gives an example."""
+    outcome = installed.run("some/model", "--beside", text)
+    assert outcome.code == 2
+    assert "--beside" in outcome.stderr
+    assert "OffloadingConnector" in outcome.stderr
+
+
 def test_our_options_may_stand_anywhere(installed: Installation) -> None:
     """Options of this command are taken out wherever they are, and the others keep their order."""
     theirs = ["-tp", "2", "-xh", "-O3", "--foo_bar=1", "--rope.x", "2", "--help=max", "-h", "--help"]
@@ -128,6 +149,28 @@ def test_ranks_elsewhere_are_refused(installed: Installation, said: list[str]) -
     outcome = installed.run("some/model", "-dp", "2", *said)
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "--vllm-url for each" in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+def test_a_disk_is_divided_among_the_ranks(installed: Installation) -> None:
+    """By default it has twice the memory; its folder is absolute, as vLLM may run elsewhere."""
+    own = extra(installed.printed("some/model", "-dp", "2", "--kv-bytes", "2GiB", "--disk", "/kv"))
+    assert (own["disk_path"], own["disk_bytes"], own["max_bytes"]) == ("/kv", 2 * 2**30, 2**30)
+    own = extra(installed.printed("some/model", "--disk", "kv", "--disk-bytes", "1TB"))
+    assert (Path(str(own["disk_path"])).is_absolute(), own["disk_bytes"]) == (True, 10**12)
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (["--disk-bytes", "8GiB"], "there is no --disk"),
+        (["--disk", "/kv", "--disk-bytes", "1GiB"], "expected at least --kv-bytes"),
+    ],
+)
+def test_a_disk_that_cannot_be_is_refused(installed: Installation, said: list[str], problem: str) -> None:
+    """Before vLLM starts."""
+    outcome = installed.run("some/model", *said)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert problem in " ".join(outcome.stderr.replace("│", " ").split())
 
 
 def test_help_before_the_model_is_ours(installed: Installation) -> None:
@@ -225,3 +268,13 @@ def test_models_with_some_windows_keep_their_kv_in_one_group(
     assert ("--disable-hybrid-kv-cache-manager" in added) == helps
     said = installed.run(str(tmp_path / "model"), *given).stderr
     assert ("if vLLM retains that of windowed layers" in said) == helps
+
+
+def test_windows_of_a_multimodal_model_are_seen(installed: Installation, tmp_path: Path) -> None:
+    """Its layers are those of its text model, in a part of its configuration."""
+    kinds = ["sliding_attention", "full_attention"]
+    text = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 64}
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert "--disable-hybrid-kv-cache-manager" in installed.printed(str(tmp_path / "model"))

@@ -25,7 +25,7 @@ from tests.proxy.fake_engine import Behaviour
 
 BYTES_PER_TOKEN = 9216  # of the forms model
 CAPACITY = 2000  # tokens
-CONFIG = f"store: {{kv_bytes: {CAPACITY * BYTES_PER_TOKEN}}}\n"
+CONFIG = f"store: {{kv_bytes: {CAPACITY * BYTES_PER_TOKEN}, disk_bytes: 0}}\n"
 WORDS = (
     "window",
     "garden",

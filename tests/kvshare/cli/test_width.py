@@ -16,6 +16,7 @@ from kvshare.cli.checks import found
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
 from tests.kvshare.cli.costs import COSTS
+from tests.kvshare.cli.tenant_views import TENANT_VIEWS
 from tests.kvshare.replay.report.small_results import results
 
 WIDTH = 80
@@ -75,6 +76,7 @@ DONOR = {
 SPAN = {"start": 130_000, "end": 131_072, "kind": "placeholder", "donor": NODE, "shift": -131_072}
 PREDICTION = {
     "expected": 0.0123,
+    "bound": 0.0321,
     "inherited": 0.001,
     "limit": 0.02,
     "rule": "windows",
@@ -194,8 +196,26 @@ GPU = {
 }
 LIBRARIES = {"torch": "2.13.0+cpu", "sentence-transformers": "5.6.0", "vllm": None}
 
+TIER = {
+    "name": "memory",
+    "num_segments": 456_789,
+    "num_bytes": 123_456_789_012,
+    "max_bytes": 234_567_890_123,
+    "num_hits": 1_234_567,
+    "num_misses": 123_456,
+    "num_due_bytes": 1_234_567_890,
+    "num_written": 456_789,
+    "num_dropped": 12,
+    "num_late": 1_234,
+    "problem": "the disk is full",
+}
+DAMAGE = {"file": "0123456789abcdef.safetensors", "problem": "layer 27 is not what was written"}
+
 DOCUMENTS: Mapping[str, Any] = {
     "stats": {"totals": MANY, "namespaces": [{**MANY, "namespace": DIGEST}], "pins": PINS, "costs": COSTS},
+    "tiers": {"tiers": [TIER, {**TIER, "name": "disk"}]},
+    "store_verify": {"num_objects": 456_789, "num_bytes": 10**11, "seconds": 123.4, "damaged": [DAMAGE]},
+    "store_gc": {"dry_run": True, "num_files": 456_789, "num_bytes": 123_456_789_012},
     "tree": {"roots": [prompt(prompt(prompt(prompt(num_children=34)))), prompt()]},
     "node": {
         **prompt(),
@@ -228,6 +248,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "verify": VERIFIED,
     "doctor": {"checks": CHECKS},
     "version": {"kvshare": "0.2.0", "python": "3.11.7", "libraries": LIBRARIES},
+    **TENANT_VIEWS,
     "key": {"key": "kvs-" + "a" * 43, "sha256": "0" * 64},
     "bench": json.loads((MEASURED / "index.json").read_text("utf-8")),
     "bench gpu": GPU,

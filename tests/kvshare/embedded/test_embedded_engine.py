@@ -134,7 +134,7 @@ async def test_requests_that_must_not_be_stored_leave_nothing(engine: EmbeddedEn
 async def test_storing_stays_within_the_budget(tmp_path: Path) -> None:
     """Least recently used prompts go; the tree's bytes are the tier's bytes."""
     bytes_per_token = 2 * 3 * 2 * 16 * 4
-    engine = engine_at(tmp_path, **{"store.kv_bytes": 500 * bytes_per_token})
+    engine = engine_at(tmp_path, **{"store.kv_bytes": 500 * bytes_per_token, "store.disk_bytes": 0})
     await engine.start()
     try:
         for seed in range(6):

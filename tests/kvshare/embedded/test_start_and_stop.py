@@ -19,13 +19,13 @@ from tests.kvshare.embedded.tiny_engine import engine_at, events, prompt, reques
 
 
 async def test_a_restart_forgets_prompts_whose_kv_is_gone(tmp_path: Path) -> None:
-    """KV dies with the process; the metadata that pointed to it leaves at the next start."""
-    engine = engine_at(tmp_path)
+    """Without a disk tier KV dies with the process; what pointed to it leaves at the next start."""
+    engine = engine_at(tmp_path, **{"store.disk_bytes": 0})
     await engine.start()
     await stored(engine, prompt(200))
     assert engine.status().num_nodes == 1
     await engine.stop()
-    again = engine_at(tmp_path)
+    again = engine_at(tmp_path, **{"store.disk_bytes": 0})
     await again.start()
     try:
         assert again.status().num_nodes == 0

@@ -41,6 +41,7 @@ def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngi
         "cost.min_saved_fraction": 0.0,
         "cost.measure_at_start": False,
         "control.unshared_share": 0.0,
+        "sharing.max_risk": 1.0,
     }
     settings = load_settings(overrides={"store.path": str(path), **defaults, **overrides})
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from delta_tree import SegmentId
 from kvshare.fleet.client import ServedModels
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.routed_request import Incoming, RoutedRequest
 from kvshare.namespace import Owner
+from kvshare.sharing.rates import Rates
+from kvshare.vllm_protocol.messages import Dropped
+from kvshare.vllm_protocol.places import Moved
 
 
 def fleet_of(*names: str) -> Fleet:
@@ -59,6 +63,17 @@ def test_the_idlest_replica_comes_first() -> None:
     fleet.replicas[0].num_inflight = 1
     fleet.replicas[1].models = None
     assert names(fleet) == "ca"
+
+
+def test_a_replica_knows_what_lies_in_its_blocks() -> None:
+    """As its connector reports it; what came again after it had left is there."""
+    (replica,) = fleet_of("a").replicas
+    one, two, three = (SegmentId(number) for number in (1, 2, 3))
+    replica.note_places(Moved((one, two)))
+    replica.note_places(Moved((three, one), (one, two)))
+    replica.note_places(Dropped((three,)))
+    rates = Rates.linear(1e4, 1e9)
+    assert [each in replica.queue(rates).in_blocks for each in (one, two, three)] == [True, False, False]
 
 
 def test_a_prefill_is_alone_if_no_other_one_overlaps_it() -> None:

@@ -16,6 +16,8 @@ from kvshare.admin import Evict, Pin
 from kvshare.errors import RequestError
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
+from kvshare.namespace import Owner
+from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment
 from tests.kvshare.fleet.reports import offer, prompt, whole
 
@@ -87,8 +89,46 @@ def test_prompts_of_any_number_of_namespaces_share_a_replicas_memory(keeper: Rep
     assert other is not None
     order = keeper.tree._forest.eviction_order
     assert set(order._memory_of) == {"salt 37", "salt 38", "salt 39", "salt b"}
-    assert set(order._ranks) == {None, "a", "b"}
+    assert set(order._ranks) == {None, "a", "b", *order._memory_of}
     assert set(order._floors) == {"a"}
+
+
+def test_a_tenant_above_its_bytes_evicts_its_own_prompts(keeper: ReplicaKeeper) -> None:
+    """At its replica, and at others: the limit is for all. Another tenant's prompts and pinned ones stay."""
+    for namespace in ("shared", "salted"):
+        keeper.tenants.note(namespace, Owner("acme", "tenant"))
+    keeper.tenants.note("other", Owner("globex", "tenant"))
+    keeper.tenants.use_limits({"acme": 1000}.get)
+    other = offer(keeper, whole(), prompt(0), namespace="other", max_bytes=5000)
+    first = offer(keeper, whole(), prompt(1), namespace="shared", max_bytes=5000)
+    second = offer(keeper, whole(), prompt(2), replica="b", namespace="salted", max_bytes=5000)
+    third = offer(keeper, whole(), prompt(3), namespace="salted", max_bytes=5000)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert other is not None
+    assert {node.node_id for node in keeper.tree.nodes()} == {other.node_id, second.node_id, third.node_id}
+    assert keeper.telemetry.counts().evictions[EvictionCause.QUOTA] == 1
+    keeper.execute(Pin(node=second.node_id))
+    keeper.execute(Pin(node=third.node_id))
+    assert offer(keeper, whole(), prompt(4), namespace="shared", max_bytes=5000) is None
+    keeper.tenants.use_limits({"acme": 0}.get)
+    assert offer(keeper, whole(), prompt(5), namespace="shared", max_bytes=5000) is None
+    assert len(keeper.tree.nodes()) == 3
+
+
+def test_evictions_of_one_tenant_give_its_prompts_no_rank_before_others(keeper: ReplicaKeeper) -> None:
+    """However many it has had: those that are not used leave first when another tenant needs room."""
+    keeper.tenants.note("busy", Owner("acme", "tenant"))
+    keeper.tenants.note("quiet", Owner("globex", "tenant"))
+    keeper.tenants.use_limits({"acme": 1000}.get)
+    for number in range(20):
+        assert offer(keeper, whole(), prompt(number), namespace="busy", max_bytes=1500) is not None
+    stored = [
+        offer(keeper, whole(), prompt(100 + number), namespace="quiet", max_bytes=1500) for number in range(3)
+    ]
+    assert None not in stored
+    assert {node.namespace for node in keeper.tree.nodes()} == {"quiet"}
 
 
 def test_what_is_kept_counts_for_its_replica(keeper: ReplicaKeeper) -> None:

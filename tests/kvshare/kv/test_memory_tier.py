@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from delta_tree import SegmentId, Span
+from delta_tree import Segment, SegmentId, Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV, SequenceKV
 from kvshare.kv.tier import MemoryTier
@@ -14,12 +14,16 @@ def segment(tokens: int = 4, dtype: torch.dtype = torch.float32) -> SegmentKV:
     return SegmentKV((k, v))
 
 
+def put(tier: MemoryTier, number: int, kv: SegmentKV) -> None:
+    tier.put(Segment(SegmentId(number), "ns", 0, kv.num_tokens, 0, kv.num_bytes, kv.checksum()), kv)
+
+
 def test_bytes_are_counted_in_and_out() -> None:
     """What went in comes out; unknown ids are ignored."""
     tier = MemoryTier(10**6)
     first, second = segment(4), segment(6)
-    tier.put(SegmentId(1), first, first.checksum())
-    tier.put(SegmentId(2), second, second.checksum())
+    put(tier, 1, first)
+    put(tier, 2, second)
     assert tier.num_bytes == first.num_bytes + second.num_bytes
     assert tier.drop([SegmentId(1), SegmentId(9), SegmentId(1)]) == [SegmentId(1)]
     assert tier.num_bytes == second.num_bytes
@@ -30,9 +34,9 @@ def test_bytes_are_counted_in_and_out() -> None:
 def test_a_segment_is_never_overwritten() -> None:
     """Ids are unique; a second put under the same id is a bug and says so."""
     tier, kv = MemoryTier(10**6), segment()
-    tier.put(SegmentId(1), kv, kv.checksum())
+    put(tier, 1, kv)
     with pytest.raises(ValueError, match="already held"):
-        tier.put(SegmentId(1), segment(), 0)
+        put(tier, 1, segment())
     assert tier.fetch([SegmentId(1)]).segments == {SegmentId(1): kv}
 
 
@@ -42,7 +46,7 @@ def test_one_flipped_value_is_a_miss(dtype: torch.dtype) -> None:
     tier = MemoryTier(10**6)
     for number, name in enumerate(("k", "v")):
         kv = segment(dtype=dtype)
-        tier.put(SegmentId(number), kv, kv.checksum())
+        put(tier, number, kv)
         assert tier.fetch([SegmentId(number)]).segments == {SegmentId(number): kv}
         getattr(kv, name)[1, 3, 2, 7] += 1
         assert tier.fetch([SegmentId(number)]).missing == {SegmentId(number)}
@@ -71,7 +75,7 @@ def test_a_flipped_bit_in_any_byte_is_a_miss() -> None:
     for plane in sequence.planes:
         plane.copy_(torch.randn(plane.shape))
     kv = sequence.cut(Span(1, 6))
-    tier.put(SegmentId(1), kv, kv.checksum())
+    put(tier, 1, kv)
     for plane in kv.planes:
         raw = plane.flatten().view(torch.uint8)
         for place in range(len(raw)):

@@ -31,6 +31,13 @@ def test_each_kind_of_rotation_is_found_among_all(table: torch.Tensor, first: in
     assert found.control > 4
 
 
+def test_tables_of_layers_with_larger_heads_are_no_candidates() -> None:
+    """Layers of several head sizes have tables of several lengths."""
+    larger = 1.0 / 10_000.0 ** (torch.arange(8) / 8)
+    found = find_movement([larger, FAST], observed(Movement.turning(FAST)), tolerance=FLOAT32)
+    assert found.movement == Movement.turning(FAST)
+
+
 def test_rows_without_positions_stay() -> None:
     assert find_movement([FAST, SLOW], observed(STAYS), tolerance=FLOAT32).movement == STAYS
 
@@ -129,3 +136,55 @@ def test_a_table_that_is_wrong_in_a_few_dimensions_is_not_proved() -> None:
     wrong[2] *= 3
     found = find_movement([wrong], observed(true, here), tolerance=6e-2)
     assert found.movement is None
+
+
+class TestKeysOfEightBits:
+    """As vLLM's cache stores them. `-k eight_bits -s` prints the errors that docs/vllm.md has."""
+
+    TURN = Movement.turning(1.0 / 10_000.0 ** (torch.arange(32) / 32))
+
+    @staticmethod
+    def keys() -> torch.Tensor:
+        return 9.0 * torch.randn(4000, 2, 64, generator=torch.Generator().manual_seed(1))
+
+    @staticmethod
+    def error(numbers: torch.Tensor, exact: torch.Tensor) -> float:
+        return float(((numbers - exact).square().mean() / exact.square().mean()).sqrt())
+
+    @pytest.mark.parametrize(("dtype", "rounding"), [("float8_e4m3fn", 0.0264), ("float8_e5m2", 0.0528)])
+    def test_eight_bits_are_rounded_once_more(self, dtype: str, rounding: float) -> None:
+        """
+        Two roundings that do not depend on each other, against one of a key that is computed there; fewer
+        where a pair turns so slowly that it stays.
+        """
+        keys, there = self.keys(), self.TURN.moved(self.keys(), 41)
+        stored, computed = keys.to(getattr(torch, dtype)), there.to(getattr(torch, dtype))
+        quantised, moved = (
+            self.error(computed.float(), there),
+            self.error(self.TURN.moved(stored, 41).float(), there),
+        )
+        print(f"{dtype}: quantised {quantised:.4f}, moved {moved:.4f}")  # noqa: T201  the table's figures
+        assert quantised == pytest.approx(rounding, rel=0.02)
+        assert 1.2 * quantised < moved < 1.02 * 2**0.5 * quantised
+
+    @pytest.mark.parametrize("scale", [[0.037], [0.25, 3.7]])
+    def test_a_scale_cancels_out(self, scale: list[float]) -> None:
+        """Of a layer, or of each head: both numbers of a pair have the same."""
+        factor = torch.tensor(scale)[:, None]
+        stored = (self.keys() / factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+        by_numbers = self.TURN.moved(stored.float() * factor, 41) / factor
+        in_place = self.TURN.moved(stored, 41).float()
+        differ = in_place != by_numbers.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert float(differ.float().mean()) < 1e-4  # where the product is rounded over the middle of a step
+        per_dim = torch.linspace(0.5, 2.0, 64)  # which pairs do not have in common
+        wrong = self.TURN.moved(stored.float() * per_dim, 41) / per_dim
+        assert float((in_place != wrong.to(torch.float8_e4m3fn).float()).float().mean()) > 0.5
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_what_does_not_fit_becomes_the_largest(self, dtype: torch.dtype) -> None:
+        """The longest pair there is, turned into one dimension."""
+        largest = torch.finfo(dtype).max
+        pair = torch.tensor([largest, largest]).to(dtype)
+        eighth = Movement((torch.pi / 4,))
+        assert eighth.moved(pair, 1).float().tolist() == pytest.approx([0.0, largest], abs=largest * 1e-6)
+        assert eighth.moved(pair, -1).float().tolist()[0] == largest

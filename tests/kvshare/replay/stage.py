@@ -55,6 +55,7 @@ class Stage:
     capacity_tokens: int
     embedder: TextEmbedder | None = None
     repair_rule: str = "windows"
+    max_risk: float = 0.02
 
     @property
     def model(self) -> Path:
@@ -72,12 +73,14 @@ class Stage:
             overrides={
                 "store.path": str(self.folder / name),
                 "store.kv_bytes": self.capacity_bytes,
+                "store.disk_bytes": 0,  # a replay has memory only
                 "model.path": str(self.model),
                 "model.dtype": "float32",
                 "cost.prior_prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
                 "cost.learn": False,
                 "control.unshared_share": 0.0,  # a replay has no controller
                 "repair.rule": self.repair_rule,
+                "sharing.max_risk": self.max_risk,
                 "sharing.calibration": str(FOLDER / "smollm2-135m-instruct.json"),  # a replay has no model
                 "index.dense": self.embedder is not None,
                 "index.dense_min_tokens": 64,  # also where tokens found something

@@ -69,7 +69,7 @@ def test_configured_kvshare_repairs_and_refuses() -> None:
     assert refused.num_refused == 100
 
 
-BOLD = "max_deviation=9"  # in prompts as short as those below every move is far
+BOLD = "max_deviation=9:max_risk=1"  # in prompts as short as those below every move is far
 
 
 def losses_of(requests: Sequence[TokenizedRequest], arm_name: str = "kvshare-fingerprints") -> dict[str, int]:

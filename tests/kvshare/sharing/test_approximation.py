@@ -13,7 +13,8 @@ from kvshare.sharing.calibration import cautious
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.prediction import FEATURES, Calibration
-from tests.kvshare.sharing.judged_plans import LIMIT, SETTINGS, TOKENS, judged, limits, planned
+from kvshare.sharing.risk import REGIMES
+from tests.kvshare.sharing.judged_plans import LIMIT, SETTINGS, TOKENS, certified, judged, limits, planned
 from tests.kvshare.sharing.prompts import prompt, replaced, stored
 
 
@@ -156,3 +157,50 @@ def test_an_unknown_model_shares_edits_in_place(tree: DeltaTree, num_tokens: int
     assert isinstance(plan, Plan)
     assert plan.decision == "approx"
     assert plan.num_copied > num_tokens // 4
+
+
+def test_a_plan_is_repaired_until_its_kind_was_certified(tree: DeltaTree) -> None:
+    """The mean would do without repair; too many of such answers would be above the limit."""
+    by_place = certified(judged(LIMIT / 10), most=0.0)
+    chosen = certified(judged(LIMIT / 10, 1.0), most=LIMIT / 100)
+    plan = planned(tree, limits(by_place, chosen, max_risk=0.02))
+    assert isinstance(plan, Plan)
+    assert plan.prediction is not None
+    assert (plan.decision, plan.prediction.rule, plan.prediction.bound) == ("approx", "attention", LIMIT)
+    assert LIMIT / 1000 < plan.deviation <= LIMIT / 100
+
+
+@pytest.mark.parametrize(("most", "limit"), [(LIMIT / 20, LIMIT), (LIMIT, LIMIT * 2)])
+def test_what_was_not_certified_is_not_shared(tree: DeltaTree, most: float, limit: float) -> None:
+    """Plans above the highest typical deviation, or with a limit above that of the settings."""
+    each = certified(judged(LIMIT / 10), most=most, limit=limit)
+    plan = planned(tree, limits(each, each, max_risk=0.02))
+    assert (plan.reason, isinstance(plan, Plan) and plan.decision) == ("deviates_too_much", "exact")
+    assert plan.prediction is not None
+    assert plan.prediction.expected == pytest.approx(LIMIT / 10)
+    assert plan.prediction.bound > LIMIT
+
+
+def test_each_regime_has_its_own_certificate(tree: DeltaTree) -> None:
+    """In place: 100 tokens replaced. Moved: 300 new in front. Composed: two donors, one behind the other."""
+    donor, other = stored(tree, TOKENS), stored(tree, prompt(900, seed=5))
+    asked = {
+        "in_place": (replaced(TOKENS, (400, 500)), (donor,)),
+        "moved": (token_ids(np.concatenate([prompt(300, seed=3), TOKENS])), (donor,)),
+        "composed": (
+            token_ids(np.concatenate([prompt(30, seed=3), TOKENS[:900], other.token_ids])),
+            (donor, other),
+        ),
+    }
+    for certain in REGIMES:
+        each = certified(judged(LIMIT / 10), most=LIMIT, regimes=(certain,))
+        given = limits(each, each, max_risk=0.02)
+        given = replace(given, sharing=given.sharing.model_copy(update={"max_donors": 2}))
+        shared = {
+            regime
+            for regime, (tokens, donors) in asked.items()
+            if isinstance(plan := planned(tree, given, tokens, *donors), Plan)
+            and plan.decision == "approx"
+            and (regime != "composed" or len(plan.donors) > 1)
+        }
+        assert shared == {certain}

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from delta_tree import Copy, NodeId, SegmentId
@@ -21,7 +22,19 @@ from kvshare.sharing.calibration import (
     read_calibration,
     shipped,
 )
-from kvshare.sharing.prediction import Shape, shape_of
+from kvshare.sharing.prediction import Calibration, Shape, shape_of
+from kvshare.sharing.risk import ANY_DEVIATION, RiskTable
+
+WITHOUT_RISKS = json.dumps(
+    of_default_model().as_document()
+    | {
+        "rules": {
+            rule: {key: value for key, value in each.as_document().items() if key != "risks"}
+            for rule, each in of_default_model().rules.items()
+        }
+    }
+)
+"""A file of a version that predicted means only."""
 
 
 def shape(shift: int) -> Shape:
@@ -50,25 +63,63 @@ def test_a_shipped_calibration_is_plausible(path: Path) -> None:
         )
         assert near == sorted(near, reverse=True)
         assert far == sorted(far, reverse=True)
-        assert all(1e-9 < one < other < 10 for one, other in zip(near, far, strict=True))
+        assert all(1e-9 < one < 10 for one in (*near, *far))
+        if "window" in calibration.measured["suites"]:  # text that moved was measured
+            assert all(one < other for one, other in zip(near, far, strict=True))
 
 
-def test_a_prompt_longer_than_any_measured_is_taken_to_be_worse() -> None:
-    """Where text comes from elsewhere; an edit in place is none in a long prompt, either."""
+@pytest.mark.parametrize(("shift", "growth"), [(0, 1), (300, 2)])
+def test_a_prompt_longer_than_any_measured_is_taken_to_be_worse(shift: int, growth: float) -> None:
+    """Twice as far off as the longest that were measured, and further with its length where text moved."""
     known = of_default_model()
+    worst = replace(known.rules["windows"], at_length=1.5)
+    known = replace(known, rules={"windows": worst, "attention": worst})
     assert 1000 < known.longest < 2000
-    for shift, factor in ((0, 1), (300, 2)):
-        at_most, twice = (replace(shape(shift), num_tokens=times * known.longest) for times in (1, 2))
-        ratio = known.expected(twice, "windows", 24) / known.expected(at_most, "windows", 24)
-        assert ratio == pytest.approx(factor)
+    at_most, longer = (replace(shape(shift), num_tokens=times * known.longest) for times in (1, 2))
+    ratio = known.expected(longer, "windows", 24) / known.expected(at_most, "windows", 24)
+    assert ratio == pytest.approx(2 * 1.5 * growth)
 
 
-def test_an_unknown_model_is_taken_to_be_worse() -> None:
+@pytest.mark.parametrize(
+    ("times", "typical", "bound"),
+    [(1, 0.01, 0.02), (2, 0.0099 / 3, 2 * 0.02), (2, 0.0101 / 3, 2 * 0.1), (2, 0.02, 2 * ANY_DEVIATION)],
+)
+def test_a_bound_beyond_what_was_measured_is_twice_that_of_the_longest(
+    times: int, typical: float, bound: float
+) -> None:
+    """The longest plans were three times as far off as expected, so a third is all that is certified."""
+    table = RiskTable({0.02: {0.02: 0.01, 0.1: 0.02}})
+    nothing = (0.0,) * 9
+    judged = Calibration(
+        intercept=float(np.log10(typical)),
+        weights=nothing,
+        low=nothing,
+        high=nothing,
+        bias=1.0,
+        spread=0.0,
+        risks={"in_place": table},
+        at_length=3.0,
+    )
+    known = replace(of_default_model(), rules={"windows": judged, "attention": judged}, longest=1000)
+    found = known.bound(replace(shape(0), num_tokens=1000 * times), "windows", 24, risk=0.02)
+    assert found == pytest.approx(bound)
+
+
+def test_an_unknown_model_is_taken_to_be_as_bad_as_the_worst_known() -> None:
+    """Nine times as far off as the default model, as was measured for one of 8 B: what is shared is less."""
     unknown, known = calibration_of("nobody's"), of_default_model()
     assert unknown is cautious()
+    assert unknown.caution == 9
     ratio = unknown.expected(shape(0), "windows", 24) / known.expected(shape(0), "windows", 24)
     assert ratio == pytest.approx(unknown.caution)
-    assert unknown.caution > 1
+    for repaired in (10, 24, 100, 300):
+        bounds = [each.bound(shape(0), "windows", repaired, risk=0.02) for each in (known, unknown)]
+        assert bounds == sorted(bounds)
+
+
+def test_where_the_mean_is_limited_it_is_the_bound() -> None:
+    known = of_default_model()
+    assert known.bound(shape(0), "windows", 24, risk=1) == known.expected(shape(0), "windows", 24)
 
 
 def test_a_named_file_is_used(tmp_path: Path) -> None:
@@ -80,7 +131,8 @@ def test_a_named_file_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("bias", float("nan")), ("intercept", float("inf")), ("bias", 0), ("slope", 0)]
+    ("key", "value"),
+    [("bias", float("nan")), ("intercept", float("inf")), ("bias", 0), ("slope", 0), ("at_length", 0.9)],
 )
 def test_numbers_that_would_open_the_gate_are_refused(key: str, value: float) -> None:
     document = json.loads(json.dumps(of_default_model().as_document()))
@@ -92,7 +144,8 @@ def test_numbers_that_would_open_the_gate_are_refused(key: str, value: float) ->
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"model": "m", "fingerprint": "f", "rules": {"windows": {}}}', None]
+    "content",
+    ["", "[]", "{}", '{"model": "m", "fingerprint": "f", "rules": {"windows": {}}}', None, WITHOUT_RISKS],
 )
 def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "broken.json"
@@ -111,4 +164,5 @@ def test_what_is_used_is_said(caplog: pytest.LogCaptureFixture) -> None:
         log_calibration(cautious(), "another")
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in said] == ["INFO", "WARNING", "WARNING"]
+    assert f"up to {known.longest} tokens" in said[0][1]
     assert all("kvshare calibrate" in text for _, text in said[1:])

@@ -9,7 +9,7 @@ import pytest
 
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import LOAD, LOOKUP, PASS, PREFILL, CostModel, rates_of
-from kvshare.sharing.rates import ANYTHING, MEMORY, LoadRate, MinSaved, PrefillWork, Queue, Rates
+from kvshare.sharing.rates import ANYTHING, BLOCKS, MEMORY, LoadRate, MinSaved, PrefillWork, Queue, Rates
 
 BYTES = 131_072  # of a token's KV
 # About those of an H100 with a model of 8 billion parameters.
@@ -55,6 +55,19 @@ def test_a_wrong_prior_is_forgotten_within_a_few_prefills(rate: str, factor: flo
         cost.observe_prefill(length, TRUE.full_s(length))
     for length in (1024, 4096, 16_384, 30_000):
         assert cost.rates.full_s(length) == pytest.approx(TRUE.full_s(length), rel=0.1)
+
+
+def test_a_device_that_computes_a_thousand_times_as_fast_has_fixed_costs() -> None:
+    """They do not shrink with the rate of tokens: one prefill and one plan of three lengths are enough."""
+    fast = replace(TRUE, token_s=8.6e-7, pair_s=9.7e-11, pass_s=0.0038, reused_s=0.0)
+    cost = CostModel.from_settings(SETTINGS, bytes_per_token=BYTES, num_extra_passes=1)
+    for length in (256, 2048, 8192):
+        cost.observe_prefill(length, fast.full_s(length))
+        cost.observe(edited(length, 0.01), fast.seconds(edited(length, 0.01)))
+    for length in (256, 1024, 8192):
+        assert cost.rates.full_s(length) == pytest.approx(fast.full_s(length), rel=0.05)
+        work = edited(length, 0.05)
+        assert cost.rates.seconds(work) == pytest.approx(fast.seconds(work), rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
@@ -109,6 +122,30 @@ def test_loads_have_a_fixed_part() -> None:
     load = cost.rates.loads[MEMORY]
     assert load.fixed_s == pytest.approx(0.003, rel=0.02)
     assert 1 / load.byte_s == pytest.approx(40e9, rel=0.02)
+
+
+def test_each_place_has_a_rate_of_its_own() -> None:
+    """Until something was copied from blocks, they are as fast as host memory."""
+    cost = CostModel.from_settings(SETTINGS, bytes_per_token=BYTES, places=(MEMORY, BLOCKS))
+    for num_bytes in (10**6, 10**8, 10**9) * 3:
+        cost.observe_load(num_bytes, num_bytes / 40e9)
+    assert cost.rates.loads[BLOCKS] == cost.rates.loads[MEMORY]
+    assert cost.measured == {LOAD}
+    for num_bytes in (10**6, 10**8, 10**9) * 3:
+        cost.observe_load(num_bytes, num_bytes / 900e9, place=BLOCKS)
+    bytes_per_s = [1 / cost.rates.loads[place].byte_s for place in (MEMORY, BLOCKS)]
+    assert bytes_per_s == [pytest.approx(40e9, rel=0.02), pytest.approx(900e9, rel=0.02)]
+    assert cost.measured == {LOAD, BLOCKS}
+
+
+@pytest.mark.parametrize(("num_in_blocks", "bytes_per_s"), [(0, 40e9), (1000, 800e9)])
+def test_a_load_takes_what_its_places_take(num_in_blocks: int, bytes_per_s: float) -> None:
+    """All of it from host memory, or all from blocks."""
+    loads = {MEMORY: LoadRate(0.0, 1 / 40e9), BLOCKS: LoadRate(0.0, 1 / 800e9)}
+    rates = replace(TRUE, loads=loads, bytes_per_token=BYTES)
+    work = PrefillWork(100, 1e5, num_reused=1000, num_in_blocks=num_in_blocks)
+    assert rates.estimate(1100, work).load_s == pytest.approx(1000 * BYTES / bytes_per_s)
+    assert rates.best_case(1100).load_s == pytest.approx(1099 * BYTES / 800e9)
 
 
 def test_what_was_measured_is_known() -> None:
@@ -223,3 +260,14 @@ def test_what_takes_as_long_as_expected_changes_no_rate() -> None:
     assert cost.rates is before
     cost.observe_prefill(4096, 1.5 * TRUE.full_s(4096))
     assert cost.rates is not before
+
+
+def test_planning_is_learned_by_itself() -> None:
+    """Searches that find nothing are not followed by it, and must not make it seem short."""
+    cost = believed()
+    for _ in range(8):
+        cost.observe_lookup(4096, 0.001)
+        cost.observe_lookup(4096, 0.001, planning_s=0.006)
+    assert cost.rates.lookup.seconds(4096) == pytest.approx(0.001, rel=0.05)
+    assert cost.rates.planning.seconds(4096) == pytest.approx(0.006, rel=0.05)
+    assert cost.rates.lookup_s(4096) == pytest.approx(0.007, rel=0.05)

@@ -19,7 +19,7 @@ from delta_tree import (
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node
 from kvshare.sharing.plan import NoPlan, Plan
-from tests.kvshare.sharing.judged_plans import EDITED, LIMIT, TOKENS, judged, limits, planned
+from tests.kvshare.sharing.judged_plans import EDITED, LIMIT, TOKENS, certified, judged, limits, planned
 from tests.kvshare.sharing.prompts import prompt, replaced, stored
 
 
@@ -234,3 +234,25 @@ def test_a_chats_own_kv_is_shared_where_the_rest_would_be_too_far_off(tree: Delt
     assert isinstance(plan, Plan)
     assert (plan.exact_length, plan.num_copied) == (300, 700)
     assert (plan.deviation, plan.reason) == (LIMIT / 2, "deviates_too_much")
+
+
+@pytest.mark.parametrize(("carried", "decision"), [(0.45, "approx"), (0.55, "full")])
+def test_what_copies_carry_counts_twice_in_a_bound(tree: DeltaTree, carried: float, decision: str) -> None:
+    """A chat that goes on behind its own approximate KV; the mean alone would be within the limit."""
+    node = off_by(tree, TOKENS, 0, LIMIT * carried)
+    following = token_ids(np.concatenate([TOKENS, prompt(50, seed=4)]))
+    plan = planned(tree, limits(judged(1.0), judged(1.0), max_risk=0.02), following, node)
+    assert (plan.decision if isinstance(plan, Plan) else "full") == decision
+    if isinstance(plan, Plan):
+        assert plan.prediction is not None
+        assert plan.prediction.bound == pytest.approx(2 * plan.prediction.expected)
+
+
+def test_what_copies_carry_is_added_to_a_bound(tree: DeltaTree) -> None:
+    """Donors that use up half of the limit leave half for what is certified of the plan itself."""
+    node = off_by(tree, TOKENS, 300, LIMIT / 4)
+    for limit, decision in ((LIMIT / 2, "approx"), (LIMIT * 0.6, "exact")):
+        each = certified(judged(LIMIT / 20), most=LIMIT, limit=limit)
+        plan = planned(tree, limits(each, each, can_probe=False, max_risk=0.02), EDITED, node)
+        assert isinstance(plan, Plan)
+        assert plan.decision == decision

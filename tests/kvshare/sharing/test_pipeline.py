@@ -13,6 +13,7 @@ from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import LoadRate
 from kvshare.telemetry import Component, FallbackReason
+from tests.kvshare.sharing.prompts import replaced
 from tests.kvshare.sharing.tiny_sharing import (
     FixedNominator,
     _schema,
@@ -107,6 +108,19 @@ async def test_looking_up_changes_nothing(model: EmbeddedModel) -> None:
     assert (used.num_hits, used.last_used_at >= donor.last_used_at) == (1, True)
 
 
+@pytest.mark.parametrize(("asked", "limit"), [(None, 0.05), (9.0, 0.05), (0.01, 0.01), (0.0, 0.0)])
+async def test_a_request_may_lower_the_limit_and_not_raise_it(
+    model: EmbeddedModel, asked: float | None, limit: float
+) -> None:
+    sharing = sharing_with(FixedNominator(), model)
+    wanted = prompt(400)
+    donor_for(sharing, model, replaced(wanted.token_ids, (100, 104)))
+    lookup = await sharing.find_plan("ns", wanted, SharingMode.APPROX, max_deviation=asked)
+    assert lookup.plan.prediction is not None
+    assert lookup.plan.prediction.limit == limit
+    assert (lookup.plan.reason is None) == (limit > 0)
+
+
 async def test_looking_up_evicts_nobody(model: EmbeddedModel) -> None:
     """A donor whose KV is gone stays until a request is served by what was found without it."""
     sharing = sharing_with(FixedNominator(), model)
@@ -156,10 +170,10 @@ async def test_meaning_is_searched_only_where_it_may_save_much_more(model: Embed
         dense: ClassVar[list[bool]] = []
 
     nominator = Asked()
-    sharing = sharing_with(nominator, model, dense_max_share=0.1)  # of 900 ms that 1,000 tokens save
-    sharing.cost.observe_embedding(500, 0.05)
+    sharing = sharing_with(nominator, model, dense_max_share=0.02)  # of 900 ms that 1,000 tokens save
+    sharing.cost.observe_embedding(500, 0.01)
     sharing.cost.observe_prefill(500, 0.5)
-    sharing.cost.rates = replace(sharing.cost.rates, embedding=LoadRate(0.05, 0.0))
+    sharing.cost.rates = replace(sharing.cost.rates, embedding=LoadRate(0.01, 0.0))
     for length, mode in ((500, "approx"), (600, "approx"), (600, "exact")):
         await sharing.find_plan("ns", prompt(length), SharingMode(mode))
     assert nominator.dense == [False, True, False]

@@ -21,11 +21,14 @@ from kvshare.settings import load_settings
 from kvshare.sharing.limits import MAX_GENERATION, PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan, clip, without
 from kvshare.sharing.planner import make_plan
-from kvshare.sharing.rates import Rates
+from kvshare.sharing.rates import BLOCKS, LoadRate, Queue, Rates
 from tests.kvshare.sharing.prompts import RATES, prompt, replaced, stored
 
 SETTINGS = load_settings()
-LIMITS = PlannerLimits(sharing=SETTINGS.sharing, repair=SETTINGS.repair)
+LIMITS = PlannerLimits(
+    sharing=SETTINGS.sharing.model_copy(update={"max_risk": 1.0}),  # what is certified is no question here
+    repair=SETTINGS.repair,
+)
 
 
 def plan_for(tree: DeltaTree, tokens: TokenIds, *nodes: Node, approximate: bool = True) -> Plan | NoPlan:
@@ -147,7 +150,8 @@ def test_two_donors_fill_each_others_gaps(tree: DeltaTree) -> None:
     first, second = prompt(300, seed=1), prompt(300, seed=2)
     recipient = token_ids(np.concatenate([prompt(20, seed=3), first, second]))
     nodes = [stored(tree, first), stored(tree, second)]
-    bold = replace(LIMITS, sharing=SETTINGS.sharing.model_copy(update={"max_deviation": 1.0}))
+    anything = {"max_deviation": 9.0, "max_risk": 1.0}
+    bold = replace(LIMITS, sharing=SETTINGS.sharing.model_copy(update=anything))
     plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=bold, rates=RATES)
     assert isinstance(plan, Plan)
     assert_covers_once(plan)
@@ -207,6 +211,20 @@ def test_a_plan_that_costs_more_than_it_saves_is_refused(tree: DeltaTree) -> Non
     recipient = replaced(tokens, (10, 20))
     plan = make_plan(recipient, nodes, tree.segment, approximate=True, limits=LIMITS, rates=slow)
     assert plan.reason == "does_not_pay"
+
+
+def test_a_plan_may_pay_where_its_donor_lies_in_blocks(tree: DeltaTree) -> None:
+    """And not where the same KV has to come from a slow host memory."""
+    tokens = prompt(400)
+    node = stored(tree, tokens)
+    slow = Rates.linear(prefill_tokens_per_s=1e6, load_bytes_per_s=1e3, bytes_per_token=1000)
+    rates = replace(slow, loads={**slow.loads, BLOCKS: LoadRate(0.0, 1e-12)})
+    recipient, estimates = replaced(tokens, (10, 20)), []
+    for in_blocks in (frozenset(node.pieces.segment_ids), frozenset()):
+        now = replace(rates, queue=Queue(in_blocks=in_blocks))
+        plan = make_plan(recipient, [node], tree.segment, approximate=True, limits=LIMITS, rates=now)
+        estimates.append(plan.estimate.load_s if isinstance(plan, Plan) else plan.reason)
+    assert estimates == [pytest.approx(0.0, abs=1e-6), "does_not_pay"]
 
 
 def test_kv_of_a_deep_generation_is_not_copied(tree: DeltaTree) -> None:

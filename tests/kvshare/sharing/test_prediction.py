@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from delta_tree import Copy, NodeId, SegmentId
 from kvshare.sharing.prediction import FEATURES, Calibration, Shape, shape_of
@@ -114,7 +116,21 @@ def test_a_calibration_without_a_part_is_refused(missing: str) -> None:
         Calibration.from_document(document)
 
 
-def test_a_calibration_from_before_there_was_a_slope_has_none() -> None:
-    document = CALIBRATION.as_document()
-    del document["slope"]
-    assert Calibration.from_document(document).slope == 1
+@given(st.permutations(range(6)), st.lists(st.integers(1, 90), min_size=6, max_size=6))
+def test_what_stayed_in_front_is_what_stands_before_a_stretch_in_both_prompts(
+    order: list[int], lengths: list[int]
+) -> None:
+    """Of copies in their donor's order, which are searched, and in any other; against counting."""
+    copies = [copy(100 * place, lengths[place], start=100 * start) for place, start in enumerate(order)]
+    churn = {
+        each.target_start: each.donor_start
+        - sum(
+            other.length
+            for other in copies
+            if other.target_start < each.target_start and other.donor_start < each.donor_start
+        )
+        for each in copies
+    }
+    total = sum(lengths)
+    lost = sum(max(0, churn[each.target_start]) * each.length / total for each in copies)
+    assert told(*copies)["lost"] == pytest.approx(np.log1p(lost))

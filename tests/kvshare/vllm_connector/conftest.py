@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.kvshare.vllm_connector.absent_torchvision import name_torchvision
 from tests.kvshare.vllm_connector.in_process_vllm import (
     Checkpoint,
     Copies,
@@ -42,10 +43,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         from transformers import AutoModelForCausalLM
 
         from kvshare_lab.bench.random_models import ARCHITECTURES
+        from kvshare_lab.vllm import kinds
 
         path = folder / "-".join([name, *(f"{key}={value}" for key, value in changes.items())])
         if path.exists():
             return path
+        if name in kinds.TEXT or name in kinds.MULTIMODAL:
+            assert not changes
+            return kinds.write_kind(name, path)
         config = ARCHITECTURES[name]()
         for key, value in {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, **changes}.items():
             setattr(config, key, value)
@@ -80,6 +85,7 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
         while current:
             current.pop()[1].close()
         path = name if isinstance(name, Path) else checkpoint(name)
+        name_torchvision()  # before a model is loaded, and after transformers has looked for it
         current.append((wanted, Vllm(path, **options)))
         return current[0][1]
 

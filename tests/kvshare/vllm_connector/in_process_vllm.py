@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # they import vLLM
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    from kvshare.vllm_connector.connector import KVShareConnector
     from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
@@ -44,6 +43,7 @@ NAMESPACE = "tenant-a"
 VOCAB_SIZE = 300
 
 _DEFAULTS = {
+    "skip_tokenizer_init": True,
     "enforce_eager": True,
     "worker_cls": "kvshare.vllm_connector.workers.KVShareWorker",
     "dtype": "float32",
@@ -66,6 +66,11 @@ class Answer:
         return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
 
 
+def own_connector(connector: Any) -> Any:
+    """Ours, which may be the first one inside another."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 class Vllm:
     """One `LLM` with the connector. Ids count up, so that salts and tickets never repeat by accident."""
 
@@ -78,19 +83,20 @@ class Vllm:
         *,
         max_bytes: int = 1 << 28,
         control_port: int = 0,
+        disk: Path | None = None,
+        run: int = 0,
         kv_transfer_config: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`kv_transfer_config`: changes to what `kvshare vllm` gives."""
+        """`kv_transfer_config`: changes to what `kvshare vllm` gives. Another `run` is a start of its own."""
         from vllm import LLM
 
-        own = {"control_port": control_port, "max_bytes": max_bytes}
-
+        on_disk = {"disk_path": str(disk), "disk_bytes": 1 << 30, "disk_keep_free_bytes": 0} if disk else {}
+        own = {"control_port": control_port, "max_bytes": max_bytes, **on_disk}
         self.model = model
         with one_step_ahead(bool(options.get("async_scheduling"))):
             self.llm = LLM(
                 str(model),
-                skip_tokenizer_init=True,
                 kv_transfer_config={
                     "kv_connector": "KVShareConnector",
                     "kv_role": "kv_both",
@@ -113,18 +119,16 @@ class Vllm:
     @property
     def side(self) -> SchedulerSide:
         """The connector's scheduler side."""
-        connector: KVShareConnector = self.scheduler.connector
-        assert connector._scheduler_side is not None
-        return connector._scheduler_side
+        side: SchedulerSide = own_connector(self.scheduler.connector)._scheduler_side
+        return side
 
     @property
     def worker(self) -> ConnectorWorker:
         """The connector's worker side."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed import kv_transfer
 
-        connector: KVShareConnector = get_kv_transfer_group()
-        assert connector._worker is not None
-        return connector._worker
+        worker: ConnectorWorker = own_connector(kv_transfer.get_kv_transfer_group())._worker
+        return worker
 
     def tables(self) -> list[torch.Tensor]:
         """The model's rotary frequencies, as the connector reads them."""
@@ -146,7 +150,10 @@ class Vllm:
         return Ticket(**known | fields)
 
     def ask(
-        self, *requests: tuple[Sequence[int], Ticket | None, str | None], **sampling: Any
+        self,
+        *requests: tuple[Sequence[int], Ticket | None, str | None],
+        lora_request: Sequence[Any] | None = None,
+        **sampling: Any,
     ) -> list[Answer]:
         """Run (tokens, ticket, cache_salt) requests together until nothing is left to do, saves included."""
         from vllm import SamplingParams
@@ -159,7 +166,7 @@ class Vllm:
             prompts.append(
                 {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
             )
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
         self.settle()
         return [
             Answer(
@@ -170,7 +177,15 @@ class Vllm:
             for choice in output.outputs
         ]
 
-    def begin(self, tokens: Sequence[int], ticket: Ticket, *, salt: str, max_tokens: int = 50) -> str:
+    def begin(
+        self,
+        tokens: Sequence[int],
+        ticket: Ticket,
+        *,
+        salt: str,
+        max_tokens: int = 50,
+        lora_request: Any = None,
+    ) -> str:
         """Add a request, which runs as the engine is stepped. Returns its id."""
         from vllm import SamplingParams
 
@@ -179,17 +194,17 @@ class Vllm:
         options = {"temperature": 0, "max_tokens": max_tokens, "logprobs": 5, "ignore_eos": True}
         sampling = SamplingParams(**options, extra_args=extra)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
-        self.llm.llm_engine.add_request(request_id, prompt, sampling)
+        self.llm.llm_engine.add_request(request_id, prompt, sampling, lora_request=lora_request)
         return request_id
 
     def plain(self, tokens: Sequence[int], **sampling: Any) -> Answer:
         """The answer without any sharing: nobody else's blocks, no ticket."""
         return self.ask((tokens, None, self.fresh("plain")), **sampling)[0]
 
-    def store(self, tokens: Sequence[int], **fields: Any) -> FinishedReport:
+    def store(self, tokens: Sequence[int], *, max_tokens: int = 4, **fields: Any) -> FinishedReport:
         """Make a prompt a donor. Returns its FinishedReport event."""
         ticket = self.ticket(tokens, **fields)
-        self.ask((tokens, ticket, self.fresh("tenant")))
+        self.ask((tokens, ticket, self.fresh("tenant")), max_tokens=max_tokens)
         return self.finished(ticket)
 
     def shared(
@@ -204,12 +219,21 @@ class Vllm:
         """Drop all segments of a donor. Returns how many were held."""
         return self.side.scheduler.drop([segment.segment_id for segment in event.stored])
 
+    def forget_blocks(self) -> None:
+        """As if vLLM had given the blocks of all segments away."""
+        self.side.scheduler.donors.clear()
+
     def events(self) -> tuple[JournalEvent, ...]:
         return self.side.events.read(0).events
 
     def dropped(self) -> set[int]:
         """Segments that were reported as dropped."""
         return {i for event in self.events() if event.kind == "dropped" for i in event.segment_ids}
+
+    def prefilled(self, ticket: Ticket) -> Prefilled | None:
+        """The event of a ticket whose prompt is stored while it runs, once there is one."""
+        events = (event for event in self.events() if isinstance(event, Prefilled))
+        return next((event for event in events if event.ticket_id == ticket.ticket_id), None)
 
     def finished(self, ticket: Ticket) -> FinishedReport:
         """The one FinishedReport event of a ticket."""
@@ -229,9 +253,9 @@ class Vllm:
             assert not left_over
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
-        held = set(self.side.segments.ids())
-        stored = set(self.worker.attached.store.ids()) - set(scheduler.drops.pending)
-        assert held == stored
+        assert not scheduler.donors.has_pinned
+        held = set(self.side.segments.ids()).difference(self.side.segments.only_on_disk())
+        assert held == set(self.worker.attached.store.ids()) - set(scheduler.drops.pending)
         assert self.side.segments.num_bytes <= self.side.segments.max_bytes
 
     def close(self) -> None:

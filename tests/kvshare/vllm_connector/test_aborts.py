@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,7 +11,6 @@ from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.copy_writer import RowCopy
-    from kvshare.vllm_connector.worker.transfers import PendingLoad
     from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
@@ -25,19 +24,21 @@ def test_one_that_is_aborted_while_it_is_loaded(
     """Its blocks are free once the load is over, whatever that came to; nobody takes them for filled."""
     from vllm.v1.request import RequestStatus
 
+    from kvshare.vllm_connector.worker.load_copies import row_copies
+
     tokens = text(600, 13)
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, (0, 590)), exact_length=590)
-    may_copy, row_copies = threading.Event(), vllm.worker.parts.transfers._row_copies
+    may_copy = threading.Event()
 
-    def copy_late(load: PendingLoad) -> list[RowCopy]:
+    def copy_late(*given: Any) -> list[RowCopy]:
         may_copy.wait()
         if fails:
             raise RuntimeError("out of memory, say")
-        return row_copies(load)
+        return row_copies(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm.worker.parts.transfers, "_row_copies", copy_late)
+        patch.setattr("kvshare.vllm_connector.worker.copies_in_turn.row_copies", copy_late)
         request_id = vllm.begin(tokens, ticket, salt="tenant")
         for _ in range(3):
             vllm.core.step_fn()

@@ -180,6 +180,7 @@ def test_a_segment_that_is_gone_is_computed_and_the_rest_is_repaired(
     donor = vllm.store(tokens)
     made = scene(donor, tokens, text, copies)
     gone = made.copies[0].segment_id
+    vllm.forget_blocks()
     vllm.worker.parts.transfers.drop([gone])
     _, event = made.ask(vllm)
     kept = (copy.target for copy in made.copies if copy.segment_id != gone)

@@ -39,7 +39,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(vllm: Vllm, text: Texts, c
 
 
 def test_the_prefix_cache_would_have_served_it(vllm: Vllm, text: Texts, copies: Copies) -> None:
-    """The control: where the private salt is known, vLLM does find the approximate blocks."""
+    """The control: where the private salt is known, vLLM finds the blocks of a request that runs."""
     from kvshare.vllm_protocol.salts import private_salt
 
     donor = vllm.store(text(600, 1))
@@ -47,8 +47,15 @@ def test_the_prefix_cache_would_have_served_it(vllm: Vllm, text: Texts, copies: 
     ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
     salt = private_salt(ticket.ticket_id)
     vllm.ask((tokens, ticket, salt))
-    assert local_hits(vllm, tokens, salt) >= 512
-    (again,) = vllm.ask((tokens, None, salt))
+    assert local_hits(vllm, tokens, salt) == 0
+    ticket = vllm.ticket(tokens, copies(donor, (0, 580)))
+    salt = private_salt(ticket.ticket_id)
+    vllm.begin(tokens, ticket, salt=salt)
+    while vllm.prefilled(ticket) is None:
+        vllm.llm.llm_engine.step()
+    unplanned = vllm.ticket(tokens, store=False)
+    again, _ = vllm.ask((tokens, unplanned, salt))  # and the one that runs
+    assert vllm.finished(unplanned).num_local >= 512
     assert again.logprobs[0] != vllm.plain(tokens).logprobs[0]
 
 
@@ -221,9 +228,9 @@ def test_planned_requests_wait_their_turn(
     placeholders = vllm.worker.parts.placeholders
     compute = placeholders._compute
 
-    def noted_compute(loads: Sequence[ArrivedLoad]) -> Counter[str]:
+    def noted_compute(loads: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad]) -> Counter[str]:
         computed.append([load.request_id for load in loads])
-        num_run = compute(loads)
+        num_run = compute(loads, joining)
         assert num_run.total() <= 4
         return num_run
 

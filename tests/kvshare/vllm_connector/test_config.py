@@ -28,7 +28,7 @@ def config(**changes: Any) -> SimpleNamespace:
         is_hybrid=False,
         use_mla=False,
         is_multimodal_model=False,
-        enable_prompt_embeds=False,
+        is_multimodal_raw_input_only_model=False,
         attention_chunk_size=None,
     )
     for part in (parallel, model):
@@ -38,8 +38,10 @@ def config(**changes: Any) -> SimpleNamespace:
         parallel_config=parallel,
         model_config=model,
         speculative_config=changes.get("speculative"),
-        lora_config=changes.get("lora"),
-        cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.get("cache_dtype", "auto"),
+            kv_cache_dtype_skip_layers=changes.get("skipped", []),
+        ),
         kv_transfer_config=SimpleNamespace(
             kv_load_failure_policy=changes.get("policy", "recompute"),
             engine_id=changes.get("engine_id", "0b7c"),
@@ -59,12 +61,13 @@ def config(**changes: Any) -> SimpleNamespace:
         ({"attention_chunk_size": 8192}, "chunks of 8192"),
         ({"is_attention_free": True}, "recurrent"),
         ({"speculative": object()}, "speculative"),
-        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"cache_dtype": "nvfp4"}, "quantised KV caches (nvfp4)"),
+        ({"cache_dtype": "int8_per_token_head"}, "quantised KV caches (int8_per_token_head)"),
+        ({"cache_dtype": "fp8_per_token_head"}, "quantised KV caches (fp8_per_token_head)"),
+        ({"cache_dtype": "fp8", "skipped": ["0"]}, "layers that keep their dtype (0)"),
         ({"policy": "fail"}, "recompute"),
         ({"runner_type": "pooling"}, "pooling"),
-        ({"is_multimodal_model": True}, "multimodal"),
-        ({"enable_prompt_embeds": True}, "prompt embeddings"),
-        ({"lora": object()}, "LoRA"),
+        ({"is_multimodal_raw_input_only_model": True}, "without text"),
     ],
 )
 def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> None:
@@ -78,6 +81,64 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     assert unsupported_reasons(config(), cache) == []
     (message,) = unsupported_reasons(config(**changes), cache)
     assert word in message
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_of_eight_bits_is_supported(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """With the format that NVIDIA's GPUs and CPUs have."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    from kvshare.vllm_connector.config import unsupported_reasons
+
+    def reasons(mode: KVQuantMode, cache_dtype: str = dtype) -> list[str]:
+        spec = FullAttentionSpec(
+            block_size=16, num_kv_heads=2, head_size=32, dtype=torch.uint8, kv_quant_mode=mode
+        )
+        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        return unsupported_reasons(config(cache_dtype=cache_dtype), cache)
+
+    assert reasons(KVQuantMode.FP8_PER_TENSOR) == []
+    (of_weights,) = reasons(KVQuantMode.NVFP4, "auto")  # vLLM learnt of it with the weights
+    assert "quantised KV caches" in of_weights
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+    (message,) = reasons(KVQuantMode.FP8_PER_TENSOR)
+    assert "fnuz" in message
+
+
+@pytest.mark.parametrize(("changes", "left"), [({}, False), ({"is_hybrid": True}, True)])
+def test_a_model_that_shares_nothing_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], left: bool
+) -> None:
+    """On a GPU vLLM's KV cache is smaller by what the connector needs, if it will need it."""
+    from vllm.platforms import current_platform
+
+    from kvshare.vllm_connector import workers
+    from kvshare.vllm_connector.worker.device import RESERVED_BYTES
+
+    monkeypatch.setattr(workers.KVShareWorker.__base__, "determine_available_memory", lambda _: 1 << 34)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda _: True)
+    worker = object.__new__(workers.KVShareWorker)
+    worker.vllm_config = config(**changes)
+    assert worker.determine_available_memory() == (1 << 34) - (0 if left else RESERVED_BYTES)
+
+
+def test_our_kernels_are_compiled_before_vllm_watches_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it does so within its own warm-up; where it does not, the model comes after that. Once."""
+    from kvshare.vllm_connector import workers
+
+    calls: list[str] = []
+    base = workers.KVShareWorker.__base__
+    found = SimpleNamespace(attach_model=lambda *_: calls.append("attach"))
+    monkeypatch.setattr(workers, "_connector", lambda: found)
+    monkeypatch.setattr(base, "_maybe_activate_jit_monitor", lambda _: calls.append("watch"))
+    for warm_up in (workers.KVShareWorker._maybe_activate_jit_monitor, lambda _: None):
+        monkeypatch.setattr(base, "compile_or_warm_up_model", warm_up)
+        worker = object.__new__(workers.KVShareWorker)
+        worker.model_runner = SimpleNamespace(get_model=object)
+        worker.compile_or_warm_up_model()
+    assert calls == ["attach", "watch", "attach"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +162,7 @@ def test_ranks_without_experts_are_supported() -> None:
 
 
 def test_vllms_own_settings_are_read_right(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the configuration that vLLM made itself, set as it sets it for a model with images, or for XPU."""
-    from vllm.config import MultiModalConfig
+    """On the configuration that vLLM made itself, set as it sets it for XPU."""
     from vllm.platforms import current_platform
 
     from kvshare.vllm_connector.config import unsupported_reasons
@@ -111,14 +171,43 @@ def test_vllms_own_settings_are_read_right(start: Start, monkeypatch: pytest.Mon
     config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
     assert unsupported_reasons(config, cache) == []
     with monkeypatch.context() as patch:
-        patch.setattr(config.model_config, "multimodal_config", MultiModalConfig())
-        (reason,) = unsupported_reasons(config, cache)
-        assert "multimodal" in reason
-    with monkeypatch.context() as patch:
         patch.setattr(type(current_platform), "is_cpu", lambda _: False)
         patch.setattr(type(current_platform), "device_name", "xpu")
         (reason,) = unsupported_reasons(config, cache)
         assert "xpu" in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("qwen3-vl", {290, 291, 292, 293}),
+        ("glm4v", {290, 291, 292, 293, 294, 295}),
+        ("gemma3-mm", {290, 291, 292}),
+        ("llava", {290}),
+    ],
+)
+def test_tokens_that_mark_media_are_read_from_the_model(name: str, ids: set[int]) -> None:
+    """However its family calls them; the same model without media has none."""
+    from kvshare.vllm_connector.config import media_tokens
+    from kvshare_lab.vllm.kinds import config_of
+
+    model = SimpleNamespace(hf_config=config_of(name), is_multimodal_model=True)
+    assert media_tokens(model) == ids
+    model.is_multimodal_model = False
+    assert media_tokens(model) == set()
+
+
+def test_tokens_that_mark_media_may_be_those_of_a_part() -> None:
+    """Omni models have them in the configuration of their thinker; widths and counts are none."""
+    from transformers import AutoConfig
+
+    from kvshare.vllm_connector.config import media_tokens
+
+    config = AutoConfig.for_model("qwen2_5_omni")
+    thinker = config.thinker_config
+    found = media_tokens(SimpleNamespace(hf_config=config, is_multimodal_model=True))
+    assert {thinker.image_token_id, thinker.video_token_id, thinker.audio_token_id} <= found
+    assert not found & {thinker.text_config.hidden_size, thinker.text_config.eos_token_id}
 
 
 @pytest.mark.parametrize(
@@ -137,3 +226,21 @@ def test_settings_name_what_is_wrong(given: object, word: str) -> None:
 
     with pytest.raises(ValueError, match=word):
         ConnectorSettings.from_extra_config({"kvshare": given})
+
+
+def test_the_page_of_models_lists_vllms_architectures() -> None:
+    """Each generative one of the registry once, and no other."""
+    import re
+    from pathlib import Path
+
+    from vllm.model_executor.models import registry
+
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text("utf-8")
+    rows = page.split("<!-- architectures:begin -->")[1].split("<!-- architectures:end -->")[0]
+    cells = "".join(line.split("|")[3] for line in rows.strip().splitlines()[2:])
+    expected = {
+        *registry._TEXT_GENERATION_MODELS,
+        *registry._MULTIMODAL_MODELS,
+        *registry._TRANSFORMERS_SUPPORTED_MODELS,
+    }
+    assert sorted(re.findall(r"\w+(?=[,\s(])", cells.replace("(tested)", ""))) == sorted(expected)

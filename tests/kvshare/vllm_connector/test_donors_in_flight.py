@@ -19,16 +19,11 @@ def begin(vllm: Vllm, tokens: list[int], ticket: Ticket, *, salt: str | None = N
     return vllm.begin(tokens, ticket, salt=salt or vllm.fresh("tenant"), max_tokens=LONG)
 
 
-def prefilled(vllm: Vllm, ticket: Ticket) -> Prefilled | None:
-    events = (event for event in vllm.events() if isinstance(event, Prefilled))
-    return next((event for event in events if event.ticket_id == ticket.ticket_id), None)
-
-
 def step_until_prefilled(vllm: Vllm, ticket: Ticket) -> Prefilled:
     """Its answer is not over by then."""
     for _ in range(LONG // 2):
         vllm.llm.llm_engine.step()
-        if (event := prefilled(vllm, ticket)) is not None:
+        if (event := vllm.prefilled(ticket)) is not None:
             assert vllm.scheduler.has_unfinished_requests()
             return event
     raise AssertionError("the prompt was not saved")
@@ -127,7 +122,7 @@ def test_a_save_that_fails_is_tried_again_with_the_answer(
         for _ in range(4):
             vllm.llm.llm_engine.step()
     finish(vllm)
-    assert prefilled(vllm, ticket) is None
+    assert vllm.prefilled(ticket) is None
     event = vllm.finished(ticket)
     assert (event.reason, sum(segment.length for segment in event.stored)) == (None, 400 + LONG - 1)
 
@@ -151,5 +146,5 @@ def test_one_that_may_not_be_stored_is_not(vllm: Vllm, text: Texts) -> None:
     ticket = vllm.ticket(tokens, store=False)
     begin(vllm, tokens, ticket)
     finish(vllm)
-    assert prefilled(vllm, ticket) is None
+    assert vllm.prefilled(ticket) is None
     assert vllm.finished(ticket).stored == ()

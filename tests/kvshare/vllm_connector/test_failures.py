@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
-
-
-def part_of(vllm: Vllm, stage: str) -> tuple[object, str]:
-    """The part of the worker that has a method, and its name."""
-    part, name = stage.split(".")
-    return getattr(vllm.worker.parts, part), name
+WORKER = "kvshare.vllm_connector.worker"
+STAGES = [
+    f"{WORKER}.{stage}"
+    for stage in (
+        "copies_in_turn.row_copies",
+        "block_copies.copy_by_torch",
+        "placeholders.Placeholders._compute",
+    )
+]
 
 
 def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
-@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_load_that_breaks_off_with_a_step_in_flight(
     start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -36,14 +39,14 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
     tokens = text(600, 5)
     donor = vllm.store(tokens)
     with monkeypatch.context() as patch:
-        patch.setattr(*part_of(vllm, stage), fail)
+        patch.setattr(stage, fail)
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
     vllm.check_idle()
 
 
-@pytest.mark.parametrize("stage", ["transfers._row_copies", "placeholders._compute"])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("max_tokens", [1, 8])
 def test_a_load_that_breaks_off(
     vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str, max_tokens: int
@@ -55,7 +58,7 @@ def test_a_load_that_breaks_off(
     donor = vllm.store(tokens)
     ticket = vllm.ticket(tokens, copies(donor, *SCATTERED))
     with monkeypatch.context() as patch:
-        patch.setattr(*part_of(vllm, stage), fail)
+        patch.setattr(stage, fail)
         answers = vllm.ask(
             (tokens, ticket, private_salt(ticket.ticket_id)),
             (other, None, vllm.fresh()),

@@ -20,6 +20,7 @@ def corrupt(vllm: Vllm, segment_id: SegmentId) -> None:
     """One row of the stored keys is no longer what was put there."""
     import torch
 
+    vllm.forget_blocks()
     stored = vllm.worker.attached.store.find([segment_id])[segment_id]
     with torch.inference_mode():
         stored.rows[:, 1, 0, 250] += 1.0

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     [
         ("mistral", {"sliding_window": 64}, {}, "SlidingWindowSpec"),
         ("olmo3", {}, {"disable_hybrid_kv_cache_manager": False}, "--disable-hybrid-kv-cache-manager"),
-        ("llama", {}, {"kv_cache_dtype": "fp8"}, "quantised"),
-        ("llama", {}, {"enable_lora": True, "max_lora_rank": 8}, "LoRA"),
-        ("llama", {}, {"enable_prompt_embeds": True}, "prompt embeddings"),
+        (
+            "llama",
+            {},
+            {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
+            "layers that keep their dtype (1)",
+        ),
     ],
 )
 def test_a_refused_model_is_served_unshared(
@@ -56,23 +59,6 @@ def assert_served_unshared(vllm: Vllm, tokens: list[int]) -> None:
     assert len(answer.tokens) == 4
     assert vllm.events() == ()
     assert vllm.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > 0
-
-
-def test_inside_another_connector_nothing_is_shared(start: Start, text: Texts) -> None:
-    """vLLM's MultiConnector hands neither the model nor our metadata on as we need them; we say so."""
-    ours = {
-        "kv_connector": "KVShareConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvshare": {"control_port": 0}},
-    }
-    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
-    vllm = start("llama", kv_transfer_config=outer)
-    (child,) = vllm.scheduler.connector.sub_connectors
-    (refusal,) = child._scheduler_side.info().refusals
-    assert "MultiConnector" in refusal
-    tokens = text(300)
-    assert len(vllm.ask((tokens, vllm.ticket(tokens), None))[0].tokens) == 4
 
 
 def test_a_taken_control_port_stops_nothing(

@@ -16,7 +16,6 @@ from kvshare.vllm_protocol.messages import (
     PROTOCOL,
     Dropped,
     FinishedReport,
-    HeldSegments,
     Journal,
     ReplicaInfo,
     StoredSegment,
@@ -26,6 +25,7 @@ from kvshare.vllm_protocol.messages import (
     WireSpan,
     digest_of,
 )
+from kvshare.vllm_protocol.places import HeldSegments, Moved
 from kvshare.vllm_protocol.salts import private_salt
 
 ids = st.integers(1, 2**63 - 1).map(SegmentId)
@@ -56,6 +56,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         exact_length=exact_length,
         copies=tuple(copies),
         store=draw(st.booleans()),
+        from_memory=draw(st.booleans()),
     )
 
 
@@ -75,8 +76,9 @@ finished = st.builds(
     first_token_s=st.none() | st.floats(0, 10),
 )
 dropped = st.builds(Dropped, st.lists(ids, max_size=4).map(tuple))
+moved = st.builds(Moved, st.lists(ids, max_size=4).map(tuple), st.lists(ids, max_size=4).map(tuple))
 journals = st.builds(
-    Journal, words, numbers, st.booleans(), st.lists(finished | dropped, max_size=4).map(tuple)
+    Journal, words, numbers, st.booleans(), st.lists(finished | dropped | moved, max_size=4).map(tuple)
 )
 infos = st.builds(
     ReplicaInfo,
@@ -133,7 +135,13 @@ def test_a_ticket_without_a_field_names_it(ticket: Ticket, data: st.DataObject) 
     """Whatever is missing or of another type is told by name."""
     document = sent(ticket)
     name = data.draw(st.sampled_from(sorted(document)))
-    wrongs: list[object] = [None, {}, -1, [[1, 2]], "" if name in ("protocol", "store") else True]
+    wrongs: list[object] = [
+        None,
+        {},
+        -1,
+        [[1, 2]],
+        "" if name in ("protocol", "store", "from_memory") else True,
+    ]
     for wrong in wrongs:
         if (name, wrong) == ("order", None):
             continue  # there is nothing to choose

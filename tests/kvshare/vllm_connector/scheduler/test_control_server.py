@@ -86,8 +86,9 @@ def test_two_proxies_that_take_turns_are_logged(
 ) -> None:
     """A vLLM belongs to one proxy: a second one would drop what the first has stored."""
     server = serve()
-    for proxy in proxies:
-        assert call(server, f"/journal?after=0&proxy={proxy}")[0] == 200
+    with caplog.at_level("WARNING", logger="vllm.kvshare"):  # vLLM sets another one when it is imported
+        for proxy in proxies:
+            assert call(server, f"/journal?after=0&proxy={proxy}")[0] == 200
     assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
 
 

@@ -40,7 +40,9 @@ class TestTable:
         request = new_request()
         if state is State.WAITING:
             return request
-        admit(request, num_local=0)
+        admit(request, num_local=0, joins=state in (State.JOINED, State.CLOSING))
+        if state is State.CLOSING:
+            request.close()
         if state in (State.RUNNING, State.SAVING):
             request.note_load(result())
         if state is State.SAVING:
@@ -56,8 +58,11 @@ class TestTable:
         """What makes an event happen."""
         if event is Event.LOOKED_UP:
             request.look_up(0)
-        elif event in (Event.ADMITTED, Event.LOAD_REQUESTED):
-            request.admit((0, 1), loads=event is Event.LOAD_REQUESTED)
+        elif event in (Event.ADMITTED, Event.LOAD_REQUESTED, Event.LOAD_JOINED):
+            request.joins = event is Event.LOAD_JOINED
+            request.admit((0, 1), loads=event is not Event.ADMITTED)
+        elif event is Event.CLOSED:
+            request.close()
         elif event is Event.LOAD_REPORTED:
             request.note_load(result())
         elif event is Event.SAVED:
@@ -83,7 +88,7 @@ class TestTable:
     def test_it_is_read_as_it_is_drawn(self) -> None:
         """Every event has a row, `done` is the end, and docs/architecture.md has the same drawing."""
         assert {event for _, event in TRANSITIONS} == set(Event)
-        assert len(TRANSITIONS) == 14
+        assert len(TRANSITIONS) == 20
         assert TRANSITIONS[State.RUNNING, Event.SAVE_REQUESTED] is State.SAVING
         assert TRANSITIONS[State.ENDING, Event.LOAD_REPORTED] is State.DONE
         assert not any(state is State.DONE for state, _ in TRANSITIONS)

@@ -25,7 +25,7 @@ def test_a_moved_copy_needs_keys_that_can_be_moved(may_move_keys: bool) -> None:
     for copy, is_loaded in ((moved, may_move_keys), (unmoved, True)):
         request = new_request(f"ticket at {copy.source_position}", copy)
         scheduler.on_new_request(request)
-        assert scheduler.get_num_new_matched_tokens(request, 0) == (300 if is_loaded else 0)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == ((300, True) if is_loaded else (0, False))
 
 
 class TestLoadsThatBeginLater:
@@ -41,7 +41,7 @@ class TestLoadsThatBeginLater:
         """A request with blocks, whose 300 tokens are promised but not loaded."""
         request: Any = new_request("ticket", self.COPY)
         scheduler.on_new_request(request)
-        assert scheduler.get_num_new_matched_tokens(request, 0) == 300
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (300, True)
         request.num_computed_tokens = 300
         return request
 
@@ -97,7 +97,7 @@ class TestLoadsThatBeginLater:
         """vLLM had no room for it; what it found in its own cache is what it found last."""
         request = self.looked_up(scheduler)
         request.num_computed_tokens = 0
-        assert scheduler.get_num_new_matched_tokens(request, 16) == 284
+        assert scheduler.get_num_new_matched_tokens(request, 16) == (284, True)
         scheduler.update_state_after_alloc(request, [1, 2], 284)
         (load,) = self.loads(scheduler)
         assert (load.start, load.end) == (16, 300)
@@ -135,9 +135,9 @@ def test_reports_about_unknown_requests_change_nothing() -> None:
 
 def test_only_the_latest_tickets_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests with one ticket (`n` above 1) the first reports its end; memory for that is bounded."""
-    from kvshare.vllm_connector.scheduler import scheduler as module
+    from kvshare.vllm_connector.scheduler import ticket_reader
 
-    monkeypatch.setattr(module, "_MAX_SEEN_TICKETS", 2)
+    monkeypatch.setattr(ticket_reader, "_MAX_SEEN", 2)
     scheduler = new_scheduler()
 
     def reports(ticket_id: str) -> bool:
@@ -190,15 +190,16 @@ def test_reports_of_two_ranks_become_one() -> None:
     assert both.stage_seconds == {"a": {"verify": 1.0}, "b": {"verify": 2.0}}
 
 
-def test_the_connector_is_registered_once() -> None:
+def test_the_connectors_are_registered_once() -> None:
     """vLLM calls the plugin in each process, which then reports crashes, and may do so again."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvshare.vllm_connector.plugin import NAME, register
+    from kvshare.vllm_connector.plugin import MODULES, register
 
     faulthandler.disable()
     register()
     assert faulthandler.is_enabled()
-    known = KVConnectorFactory._registry[NAME]
+    known = {name: KVConnectorFactory._registry[name] for name in MODULES}
     register()
-    assert KVConnectorFactory._registry[NAME] is known
+    assert {name: KVConnectorFactory._registry[name] for name in MODULES} == known
+    assert [each().__name__ for each in known.values()] == list(MODULES)

@@ -132,3 +132,50 @@ def test_a_reader_may_wait() -> None:
     began = time.monotonic()
     assert len(log.read(0, wait_s=20).events) == 1
     assert time.monotonic() - began < 10
+
+
+def test_what_is_on_disk_leaves_memory_first_and_is_still_held() -> None:
+    """Though others were used longer ago. What is only in memory is lost with it, in that order."""
+    held = index(100, s1=40, s2=30, s3=30)
+    held.disk.max_bytes = 1000
+    assert held.note_written([SegmentId(3), SegmentId(2)]) == []
+    assert held.make_room(30) == [2]
+    assert SegmentId(2) in held
+    assert held.only_on_disk() == [2]
+    assert held.covers(SegmentId(2), "a", end=10)
+    assert held.make_room(90) == [3, 1]
+    assert sorted(held.ids()) == [2, 3]
+
+
+def test_what_is_being_read_stays_in_memory() -> None:
+    """Until its load has ended."""
+    held = index(100, s1=60)
+    held.disk.max_bytes = 1000
+    held.note_written([SegmentId(1)])
+    assert held.make_room(60) == [1]
+    assert held.must_be_read([SegmentId(1)])
+    held.begin_read([SegmentId(1)])
+    assert held.must_be_read([SegmentId(1)])
+    assert held.make_room(60) is None
+    held.note_read([SegmentId(1)])
+    assert not held.must_be_read([SegmentId(1)])
+    assert held.make_room(60) == [1]
+
+
+def test_a_full_disk_gives_up_what_was_used_longest_ago() -> None:
+    """The proxy normally evicts before that."""
+    held = index(100, s1=30, s2=30, s3=30)
+    held.disk.max_bytes = 70
+    held.note_written([SegmentId(1), SegmentId(2)])
+    held.touch([SegmentId(1)])
+    assert held.note_written([SegmentId(3)]) == [2]
+
+
+def test_a_dropped_segment_leaves_memory_and_disk() -> None:
+    held = index(100, s1=30, s2=30)
+    held.disk.max_bytes = 100
+    held.note_written([SegmentId(1)])
+    held.evict([SegmentId(1)])
+    assert held.drop([SegmentId(1), SegmentId(2), SegmentId(3)]) == [2, 1]
+    assert held.ids() == []
+    assert (held.num_bytes, held.disk.num_bytes) == (0, 0)

@@ -33,9 +33,15 @@ def new_request(*, exact_length: int = 0, unshared: Reason | None = None) -> Tic
 
 
 def admit(
-    request: TicketedRequest, *, num_local: int, held: tuple[int, ...] = (0, 1), loads: bool = True
+    request: TicketedRequest,
+    *,
+    num_local: int,
+    held: tuple[int, ...] = (0, 1),
+    loads: bool = True,
+    joins: bool = False,
 ) -> None:
     request.look_up(num_local)
+    request.joins = joins
     request.admit(held, loads=loads)
 
 

@@ -36,8 +36,9 @@ ROUTES_SINCE_0_33 = {"/v1/decisions": f"{ENTRY}.openai.decisions.protocol:Decisi
 def test_every_option_that_is_passed_exists(sources: Sources) -> None:
     """Those that `kvshare vllm` adds to the command, which are fields or arguments of vLLM's."""
     from kvshare.cli import vllm_command
+    from kvshare.cli.connector_options import connector_options
 
-    options = vllm_command.connector_options(host="127.0.0.1", port=1, max_bytes=1)
+    options = connector_options(host="127.0.0.1", port=1, max_bytes=1)
     passed = {each for each in options if each.startswith("--")}
     passed |= {vllm_command._RENDERS, vllm_command._ONE_GROUP}
     assert len(passed) == 5
@@ -51,9 +52,9 @@ def test_every_field_of_the_connectors_settings_exists(sources: Sources) -> None
     """The JSON behind `--kv-transfer-config`."""
     import json
 
-    from kvshare.cli import vllm_command
+    from kvshare.cli.connector_options import connector_options
 
-    options = vllm_command.connector_options(host="127.0.0.1", port=1, max_bytes=1)
+    options = connector_options(host="127.0.0.1", port=1, max_bytes=1)
     document: dict[str, Any] = json.loads(options[options.index("--kv-transfer-config") + 1])
     fields = sources.members(at(sources, "vllm.config.kv_transfer:KVTransferConfig"))
     assert set(document) <= set(fields)

@@ -37,9 +37,9 @@ ATTRIBUTES = [
     (f"{ATTENTION}.flash_attn:FlashAttentionImpl", f"{WRITES} {WINDOWS}", "worker/"),
     (f"{ATTENTION}.triton_attn:TritonAttentionImpl", f"{WRITES} {WINDOWS}", "worker/"),
     (f"{ATTENTION}.flashinfer:FlashInferImpl", f"{WRITES} {WINDOWS}", "worker/"),
-    (f"{V1}.attention.backend:AttentionBackend", "get_name get_builder_cls", "worker/partial_forward.py"),
+    (f"{V1}.attention.backend:AttentionBackend", "get_name get_builder_cls", "worker/metadata_builders.py"),
     (f"{V1}.attention.backend:AttentionMetadataBuilder", "build", "worker/partial_forward.py"),
-    (f"{V1}.kv_cache_interface:KVCacheSpec", "copy_with_new_block_size", "worker/partial_forward.py"),
+    (f"{V1}.kv_cache_interface:KVCacheSpec", "copy_with_new_block_size", "worker/metadata_builders.py"),
     (f"{V1}.kv_cache_interface:KVCacheSpec", "block_size", "worker/start.py"),
     (
         "vllm.distributed.parallel_state:GroupCoordinator",
@@ -60,12 +60,19 @@ ATTRIBUTES = [
     ("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory", "_registry", "plugin.py"),
     (
         f"{SCHEDULED}:SchedulerOutput",
-        "scheduled_cached_reqs scheduled_new_reqs kv_connector_block_state",
-        "scheduler/saving.py",
+        "scheduled_cached_reqs scheduled_new_reqs",
+        "scheduler/retained_tokens.py",
     ),
-    (f"{SCHEDULED}:NewRequestData", "req_id num_computed_tokens", "scheduler/saving.py"),
-    (f"{SCHEDULED}:CachedRequestData", "req_ids num_computed_tokens", "scheduler/saving.py"),
+    (f"{SCHEDULED}:SchedulerOutput", "kv_connector_block_state", "scheduler/saving.py"),
+    (f"{SCHEDULED}:NewRequestData", "req_id num_computed_tokens", "scheduler/retained_tokens.py"),
+    (f"{SCHEDULED}:CachedRequestData", "req_ids num_computed_tokens", "scheduler/retained_tokens.py"),
     (f"{SCHEDULED}:KVConnectorBlockState", "resolve_block_ids", "scheduler/saving.py"),
+    (f"{V1}.core.block_pool:BlockPool", "touch free_blocks", "scheduler/block_donors.py"),
+    (
+        f"{V1}.core.kv_cache_utils:KVCacheBlock",
+        "block_hash block_hash_num_tokens ref_cnt block_id",
+        "scheduler/block_donors.py",
+    ),
 ]
 
 _read = cache(OurFile)

@@ -13,16 +13,18 @@ import traceback
 
 import torch
 
-from kvshare.vllm_connector.worker import kernels
+from kvshare.vllm_connector.worker import block_kernels, kernels
+from tests.kvshare.vllm_connector.without_gpu.interpreted_kernels import prepare
 from tests.kvshare.vllm_connector.worker.copy_case import differences
 
 
 def main() -> None:
+    prepare()
     for line in sys.stdin:
         try:
             dtype, heads, dim, num_fitting = json.loads(line)["case"]
             with torch.inference_mode():
-                answer: object = differences(dtype, heads, dim, num_fitting, kernels)
+                answer: object = differences(dtype, heads, dim, num_fitting, kernels, block_kernels)
         except Exception:  # noqa: BLE001  the test shows it
             answer = {"error": traceback.format_exc()}
         sys.stdout.write(json.dumps(answer) + "\n")

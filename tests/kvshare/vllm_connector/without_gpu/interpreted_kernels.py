@@ -21,15 +21,16 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from delta_tree import Span
 from kvshare.kv.movement import STAYS
-from kvshare.vllm_connector.worker import kernels
-from kvshare.vllm_connector.worker.kernel_tables import MovementTable, StagedCopy, StagedPart
+from kvshare.vllm_connector.worker import block_kernels, kernels
+from kvshare.vllm_connector.worker.kernel_tables import MovementTable, SlotTable, StagedCopy, StagedPart
 from tests.kvshare.vllm_connector.without_gpu.kernel_case import CPU, Batch, Case
 
 WORDS = {0: torch.int64, 4: torch.int32, 2: torch.int16, 6: torch.int16}  # by what 8 bytes leave over
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 Fault = Callable[[StagedCopy], StagedCopy]
 
-_truncate = InterpreterBuilder.create_fp_trunc
+_truncate, _convert = InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_to_fp
+_OF_EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 def _rounded(builder: Any, number: TensorHandle, dtype: Any) -> TensorHandle:
@@ -40,11 +41,20 @@ def _rounded(builder: Any, number: TensorHandle, dtype: Any) -> TensorHandle:
     return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
 
+def _converted(builder: Any, number: TensorHandle, dtype: Any, mode: Any) -> TensorHandle:
+    """Its conversions to 8 bits are wrong for numbers near zero and halfway between two; a GPU's are not."""
+    if dtype.scalar not in _OF_EIGHT_BITS:
+        return _convert(builder, number, dtype, mode)
+    rounded = torch.from_numpy(np.array(number.data, np.float32)).to(_OF_EIGHT_BITS[dtype.scalar])
+    return TensorHandle(rounded.view(torch.uint8).numpy(), dtype.scalar)
+
+
 def try_out(case: Case, fault: Fault) -> dict[str, int]:
     batch = Batch(case)
     return {
         "gathered": _gathered(batch, fault),
         "scattered": _scattered(batch, fault),
+        "copied": _copied(batch, fault),
         "sums": _summed(batch, flips=fault is not FAULTS["nothing"]),
     }
 
@@ -80,6 +90,32 @@ def _scattered(batch: Batch, fault: Fault) -> int:
     kernels.scatter(
         caches, staging, [fault(copy) for copy in batch.copies], MovementTable(layout.planes, CPU)
     )
+    bits = BITS[batch.case.torch_dtype.itemsize]
+    return sum(int((a.view(bits) != b.view(bits)).sum()) for a, b in zip(want, caches, strict=True))
+
+
+def _copied(batch: Batch, fault: Fault) -> int:
+    """From other slots to those of the copies, in all pieces."""
+    caches, layout, sources = batch.caches(), batch.case.layout(), batch.other_slots()
+    for copy, source in zip(batch.copies, sources, strict=True):
+        for number in range(batch.case.num_pieces if copy.shift else 0):  # only numbers can be rotated
+            layer, here = _places(batch, number, replace(copy, slots=source))
+            caches[layer][here] = batch.numbers(caches[layer][here].shape)
+    want = [cache.clone() for cache in caches]
+    whole = StagedPart(0, 0, 0, batch.case.num_pieces)
+    for copy, source in zip(batch.copies, sources, strict=True):
+        for number in range(batch.case.num_pieces):
+            layer, there = _places(batch, number, copy)
+            _, here = _places(batch, number, replace(copy, slots=source))
+            moves = (plane.movements[layer] or STAYS for plane in layout.planes)
+            rows = caches[layer][here].chunk(2, dim=-1)
+            moved = [move.moved(part, copy.shift) for part, move in zip(rows, moves, strict=True)]
+            want[layer][there] = torch.cat(moved, dim=-1)
+    wrong = [fault(replace(copy, part=whole)) for copy in batch.copies]
+    table = SlotTable.of(
+        [(source, copy.slots, copy.shift) for copy, source in zip(wrong, sources, strict=True)]
+    )
+    block_kernels.copy_rows(caches, table, MovementTable(layout.planes, CPU))
     bits = BITS[batch.case.torch_dtype.itemsize]
     return sum(int((a.view(bits) != b.view(bits)).sum()) for a, b in zip(want, caches, strict=True))
 
@@ -121,7 +157,9 @@ def _pieces(batch: Batch, part: StagedPart, staging: torch.Tensor) -> Iterator[t
     for index in range(part.num_pieces):
         start = part.offset + index * num_bytes
         rows = staging[start : start + num_bytes].view(dtype)
-        yield part.first_piece + index, rows.view(2, part.num_tokens, batch.case.dim)
+        head, layer = divmod(index, part.of_head or part.num_pieces)
+        number = part.first_piece + head * batch.case.num_layers + layer
+        yield number, rows.view(2, part.num_tokens, batch.case.dim)
 
 
 def _next_piece(part: StagedPart, further: int) -> StagedPart:
@@ -146,8 +184,13 @@ FAULTS: dict[str, Fault] = {
 """What is wrong in what the kernels read."""
 
 
+def prepare() -> None:
+    """Triton's interpreter rounds as a GPU does."""
+    InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_to_fp = _rounded, _converted
+
+
 def main() -> None:
-    InterpreterBuilder.create_fp_trunc = _rounded
+    prepare()
     for line in sys.stdin:
         asked = json.loads(line)
         fault = FAULTS[asked.pop("fault", "nothing")]

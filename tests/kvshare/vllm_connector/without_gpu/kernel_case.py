@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import KVLayout
@@ -75,25 +76,37 @@ class Batch:
         self.copies: list[StagedCopy] = []
         BATCHES[case.batch](self)
         num_tokens = sum(len(copy.source) for copy in self.copies)
-        self.num_blocks = -(-(num_tokens + 40) // case.block_size)
-        slots = self._random.permutation(self.num_blocks * case.block_size)[:num_tokens]
-        ends = np.cumsum([len(copy.source) for copy in self.copies])
-        each = np.split(slots, ends[:-1])
+        self.num_blocks = -(-(2 * num_tokens + 40) // case.block_size)
+        self._slots = self._random.permutation(self.num_blocks * case.block_size)
+        each = self._by_copy(self._slots[:num_tokens])
         self.copies = [replace(copy, slots=own) for copy, own in zip(self.copies, each, strict=True)]
 
-    def add(self, num_tokens: int, pieces: range, *, of_bits: bool = False) -> StagedPart:
+    def other_slots(self) -> list[NDArray[np.int64]]:
+        """As many as those of the copies, by copy: none of them is among those."""
+        return self._by_copy(self._slots[::-1])
+
+    def _by_copy(self, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        ends = np.cumsum([len(copy.source) for copy in self.copies])
+        return np.split(slots[: ends[-1]], ends[:-1])
+
+    def add(self, num_tokens: int, pieces: range, *, of_bits: bool = False, of_head: int = 0) -> StagedPart:
         """`of_bits`: rows that are no numbers."""
         case = self.case
         shape = (case.num_heads, case.num_layers, 2, num_tokens, case.dim)
-        rows = torch.from_numpy(self._random.standard_normal(shape)).to(case.torch_dtype)
-        if case.movement == "first dimensions":
-            rows[..., -1] = torch.inf  # stays what it is: it is not rotated by an angle of 0
-        if of_bits:
-            rows = self._bits(shape)
-        part = StagedPart(self.num_bytes, num_tokens, pieces.start, len(pieces))
+        rows = self._bits(shape) if of_bits else self.numbers(shape)
+        part = StagedPart(self.num_bytes, num_tokens, pieces.start, len(pieces), of_head)
         self.parts.append(part)
         self.segments.append(rows)
         return part
+
+    def numbers(self, shape: Sequence[int]) -> torch.Tensor:
+        """Random rows that can be rotated."""
+        rows = torch.from_numpy(self._random.standard_normal(shape)).to(self.case.torch_dtype)
+        if self.case.movement == "first dimensions":
+            rows[..., -1] = (
+                torch.finfo(rows.dtype).max if rows.itemsize == 1 else torch.inf
+            )  # stays what it is: it is not rotated by an angle of 0
+        return rows
 
     def copy(self, part: StagedPart, source: Span, shift: int = 0) -> None:
         self.copies.append(StagedCopy(part, source, np.zeros(0, np.int64), shift))
@@ -146,6 +159,16 @@ def _cut_at_layers(batch: Batch) -> None:
     batch.copy(batch.add(9, range(case.num_pieces)), Span(0, 9), -5)
 
 
+def _some_layers(batch: Batch) -> None:
+    """The last layers of every head, next to a whole segment: heads follow each other in staging."""
+    case = batch.case
+    num_layers = case.num_layers - 1
+    for num_tokens in (41, 7):
+        pieces = range(1, 1 + case.num_heads * num_layers)
+        batch.copy(batch.add(num_tokens, pieces, of_head=num_layers), Span(2, num_tokens), 5)
+    batch.copy(batch.add(9, range(case.num_pieces)), Span(0, 9), -5)
+
+
 def _without_movement(batch: Batch) -> None:
     tail = batch.add(5, range(1, batch.case.num_pieces), of_bits=True)
     whole = batch.add(23, range(batch.case.num_pieces), of_bits=True)
@@ -171,6 +194,7 @@ def _long(batch: Batch) -> None:
 BATCHES = {
     "cut at pieces": _cut_at_pieces,
     "cut at layers": _cut_at_layers,
+    "some layers": _some_layers,
     "without movement": _without_movement,
     "scattered": _scattered,
     "long": _long,

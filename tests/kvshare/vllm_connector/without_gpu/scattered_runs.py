@@ -14,8 +14,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from delta_tree import Span, gaps
+from kvshare.vllm_connector.worker.attention_hooks import Watch
+from kvshare.vllm_connector.worker.kept_rows import KeptRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run, Watch
+from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from tests.kvshare.vllm_connector.without_gpu.attention_model import (
     POISON,
     VOCAB_SIZE,
@@ -103,9 +105,10 @@ def _not_read_back(cache: PagedCache, request: Request) -> float:
     for span in request.copies:
         positions = range(span.start, span.end)
         read = cache.read(request.block_ids, span)
-        single = cache.rows(cache.slots_at(request.block_ids, positions))
+        kept = KeptRows(cache, request.block_ids, positions)
+        kept.keep_all()
         for plane, want in enumerate((request.dense.k, request.dense.v)):
-            for found in (read.planes[plane], single[plane]):
+            for found in (read.planes[plane], kept.rows[plane]):
                 wrong = max(wrong, _largest(found - want[:, span.start : span.end]))
         for layer, want in enumerate(request.dense.k):
             keys = cache.keys(layer, table, span.end)[span.start :]

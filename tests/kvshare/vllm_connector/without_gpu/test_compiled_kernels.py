@@ -33,6 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Llama 1B, float32": {"dim": 64, "layers": 16, "dtype": torch.float32, "order": (0, 2, 1, 3)},
     "Phi-2": {"dim": 80, "layers": 32, "dtype": torch.float16, "order": (0, 2, 1, 3)},
     "Llama 8B, fp8": {"dim": 128, "layers": 36, "dtype": torch.float8_e4m3fn, "order": (0, 2, 1, 3)},
+    "Llama 1B, fp8_e5m2": {"dim": 64, "layers": 16, "dtype": torch.float8_e5m2, "order": (0, 2, 1, 3)},
 }
 
 LISTENING: dict[str, dict[str, Any]] = {
@@ -80,11 +81,10 @@ def launch_all(dim: int, layers: int, dtype: torch.dtype, order: tuple[int, ...]
     shape = (4, 8, 16, 2 * dim)
     caches = [torch.empty([shape[axis] for axis in order], dtype=dtype).permute(order) for _ in range(layers)]
     half = Movement(tuple(1e4 ** (-pair / dim) for pair in range(0, dim, 2)))
-    movement = STAYS if dtype.itemsize == 1 else half
-    layout = KVLayout.uniform(layers, 8, dim, dtype=dtype, device=CPU).moving([(movement, STAYS)] * layers)
+    layout = KVLayout.uniform(layers, 8, dim, dtype=dtype, device=CPU).moving([(half, STAYS)] * layers)
     part = StagedPart(0, num_tokens=20, first_piece=0, num_pieces=8)
     staging = torch.empty(8 * 2 * 20 * dim * dtype.itemsize, dtype=torch.uint8)
-    copies = [StagedCopy(part, Span(0, 20), np.arange(20), shift=int(movement is half))]
+    copies = [StagedCopy(part, Span(0, 20), np.arange(20), shift=1)]
     kernels.gather(caches, staging, copies)
     kernels.scatter(caches, staging, copies, MovementTable(layout.planes, CPU))
     kernels.sums(staging, [part], dim=dim, itemsize=dtype.itemsize)

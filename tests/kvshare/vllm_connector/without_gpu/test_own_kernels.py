@@ -27,23 +27,26 @@ CASES: list[dict[str, Any]] = [
     {"dtype": "float32", "memory": "LBHNC"},
     *({"dtype": dtype, "dim": 24, "num_heads": 3, "num_layers": 3} for dtype in ("float32", "bfloat16")),
     *({"dtype": "float8_e4m3fn", "dim": dim, "batch": "without movement"} for dim in (64, 80, 6, 3)),
+    *({"dtype": dtype, "dim": dim} for dtype in ("float8_e4m3fn", "float8_e5m2") for dim in (64, 24)),
+    {"dtype": "float8_e4m3fn", "movement": "values, too", "memory": "LBHNC"},
     {"block_size": 32, "memory": "LBHNC"},
     {"num_heads": 1, "num_layers": 5},
     *({"movement": name} for name in ("interleaved", "first dimensions", "last dimensions", "values, too")),
     {"movement": "by layer", "num_layers": 3},
     {"movement": "nothing"},
     {"batch": "cut at layers", "num_layers": 3, "movement": "by layer"},
+    {"batch": "some layers", "num_layers": 3, "num_heads": 3, "movement": "by layer"},
     {"batch": "scattered"},
     {"batch": "long"},
 ]
 
 SEEN_BY = {
-    "slots exchanged": {"gathered", "scattered"},
+    "slots exchanged": {"gathered", "scattered", "copied"},
     "the next layer": {"gathered", "scattered"},
     "the next head": {"gathered", "scattered"},
     "a piece less": {"gathered", "scattered"},
     "a token earlier": {"gathered", "scattered"},
-    "a position further": {"scattered"},
+    "a position further": {"scattered", "copied"},
 }
 
 
@@ -54,7 +57,7 @@ def name_of(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_kernels_do_what_plain_indexing_does(own_kernels: Ask, case: dict[str, Any]) -> None:
     """Each row lands in its slot, rotated by its shift, and nothing else is written."""
-    assert own_kernels(case) == {"gathered": 0, "scattered": 0, "sums": 0}
+    assert own_kernels(case) == {"gathered": 0, "scattered": 0, "copied": 0, "sums": 0}
 
 
 @pytest.mark.parametrize("fault", SEEN_BY)
@@ -73,7 +76,7 @@ def test_only_the_kernels_need_triton() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Import | ast.ImportFrom) and "triton" in ast.unparse(node)
     }
-    assert with_triton == {"kernels.py", "listening_kernels.py"}
+    assert with_triton == {"kernels.py", "row_kernels.py", "block_kernels.py", "listening_kernels.py"}
 
 
 class TestRefused:
@@ -111,7 +114,15 @@ class TestRefused:
 
 
 @pytest.mark.parametrize(
-    "case", [["float32", 2, 4, 0], ["float32", 2, 4, 3], ["float16", 3, 6, 1], ["uint8", 3, 3, 2]]
+    "case",
+    [
+        ["float32", 2, 4, 0],
+        ["float32", 2, 4, 3],
+        ["float16", 3, 6, 1],
+        ["uint8", 3, 3, 2],
+        ["float8_e4m3fn", 2, 4, 1],
+        ["float8_e5m2", 3, 6, 0],
+    ],
 )
 def test_a_gpu_worker_with_our_kernels_does_what_a_cpu_worker_does(
     interpreted_copies: Ask, case: list[object]

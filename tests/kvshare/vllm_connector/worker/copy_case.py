@@ -27,7 +27,7 @@ def new_cache(dtype: str, heads: int, dim: int) -> PagedCache:
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
     def update(_: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat([k, v], dim=-1)
+        cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = torch.cat([k, v], dim=-1).to(cache.dtype)
 
     impl = SimpleNamespace(do_kv_cache_update=update)
     shape = (BLOCKS, heads, BLOCK_SIZE, 2 * dim)
@@ -49,8 +49,8 @@ def new_store(cache: PagedCache) -> SegmentStore:
     return SegmentStore(buffer, cache.kv_layout, num_heads=cache.kv_layout.planes[0].num_heads)
 
 
-def pretended(buffer_bytes: int, kernels: Any = None) -> Device:
-    """A GPU with two staging buffers each way. `kernels`: our module, else torch does their work."""
+def pretended(buffer_bytes: int, kernels: Any = None, block_kernels: Any = None) -> Device:
+    """A GPU with two staging buffers each way. Kernels are our modules', else torch does their work."""
     import torch
 
     from kvshare.vllm_connector.worker.device import GpuDevice
@@ -60,7 +60,7 @@ def pretended(buffer_bytes: int, kernels: Any = None) -> Device:
 
     made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
     made._gpu = one = OneStream(Gpu(), torch.device("cpu"))
-    one._kernels = kernels
+    one._kernels, one._block_kernels = kernels, block_kernels
     made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
     return made
 
@@ -94,9 +94,25 @@ def load(device: Device, cache: PagedCache, segments: Sequence[Stored]) -> set[S
     return work.damaged
 
 
-def differences(dtype: str, heads: int, dim: int, num_fitting: int, kernels: Any = None) -> dict[str, int]:
+def copy_blocks(device: Device, cache: PagedCache) -> int:
+    """From blocks of the whole cache into others, one copy longer than a block, each moved in its own way."""
+    from kvshare.vllm_connector.worker.block_rows import BlockCopy
+
+    sources, targets = tuple(range(1, BLOCKS // 2)), tuple(range(BLOCKS - 1, BLOCKS // 2, -1))
+    is_rotated, position, copies = cache.kv_layout.dtype.is_floating_point, 2, []
+    for number, span in enumerate((Span(3, 41), Span(41, 42), Span(56, 80))):
+        slots = cache.slot_numbers(targets, Span(position, position + len(span)))
+        copies.append(BlockCopy(sources, span, 5 * number - 4 if is_rotated else 0, slots))
+        position += len(span)
+    num_batches: int = run(device.copy_blocks(cache, lambda: copies, mark=device.mark()))
+    return num_batches
+
+
+def differences(
+    dtype: str, heads: int, dim: int, num_fitting: int, kernels: Any = None, block_kernels: Any = None
+) -> dict[str, int]:
     """
-    What a GPU does otherwise than a CPU: stored bytes, sums, written elements, segments found damaged.
+    What a GPU does otherwise than a CPU: stored numbers, sums, written bytes, segments found damaged.
 
     `num_fitting`: layers of a segment that fit a staging buffer; 0: everything does.
     """
@@ -107,22 +123,29 @@ def differences(dtype: str, heads: int, dim: int, num_fitting: int, kernels: Any
     cache = new_cache(dtype, heads, dim)
     piece_bytes = 2 * 65 * dim * cache.kv_layout.dtype.itemsize
     stores = [new_store(cache), new_store(cache)]
-    gpu = pretended((num_fitting * heads * (piece_bytes + 15)) or 1 << 20, kernels)
+    gpu = pretended((num_fitting * heads * (piece_bytes + 15)) or 1 << 20, kernels, block_kernels)
     generator = torch.Generator().manual_seed(0)
     for rows in cache.caches:
         rows[:] = (100 * torch.rand(rows.shape, generator=generator)).to(rows.dtype)
     found = [save(device, cache, store) for device, store in zip((Device(), gpu), stores, strict=True)]
-    written, num_damaged = [], 0
+    written, copied, num_damaged = [], [], 0
     for device, segments in zip((Device(), gpu), found, strict=True):
         for rows in cache.caches:
             rows.zero_()
         num_damaged += len(load(device, cache, segments))
-        written.append(torch.stack(list(cache.caches)))
+        written.append(torch.stack(list(cache.caches)).view(torch.uint8))
+    for device in (Device(), gpu):
+        for rows, before in zip(cache.caches, written[0], strict=True):
+            rows.view(torch.uint8)[:] = before
+        copy_blocks(device, cache)
+        copied.append(torch.stack(list(cache.caches)).view(torch.uint8))
+    assert (copied[0] != written[0]).any()
     assert written[0].any(dim=-1).any(dim=-1).any(dim=-1).all(dim=0).any()
     pairs = list(zip(*found, strict=True))
     return {
         "stored": sum(int((own.rows != other.rows).sum()) for own, other in pairs),
         "sums": sum(int((own.sums != other.sums).sum()) for own, other in pairs),
         "written": int((written[0] != written[1]).sum()),
+        "copied": int((copied[0] != copied[1]).sum()),
         "damaged": num_damaged,
     }

@@ -8,16 +8,18 @@ that vLLM has taken away, as when it sleeps, is not touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from delta_tree import SegmentId, Span
 from kvshare.sharing.plan import RepairOrder
 from kvshare.vllm_protocol.messages import WireCopy
+from tests.kvshare.vllm_connector.worker.blocks_of_requests import BlocksOfRequests
 from tests.kvshare.vllm_connector.worker.small_worker import (
-    BLOCK_SIZE,
     BLOCKS,
     DIM,
     HEADS,
@@ -29,6 +31,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
     new_worker,
     one_rank,
     use,
+    write_rows,
 )
 
 if TYPE_CHECKING:
@@ -37,67 +40,47 @@ if TYPE_CHECKING:
 STALE = 7777.0
 
 
-class Protocol(RuleBasedStateMachine):
+class Protocol(BlocksOfRequests):
     """vLLM's scheduler is the test: it gives blocks, and takes them back when it may."""
+
+    shapes: Sequence[tuple[int, int]] = ((HEADS, DIM),) * LAYERS
 
     @initialize()
     def start(self) -> None:
-        self.ranks = one_rank()
-        self.ranks.__enter__()
-        self.worker = new_worker(max_segments=4)
+        self.ranks = ExitStack()
+        self.ranks.enter_context(one_rank())
+        self.worker = new_worker(max_segments=4, shapes=self.shapes)
         use(self.worker, self.worker.attached, can_listen=True)
         self.device = self.worker.parts.placeholders._device = late_device()
         self.copies, self.cache = late_copies(self.worker), self.worker.attached.cache
-        self.free = list(range(1, BLOCKS))
-        self.numbers = iter(range(1, 10**6))
+        self.free, self.numbers = list(range(1, BLOCKS)), iter(range(1, 10**6))
         self.blocks: dict[str, tuple[int, ...]] = {}  # of requests that hold some
         self.num_computed: dict[str, int] = {}  # of each load's rows
         self.content: dict[str, float] = {}  # by request that has been computed: the value of its rows
         self.segments: dict[SegmentId, float] = {}  # saved and reported
         self.saving: dict[str, tuple[SegmentId, float, bool]] = {}  # and whether it has ended
         self.loading: dict[str, tuple[SegmentId, bool]] = {}  # and whether it was cancelled
+        self.announced: set[str] = set()  # loads that vLLM counts as arrived: they join a step
+        self.donors: dict[str, str] = {}  # requests whose blocks are read, by the load that does
+        self.choosing: set[str] = set()  # loads that join none
         self.stale: list[torch.Tensor] = []  # caches from before a sleep
-        self.step: dict[str, Any] = {
-            "loads": [],
-            "saves": [],
-            "drops": [],
-            "cancelled": [],
-            "preempted": set(),
-        }
+        lists = ("loads", "saves", "drops", "cancelled", "joining", "arriving")
+        self.step: dict[str, Any] = {**{name: [] for name in lists}, "preempted": set()}
 
     def teardown(self) -> None:
-        self.copy_everything()
+        with self.ranks:
+            self.copy_everything()
         assert not self.loading
         assert not self.saving
         assert sorted(self.free) == list(range(1, BLOCKS))
-        self.ranks.__exit__(None, None, None)
 
     def copy_everything(self) -> None:
         for _ in range(2 + len(self.loading)):
+            self.step["joining"] = sorted(self.announced)
             self.run_step()
             while self.copies.jobs:
                 self.copies.run()
         self.run_step()
-
-    def rows(self, block_ids: tuple[int, ...]) -> torch.Tensor:
-        found = self.cache.read(block_ids, Span(0, NUM_TOKENS))
-        assert (found.k == -found.v).all()
-        return found.k
-
-    def give_blocks(self) -> tuple[int, ...]:
-        given, self.free = self.free[:3], self.free[3:]
-        return tuple(given)
-
-    def take_blocks(self, name: str) -> None:
-        """Whoever has them next writes at once."""
-        import torch
-
-        own = self.blocks.pop(name)
-        for block in own:
-            slots = torch.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            rubbish = torch.full((LAYERS, BLOCK_SIZE, HEADS, DIM), -9.0)
-            self.cache.write(rubbish, -rubbish, slots)
-        self.free += own
 
     @precondition(lambda self: len(self.free) >= 3)
     @rule(ends=st.booleans())
@@ -111,8 +94,7 @@ class Protocol(RuleBasedStateMachine):
         name, value, segment_id = f"s{number}", float(number), SegmentId(number)
         self.blocks[name] = self.give_blocks()
         slots = self.cache.slots(self.blocks[name], Span(0, NUM_TOKENS))
-        rows = torch.full((LAYERS, NUM_TOKENS, HEADS, DIM), value)
-        self.cache.write(rows, -rows, slots)
+        write_rows(self.cache, torch.full((NUM_TOKENS,), value), slots)
         spans = ((segment_id, Span(0, NUM_TOKENS)),)
         self.step["saves"].append(SaveRequest(name, self.blocks[name], spans, ends))
         self.saving[name] = (segment_id, value, ends)
@@ -128,25 +110,65 @@ class Protocol(RuleBasedStateMachine):
             self.step["preempted"].add(data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.segments and len(self.free) >= 3)
-    @rule(data=st.data(), has_hole=st.booleans(), chooses=st.booleans())
-    def load(self, data: st.DataObject, has_hole: bool, chooses: bool) -> None:
+    @rule(data=st.data(), has_hole=st.booleans(), how=st.sampled_from(["chooses", "joins", "waits"]))
+    def load(self, data: st.DataObject, has_hole: bool, how: str) -> None:
         segment_id = data.draw(st.sampled_from(sorted(self.segments)))
-        self.begin_load(segment_id, has_hole=has_hole, chooses=chooses)
+        name = self.begin_load(segment_id, has_hole=has_hole, chooses=how == "chooses")
+        if how == "joins":
+            self.step["joining"].append(name)
 
-    def begin_load(self, segment_id: SegmentId, *, has_hole: bool, chooses: bool = False) -> None:
+    @precondition(lambda self: self.loading.keys() - self.announced - self.choosing)
+    @rule(data=st.data())
+    def announce(self, data: st.DataObject) -> None:
+        """A load may be announced as arrived, whether it is on its way, cancelled or complete."""
+        candidates = sorted(self.loading.keys() - self.announced - self.choosing)
+        self.step["arriving"].append(data.draw(st.sampled_from(candidates)))
+
+    @precondition(lambda self: self.announced)
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        """vLLM plans the next step of a request that it counts as loaded."""
+        name = data.draw(st.sampled_from(sorted(self.announced)))
+        self.step["joining"] = sorted({*self.step["joining"], name})
+
+    def begin_load(self, segment_id: SegmentId, *, has_hole: bool, chooses: bool = False) -> str:
         from kvshare.vllm_connector.metadata import LoadRequest
 
         name = f"l{next(self.numbers)}"
         self.blocks[name] = self.give_blocks()
-        length = 15 if has_hole else NUM_TOKENS
-        start = NUM_TOKENS - length
-        copy = WireCopy(segment_id, start, length, start, start)
-        tokens = tuple(range(NUM_TOKENS))
+        start = 5 if has_hole else 0
+        copy = WireCopy(segment_id, start, NUM_TOKENS - start, start, start)
         order = RepairOrder((Span(start, NUM_TOKENS),), (start + 1, start + 7), 4) if chooses else None
-        self.step["loads"].append(LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,), order))
+        own = (self.blocks[name], 0, NUM_TOKENS, tuple(range(NUM_TOKENS)), (copy,))
+        self.step["loads"].append(LoadRequest(name, *own, order))
         self.num_computed[name] = start + 4 * chooses
+        self.choosing |= {name} if chooses else set()
         self.loading[name] = (segment_id, False)
         self.content[name] = self.segments[segment_id]
+        return name
+
+    @precondition(lambda self: len(self.free) >= 6)
+    @rule(has_hole=st.booleans())
+    def load_from_blocks(self, has_hole: bool) -> None:
+        """Host memory never had this segment. vLLM takes the donor's blocks when nobody reads them."""
+        import torch
+
+        from kvshare.vllm_connector.metadata import BlockSource, LoadRequest
+
+        number = next(self.numbers)
+        donor, name, value = f"d{number}", f"l{number}", float(number)
+        self.blocks[donor], self.blocks[name] = self.give_blocks(), self.give_blocks()
+        slots = self.cache.slots(self.blocks[donor], Span(0, NUM_TOKENS))
+        write_rows(self.cache, torch.full((NUM_TOKENS,), value), slots)
+        start = 5 if has_hole else 0
+        copy = WireCopy(SegmentId(number), 0, NUM_TOKENS - start, start, 0)
+        source = {copy: BlockSource(self.blocks[donor], 0)}
+        tokens = tuple(range(NUM_TOKENS))
+        load = LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,), sources=source)
+        self.step["loads"].append(load)
+        self.num_computed[name], self.content[name] = start, value
+        self.loading[name] = (SegmentId(number), False)
+        self.donors[name] = donor
 
     @precondition(lambda self: self.segments)
     @rule(data=st.data())
@@ -161,8 +183,12 @@ class Protocol(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         """Its client is gone."""
         name = data.draw(st.sampled_from(sorted(self.loading)))
+        if name in self.step["joining"] and name not in self.announced:
+            return  # vLLM runs it with its load
         self.loading[name] = (self.loading[name][0], True)
         self.step["cancelled"].append(name)
+        self.announced.discard(name)
+        self.step["joining"] = [each for each in self.step["joining"] if each != name]
 
     @precondition(lambda self: self.copies.jobs)
     @rule(count=st.integers(1, 3), data=st.data())
@@ -218,36 +244,35 @@ class Protocol(RuleBasedStateMachine):
         for name in preempted:
             if name in self.blocks:
                 self.take_blocks(name)
+        joined = {name: self.rows(self.blocks[name]).clone() for name in step.joining}  # for the forward pass
         self.worker.advance(step)
         if not defers:
             self.worker.save(step)
         transfers, report = self.worker.take_transfers(), self.worker.build_connector_worker_meta()
         if defers:
             self.worker.save(step)
-        failed = set() if report is None else report.failed_saves
-        for name in transfers.finished_sending | (set() if report is None else report.saved_prompts):
+        assert report is not None  # each step has a forward pass
+        for name in report.copied | report.loads.keys():
+            if name in self.donors:
+                self.take_blocks(self.donors.pop(name))
+        for name in transfers.finished_sending | report.saved_prompts:
             segment_id, value, ends = self.saving.pop(name)
             assert ends == (name in transfers.finished_sending)
-            assert name in failed or name not in self.copies.failed  # without room, too, it failed
-            if name not in failed:
+            has_failed = name in report.failed_saves  # without room, too
+            assert has_failed or name not in self.copies.failed
+            assert not (has_failed and segment_id in self.worker.attached.store)
+            if not has_failed:
                 self.segments[segment_id] = value
-            else:
-                assert segment_id not in self.worker.attached.store
             if name in self.blocks:
                 self.take_blocks(name)
-        for name in transfers.finished_recving:
+        arriving = report.arriving
+        assert arriving <= set(step.arriving) & transfers.finished_recving
+        self.announced |= arriving
+        for name, rows in joined.items():
+            self.check_joined(name, rows, failed=report.loads.pop(name).failed)
+        for name in transfers.finished_recving - arriving:
             self.check_loaded(name, failed=name in transfers.failed_recving)
-
-    def check_loaded(self, name: str, *, failed: bool) -> None:
-        _, is_cancelled = self.loading.pop(name)
-        assert failed == (name in self.copies.failed)
-        if not failed and not is_cancelled:
-            rows = self.rows(self.blocks[name])
-            own = list(enumerate(rows.transpose(0, 1)))
-            num_computed = sum(bool((row == position + 0.5).all()) for position, row in own)
-            num_written = sum(bool((row == self.content[name]).all()) for _, row in own)
-            assert num_computed == self.num_computed[name] == NUM_TOKENS - num_written
-        self.take_blocks(name)
+        assert report.loads.keys() == transfers.finished_recving - arriving
 
     @invariant()
     def memory_from_before_a_sleep_is_not_touched(self) -> None:
@@ -257,4 +282,4 @@ class Protocol(RuleBasedStateMachine):
     def every_segment_is_what_was_saved(self) -> None:
         for segment_id, stored in self.worker.attached.store.find(self.segments).items():
             assert is_whole(stored)
-            assert (stored.rows[:, :, 0] == self.segments[segment_id]).all()
+            assert all((part.rows[:, :, 0] == self.segments[segment_id]).all() for part in stored.parts)

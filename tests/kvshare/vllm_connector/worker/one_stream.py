@@ -13,7 +13,8 @@ from kvshare.vllm_connector.worker.batched_copy import copy_all
 from kvshare.vllm_connector.worker.cuda import CudaGpu
 from tests.kvshare.vllm_connector.worker.pretended_gpu import CUDA, Gpu
 
-_CALLS = ("record", "wait", "up", "check", "scatter", "gather", "sums", "down")
+_OF_LOADS = ("up", "begin_load", "check", "scatter", "compare", "copy_blocks")
+_CALLS = ("record", "wait", *_OF_LOADS, "gather", "sums", "down")
 
 
 class OneStream(CudaGpu):
@@ -26,7 +27,8 @@ class OneStream(CudaGpu):
     def __init__(self, gpu: Gpu, device: torch.device = CUDA) -> None:
         self.late_from = float("inf")
         self._gpu = gpu
-        self._device, self._kernels, self._copy_batch, self._movements = device, None, None, None
+        self._device, self._kernels, self._block_kernels = device, None, None
+        self._copy_batch, self._movements = None, {}
 
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BLOCKS, BLOCK_SIZE, HEADS, DIM, LAYERS = 24, 8, 2, 4, 3
 NUM_TOKENS = 20  # of each request: three blocks, the last not full
+MIXED = ((2, 4), (1, 8), (2, 4))  # heads and dimensions of layers that differ, as many numbers in each
 BYTES_PER_TOKEN = HEADS * LAYERS * 2 * DIM * 4
 
 
@@ -48,9 +49,15 @@ class LateCopies:
         while job is not None and not job.is_launched:
             job = self._queue.advance()
 
-    def wait(self, job: Job, timeout_s: float | None = None) -> None:
+    def wait(self, job: Job, timeout_s: float | None = None) -> bool:
         while timeout_s is None and not job.is_done:
             self.run()
+        return job.is_done
+
+    def wait_for_all(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.hurry(job)
+            self.wait(job)
 
     def wait_until_read(self, job: Job) -> None:
         self.hurry(job)
@@ -66,7 +73,7 @@ class LateCopies:
             raise RuntimeError("out of memory")
 
         job.work.batches = failing  # type: ignore[method-assign]  # of this job only
-        under_way = self._transfers._under_way.values()
+        under_way = (*self._transfers._under_way.values(), *self._transfers._joining)
         self.failed += [each.transfer.request.request_id for each in under_way if each.job is job]
         self.run()
 
@@ -77,9 +84,19 @@ def is_whole(stored: Stored) -> bool:
 
     from kvshare.kv.sums import sums
 
-    assert stored.sums is not None
-    found = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes)
-    return torch.equal(found, torch.from_numpy(stored.sums))
+    assert stored.is_saved
+    return all(
+        torch.equal(sums(part.rows.flatten(2), row_bytes=part.row_bytes), torch.from_numpy(part.sums))
+        for part in stored.parts
+    )
+
+
+def write_rows(cache: PagedCache, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """A number for each token in all of its K, and below zero in its V. Shapes:  values, slots (T,)"""
+    for number, layer in enumerate(cache.layers.values()):
+        _, heads, _, width = layer.kv_cache.shape
+        rows = values[:, None, None].expand(-1, heads, width // 2)
+        cache.write_layer(number, rows, -rows, slots)
 
 
 class FakeForward:
@@ -94,9 +111,17 @@ class FakeForward:
 
         for run in runs:
             slots = self.cache.slots(run.block_ids, run.span)
-            rows = torch.arange(run.span.start, run.span.end).float() + 0.5
-            rows = rows[None, :, None, None].expand(LAYERS, -1, HEADS, DIM)
-            self.cache.write(rows, -rows, slots)
+            write_rows(self.cache, torch.arange(run.span.start, run.span.end).float() + 0.5, slots)
+        self._let_listen(runs)
+
+    def _let_listen(self, runs: Sequence[Run]) -> None:
+        from kvshare.kv.listening import placed
+
+        places = list(zip(placed([run.span for run in runs]), runs, strict=True))
+        for listener in {run.listener for run in runs if run.listener is not None}:
+            if rows := listener.rows_of(place for place, run in places if run.listener is listener):
+                for layer in filter(rows.listen_in, range(LAYERS)):
+                    listener.note(layer, rows)
 
 
 def late_device(*, arrives: Collection[int] = ()) -> Any:
@@ -125,12 +150,18 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def new_worker(max_segments: int, *, num_layers: int = LAYERS, device: str = "cpu") -> ConnectorWorker:
+def new_worker(
+    max_segments: int,
+    *,
+    shapes: Sequence[tuple[int, int]] = ((HEADS, DIM),) * LAYERS,
+    device: str = "cpu",
+) -> ConnectorWorker:
+    """`shapes`: heads and dimension of each layer."""
     import torch
 
     from kvshare.kv.movement import STAYS
     from kvshare.vllm_connector.config import ConnectorSettings
-    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.mixed_cache import paged_cache
     from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
     from kvshare.vllm_connector.worker.start import Attached
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -140,19 +171,19 @@ def new_worker(max_segments: int, *, num_layers: int = LAYERS, device: str = "cp
 
     layers = {
         str(number): SimpleNamespace(
-            kv_cache=torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * DIM, device=device),
+            kv_cache=torch.zeros(BLOCKS, heads, BLOCK_SIZE, 2 * dim, device=device),
             impl=SimpleNamespace(do_kv_cache_update=update),
         )
-        for number in range(num_layers)
+        for number, (heads, dim) in enumerate(shapes)
     }
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
     spec = SimpleNamespace(block_size=BLOCK_SIZE)
     worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
-    cache = PagedCache(layers, block_size=BLOCK_SIZE)
+    cache = paged_cache(layers, block_size=BLOCK_SIZE, dtype=torch.float32)
     assert cache.find_layout(0) is None
-    cache.kv_layout = cache.kv_layout.moving([(STAYS, STAYS)] * num_layers)
+    cache.set_movements([(STAYS, STAYS)] * len(shapes))
     buffer = torch.empty(arena_bytes(max_segments * NUM_TOKENS * BYTES_PER_TOKEN), dtype=torch.uint8)
-    store = SegmentStore(buffer, cache.kv_layout, num_heads=HEADS)
+    store = SegmentStore(buffer, cache.kv_layout)
     use(worker, Attached(cache, FakeForward(cache), store))  # type: ignore[arg-type]  # computes no model
     return worker
 
@@ -161,7 +192,7 @@ def use(worker: ConnectorWorker, attached: Attached, *, can_listen: bool = False
     """The worker is attached to these parts; its thread copies when the test says."""
     worker.use(attached, can_listen=can_listen)
     transfers = worker.parts.transfers
-    transfers._copies = LateCopies(transfers)  # type: ignore[assignment]  # has no thread
+    transfers._copies = transfers._joining._copies = LateCopies(transfers)  # type: ignore[assignment]  # no thread
 
 
 def late_copies(worker: ConnectorWorker) -> LateCopies:

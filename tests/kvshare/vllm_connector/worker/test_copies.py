@@ -27,6 +27,7 @@ SHAPES = [
     ("float16", 1, 6, 2),
     ("bfloat16", 2, 5, 1),  # rows of no whole number of 64 or 32 bits
     ("uint8", 3, 3, 2),
+    ("float8_e4m3fn", 2, 8, 1),
 ]
 
 
@@ -58,17 +59,26 @@ def test_a_flipped_bit_anywhere_is_found_before_the_load_counts(of_gpu: bool) ->
     assert load(device, cache, segments) == set()
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("max_bytes", [1 << 20, 4000, 1500, 500])
-def test_batches_have_every_layer_once_and_fit(max_bytes: int) -> None:
-    """In the order of segments; each layer with all of its heads."""
-    from kvshare.vllm_connector.worker.staged_layers import batches
+def test_batches_have_every_layer_once_and_fit(max_bytes: int, *, by_layer: bool) -> None:
+    """In the order of segments, or of layers; each layer with all of its heads."""
+    from kvshare.vllm_connector.worker.staged_layers import batches, batches_by_layer
 
+    cut = batches_by_layer if by_layer else batches
     cache = new_cache("float32", 2, 4)
     store = new_store(cache)
     segments = [store.add(SegmentId(n), size) for n, size in enumerate([4, 1, 6, 5])]
-    found = [(part, batch) for batch in batches(segments, max_bytes) for part in batch]
+    found = [(part, batch) for batch in cut(segments, max_bytes) for part in batch]
     layers = [(part.stored.segment_id, layer) for part, _ in found for layer in part.layers]
-    assert layers == [(stored.segment_id, layer) for stored in segments for layer in range(LAYERS)]
+    everything = [(stored.segment_id, layer) for stored in segments for layer in range(LAYERS)]
+    assert sorted(layers) == everything
+    if by_layer and max_bytes < 1 << 20:
+        whole = {layer: index for index, (_, layer) in enumerate(layers)}
+        assert list(whole) == sorted(whole), "a layer is there before the next ones"
+        assert all(len({id(part.stored) for part in batch}) == len(batch) for _, batch in found)
+    else:
+        assert layers == everything
     for part, batch in found:
         others = [each for each in batch if each is not part]
         assert part.offset + part.num_bytes <= max_bytes
@@ -77,8 +87,8 @@ def test_batches_have_every_layer_once_and_fit(max_bytes: int) -> None:
             for each in others
         )
         assert sum(rows.nbytes for rows in part.rows) == 2 * len(part.layers) * part.stored.piece_bytes
-        assert len(part.rows) == len(part.parts) == (1 if part.is_whole else 2)
-        assert all(each.offset % 16 == 0 for each in part.parts)
+        assert len(part.rows) == (1 if part.is_whole else 2)
+        assert part.part.offset % 16 == 0
 
 
 def test_a_layer_that_no_buffer_holds_is_refused() -> None:

@@ -10,17 +10,27 @@ from hypothesis import HealthCheck, settings
 
 from delta_tree import SegmentId, Span
 from tests.kvshare.vllm_connector.worker.copy_protocol import Protocol
-from tests.kvshare.vllm_connector.worker.small_worker import late_copies, new_worker, one_rank
+from tests.kvshare.vllm_connector.worker.small_worker import MIXED, late_copies, new_worker, one_rank
+
+
+class OfMixedLayers(Protocol):
+    """Layers that differ in KV heads and head size are copied part by part."""
+
+    shapes = MIXED
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_whatever_comes_whenever_it_is_copied() -> None:
+@pytest.mark.parametrize(("machine", "max_examples"), [(Protocol, 60), (OfMixedLayers, 30)])
+def test_whatever_comes_whenever_it_is_copied(machine: type[Protocol], max_examples: int) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
-        Protocol,
+        machine,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=max_examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 

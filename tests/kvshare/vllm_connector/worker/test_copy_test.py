@@ -47,25 +47,20 @@ def other_sums(call: Call, *given: Any) -> Any:
     return call(*given) + 1
 
 
-def other_tokens(call: Call, cache: Any, staging: Any, copies: Any) -> None:
-    call(
-        cache,
-        staging,
-        [
-            (part, replace(copy, source=Span(copy.source.start - 1, copy.source.end - 1)))
-            for part, copy in copies
-        ],
-    )
+def other_tokens(call: Call, cache: Any, load: Any) -> Any:
+    load.copies = [
+        replace(copy, source=Span(copy.source.start - 1, copy.source.end - 1)) for copy in load.copies
+    ]
+    return call(cache, load)
 
 
-def other_positions(call: Call, cache: Any, staging: Any, copies: Any) -> None:
-    call(
-        cache, staging, [(part, replace(copy, shift=copy.shift + bool(copy.shift))) for part, copy in copies]
-    )
+def other_positions(call: Call, cache: Any, load: Any) -> Any:
+    load.copies = [replace(copy, shift=copy.shift + bool(copy.shift)) for copy in load.copies]
+    return call(cache, load)
 
 
-def one_slot_more(call: Call, cache: Any, staging: Any, copies: Any) -> None:
-    call(cache, staging, copies)
+def one_slot_more(call: Call, cache: Any, *given: Any) -> None:
+    call(cache, *given)
     slots = cache.slots(BLOCK_IDS, Span(0, 1))
     cache.write_layer(4, *(2 * [cache.caches[0].new_ones(1, 2, 4)]), slots)
 
@@ -83,11 +78,11 @@ def failing(*_: Any) -> None:
     [
         ("gather", other_blocks, "saved rows are not those"),
         ("sums", other_sums, "sums of saved rows"),
-        ("scatter", other_tokens, "loaded rows are not those"),
-        ("scatter", other_positions, "rows that were moved"),
+        ("begin_load", other_tokens, "loaded rows are not those"),
+        ("begin_load", other_positions, "rows that were moved"),
         ("scatter", one_slot_more, "slots that are not its own"),
-        ("check", no_difference, "damaged segment is not noticed"),
-        ("check", lambda call, *given: call(*given) | True, "taken for a damaged one"),
+        ("compare", no_difference, "damaged segment is not noticed"),
+        ("compare", lambda call, *given: call(*given) | True, "taken for a damaged one"),
         ("up", failing, "RuntimeError: an illegal memory access"),
     ],
 )
@@ -104,7 +99,7 @@ def test_kernels_that_copy_wrongly_are_not_used(works_without: bool, warns: bool
     """What torch and vLLM have takes their place; if that is wrong, too, nothing is shared."""
     from kvshare.vllm_connector.worker.start import Attached, WorkerStart
 
-    wrong = SimpleNamespace(gather=failing, scatter=failing, sums=failing)
+    wrong = SimpleNamespace(gather=failing, place=failing, sums=failing)
     device: Any = pretended(1 << 20, wrong)
     if not works_without:
         device._gpu.down = failing

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 SEGMENT_BYTES = NUM_TOKENS * BYTES_PER_TOKEN
+OF_LOADS = {"check": "write", "scatter": "write"}
 
 
 @pytest.fixture
 def vllm_stream() -> FakeStream:
-    stream = FakeStream()
-    stream.at_ms = 70  # it is given its whole step in advance
+    (stream := FakeStream()).at_ms = 70  # it is given its whole step in advance
     return stream
 
 
@@ -59,16 +59,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, vllm_stream: FakeStream) -> CudaGpu:
 
 
 def streams(gpu: CudaGpu) -> dict[str, FakeStream]:
-    own: dict[Any, Any] = dict(gpu._streams)
-    return {stream.value: stood_in for stream, stood_in in own.items()}
+    return {stream.value: stood_in for stream, stood_in in dict[Any, Any](gpu._streams).items()}
 
 
 def timed(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
     """Work of these names is noted in its stream and takes so long there."""
     for name, duration_ms in ms.items():
-        own = streams(gpu)[
-            {"up": "up", "check": "write", "scatter": "write", "down": "down"}.get(name, "gather")
-        ]
+        own = streams(gpu)[{"up": "up", "down": "down", **OF_LOADS}.get(name, "gather")]
         work: Callable[..., Any] = getattr(gpu, name)
 
         def noted(
@@ -84,14 +81,16 @@ def timed(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
 @pytest.fixture
 def worker(gpu: CudaGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConnectorWorker]:
     """With two staging buffers each way, for one segment each."""
-    from kvshare.vllm_connector.worker import device
+    from kvshare.vllm_connector.worker import block_fences, device
     from tests.kvshare.vllm_connector.worker.small_worker import new_worker, one_rank
 
     timed(gpu, monkeypatch, up=3, check=1, scatter=1, gather=2, sums=1, down=5)
     monkeypatch.setattr(device, "STAGING_BYTES", 4 * SEGMENT_BYTES)
     with one_rank():
         made = new_worker(8)
-        made.parts.transfers._device = device.GpuDevice(gpu)
+        transfers = made.parts.transfers
+        transfers._device = device.GpuDevice(gpu)
+        transfers._fences = block_fences.BlockFences(transfers._device)
         yield made
 
 
@@ -125,9 +124,7 @@ def finish(worker: ConnectorWorker) -> Any:
     return worker.build_connector_worker_meta()
 
 
-def test_a_save_reads_blocks_after_vllms_step_and_buffers_rotate(
-    worker: ConnectorWorker, gpu: CudaGpu
-) -> None:
+def test_a_save_reads_blocks_after_vllms_step(worker: ConnectorWorker, gpu: CudaGpu) -> None:
     """Bytes go down after their sums are made; the third batch waits until the first has left its buffer."""
     save(worker, 3)
     gather, down = (streams(gpu)[name].done for name in ("gather", "down"))
@@ -139,20 +136,34 @@ def test_a_save_reads_blocks_after_vllms_step_and_buffers_rotate(
 def test_a_load_goes_up_next_to_vllms_step_and_is_written_after_it(
     worker: ConnectorWorker, gpu: CudaGpu
 ) -> None:
-    """Copies up wait for their buffers only. Sums are compared before rows are written."""
+    """Copies up, a layer each, wait for their buffers only. Sums are made before rows are written."""
     save(worker, 3)
     finish(worker)
     load(worker, 2)
     up, write = (streams(gpu)[name].done for name in ("up", "write"))
-    assert up == ["up", "up"]
-    assert write == ["after up 1", "check", "after vllm 0", "scatter", "after up 2", "check", "scatter"]
+    assert up == ["up", "up", "after write 4", "up"]
+    assert write[:5] == ["after up 1", "check", "after vllm 0", "scatter", "after up 2"]
+    assert write[5:] == ["check", "scatter", "after up 4", "check", "scatter"]
     load(worker, 2)
-    assert up[2:] == ["after write 4", "up", "after write 7", "up"]
+    assert up[4:] == ["after write 7", "up", "after write 10", "up", "after write 14", "up"]
 
 
-def test_results_are_there_when_the_gpu_has_come_to_the_end_of_their_copies(
-    worker: ConnectorWorker,
+@pytest.mark.parametrize(("of_pass", "waits"), [(6, True), (7, False)])
+def test_a_load_waits_for_a_pass_over_its_blocks(
+    worker: ConnectorWorker, gpu: CudaGpu, vllm_stream: FakeStream, of_pass: int, waits: bool
 ) -> None:
+    """For no other, and for no step of vLLM: vLLM gives it blocks that no step in flight uses."""
+    save(worker, 1)
+    finish(worker)
+    FakeEvent.now_ms[0] = 0.0
+    vllm_stream.at_ms = 500.0
+    worker.parts.transfers.fence([of_pass])
+    vllm_stream.at_ms = 1000.0  # vLLM's next step
+    load(worker, 1)
+    assert (500.0 if waits else 70.0) < streams(gpu)["write"].at_ms < (1000.0 if waits else 500.0)
+
+
+def test_results_are_there_when_the_gpu_has_done_their_copies(worker: ConnectorWorker) -> None:
     """On vLLM's own stream, which is given its whole step in advance. Nobody uses them before."""
     import torch
 
@@ -214,13 +225,12 @@ def test_who_preempts_waits_until_blocks_are_read_on_the_gpu(
 def test_loads_and_saves_report_the_time_of_their_copies_only(worker: ConnectorWorker) -> None:
     """Not that of vLLM's step, of 70 ms, for which they wait: a bandwidth from it would be too low."""
     save(worker, 2)
-    report = finish(worker)
-    assert report is not None
+    assert (report := finish(worker)) is not None
     assert report.stage_seconds["s"] == {"save": pytest.approx(0.002 + 2 * 0.005)}
     load(worker, 2)
     report = finish(worker)
     assert report is not None
-    assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(2 * 0.003 + 0.001)}
+    assert report.stage_seconds["l"] == {"verify": 0.0, "write": pytest.approx(3 * 0.003 + 0.001)}
 
 
 def test_an_end_waits_for_copies_under_way(worker: ConnectorWorker) -> None:

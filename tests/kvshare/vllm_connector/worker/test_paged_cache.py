@@ -67,35 +67,55 @@ class TestLayouts:
         assert start("llama").side.info().settings["attention_backend"] == "CPU_ATTN/transposed"
 
 
+@pytest.mark.parametrize("memory", ["heads first", "tokens first", "layers side by side"])
+@pytest.mark.parametrize("layout", ["content", "transposed", "learned"])
+@pytest.mark.parametrize("ratio", [1, 2])
 class TestRows:
     """Single positions come out as `read` has them, however a block lies in memory."""
 
     BLOCKS, N, H, D = 8, 8, 2, 4
 
-    @pytest.mark.parametrize("memory", ["heads first", "tokens first", "layers side by side"])
-    @pytest.mark.parametrize("layout", ["content", "transposed", "learned"])
-    @pytest.mark.parametrize("ratio", [1, 2])
     def test_they_are_those_of_a_read(self, memory: str, layout: str, ratio: int) -> None:
         """`ratio`: kernel blocks in one of the scheduler's."""
         import torch
 
         torch.manual_seed(0)
-        size, block_ids, places = ratio * self.N, (3, 1, 2), (0, 2, 7, 8, 22)
+        size, block_ids = ratio * self.N, (3, 1, 2)
         paged = self.paged_cache(memory, layout, block_size=size)
         k, v = (torch.randn(2, 3 * size, self.H, self.D) for _ in range(2))
         paged.write(k, v, paged.slots(block_ids, Span(0, 3 * size)))
         whole = paged.read(block_ids, Span(0, 3 * size))
         assert torch.equal(whole.k, k)
         assert torch.equal(whole.v, v)
-        row_k, row_v = paged.rows(paged.slots_at(block_ids, places))
-        assert torch.equal(row_k, k[:, places])
-        assert torch.equal(row_v, v[:, places])
-        assert torch.equal(paged.values(paged.slots_at(block_ids, places)), row_v)
         assert torch.equal(paged.keys(1, paged.table(block_ids, 17), 17), k[1, :17])
         for span in (Span(1, 3), Span(2, 3 * size - 3), Span(size, 2 * size), Span(size - 1, size + 1)):
             part = paged.read(block_ids, span)
             assert torch.equal(part.k, k[:, span.start : span.end])
             assert torch.equal(part.v, v[:, span.start : span.end])
+
+    def test_single_ones_are_put_back(self, memory: str, layout: str, ratio: int) -> None:
+        """However they were written meanwhile, and whatever their neighbours are by then."""
+        import torch
+
+        from kvshare.vllm_connector.worker.kept_rows import KeptRows
+
+        torch.manual_seed(0)
+        size, block_ids = ratio * self.N, (3, 1, 2)
+        places = list(range(self.N, 2 * self.N))  # this kernel writes whole blocks
+        paged, everything = self.paged_cache(memory, layout, block_size=size), Span(0, 3 * size)
+        (k, v), (new_k, new_v) = (torch.randn(2, 2, 3 * size, self.H, self.D) for _ in range(2))
+        paged.write(k, v, paged.slots(block_ids, everything))
+        kept = KeptRows(paged, block_ids, places)
+        kept.keep_all()
+        paged.write(new_k, new_v, paged.slots(block_ids, everything))
+        distances = (new_v - v)[:, places].flatten(2).square().sum(dim=2)
+        for num_layers in (1, 2):
+            assert torch.allclose(kept.squared_changes(num_layers), distances[:num_layers])
+        kept.restore()
+        new_k[:, places], new_v[:, places] = k[:, places], v[:, places]
+        whole = paged.read(block_ids, everything)
+        assert torch.equal(whole.k, new_k)
+        assert torch.equal(whole.v, new_v)
 
     def paged_cache(self, memory: str, layout: str, *, block_size: int) -> PagedCache:
         """Two layers, whose kernel writes blocks in this layout."""

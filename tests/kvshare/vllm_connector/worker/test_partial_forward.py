@@ -1,4 +1,10 @@
-"""How runs are split into passes. That a pass is exact is tested in test_parity.py."""
+"""How runs are split into passes, and their inputs. That a pass is exact is tested in test_parity.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.kvshare.vllm_connector.worker.small_worker import BLOCK_SIZE, new_worker, one_rank
 
 
 def test_passes_are_bounded() -> None:
@@ -11,3 +17,36 @@ def test_passes_are_bounded() -> None:
     assert all(len(batch) <= 2 and sum(len(run.span) for run in batch) <= 10 for batch in batches)
     computed = [p for batch in batches for run in batch for p in range(run.span.start, run.span.end)]
     assert computed == [p for span in spans for p in range(span.start, span.end)]
+
+
+def test_the_inputs_of_a_pass_are_those_of_each_run() -> None:
+    """Of several requests, in any order, some shifted; blocks are looked up once for each request."""
+    from delta_tree import Span
+    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
+
+    rng = np.random.default_rng(0)
+    with one_rank():
+        cache = new_worker(1).attached.cache
+    runs, looked_up, find = list[Run](), list[object](), cache.kernel_blocks
+    for number in range(3):
+        block_ids = tuple(rng.permutation(20)[:9].tolist())
+        token_ids = rng.integers(1000, size=9 * BLOCK_SIZE, dtype=np.int32)
+        edges = np.sort(rng.choice(9 * BLOCK_SIZE, 10, replace=False)).tolist()
+        spans = [Span(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        runs += [Run(block_ids, span, token_ids, shift=number) for span in spans]
+    runs = [runs[index] for index in rng.permutation(len(runs))]
+    cache.kernel_blocks = lambda *given: looked_up.append(given) or find(*given)  # type: ignore[method-assign, func-returns-value]
+    made = pass_inputs(runs, cache)
+    assert len(looked_up) == 3
+    for number, run in enumerate(runs):
+        own, blocks = slice(*made.starts[number : number + 2]), find(run.block_ids, Span(0, run.span.end))
+        places = np.arange(run.span.start, run.span.end)
+        assert (made.token_ids[own] == run.token_ids[places]).all()
+        assert (made.positions[own] == places + run.shift).all()
+        assert (made.slots[own] == cache.slot_numbers(run.block_ids, run.span)).all()
+        assert made.ends[number] == run.span.end
+        assert made.table[number, : len(blocks)].tolist() == list(blocks)
+        assert not made.table[number, len(blocks) :].any()
+    assert made.longest == max(len(run.span) for run in runs)
+    assert [each.dtype.itemsize for each in (made.token_ids, made.table, made.slots)] == [4, 4, 8]

@@ -76,7 +76,7 @@ class TestSelfTest:
         from contextlib import nullcontext
 
         vllm = start("llama")
-        monkeypatch.setattr(vllm.worker.attached.forward, "_watched", lambda watch: nullcontext())
+        monkeypatch.setattr("kvshare.vllm_connector.worker.partial_forward.hooked", lambda *_: nullcontext())
         assert "cannot be watched" in str(self.self_test(vllm).check_listening())
 
     def test_an_error_is_a_reason_not_to_listen(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_a_worker_that_cannot_even_look_refuses(start: Start, monkeypatch: pytes
     from kvshare.vllm_connector.worker import start as starting
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **given: object) -> None:
         raise RuntimeError("no such backend")
 
     given = start("llama").worker._start

@@ -128,7 +128,7 @@ def test_a_load_that_a_sleep_interrupts_fails(
 
     store(worker)
     with monkeypatch.context() as patch:
-        patch.setattr(placeholders, "num_admitted", lambda *_: 0)  # none is computed
+        patch.setattr(placeholders, "num_admitted", lambda *_, **__: 0)  # none is computed
         step(worker, loads=(load("first"), load("second")))
         if has_arrived:
             late_copies(worker).run()

@@ -1,0 +1,99 @@
+"""Opens the tree and the tiers of a server, with the KV that the last process has left on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
+
+from delta_tree import DeltaTree, Segment, SegmentId
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.sequence import SegmentKV
+from kvshare.kv.tier import MemoryTier
+from kvshare.metadata import open_emptied_tree, open_stored_tree
+from kvshare.runtime import Forgotten
+from kvshare.settings import StoreSettings
+from kvshare.sharing.memory_keeper import MemoryKeeper
+from kvshare.tiers import KV_FOLDER
+from kvshare.tiers.disk_tier import DiskTier
+from kvshare.tiers.files import Files
+from kvshare.tiers.kv_object import ObjectForm
+from kvshare.tiers.tier_stack import TierStack
+
+log = logging.getLogger(__name__)
+
+
+class StoredKV:
+    """
+    The store of one model. Both methods block, and are called once, in this order.
+
+    `parts`: all on which it depends whether KV may be used, next to the layout; with other parts it is
+    deleted.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        layout: KVLayout | None,
+        *,
+        min_tokens: int,
+        identity: str,
+        parts: Sequence[str],
+        files: Files | None = None,
+    ) -> None:
+        """`layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored."""
+        self._files = files
+        self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
+        self._identity, self._parts = identity, parts
+        self._disk: DiskTier | None = None
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether KV is written to disk, if that is possible."""
+        return (
+            self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
+        )
+
+    def open_tree(self) -> tuple[DeltaTree, Forgotten]:
+        """
+        The tree with the prompts whose KV is on disk; and those that left.
+
+        Raises:  StoreError if another process has the store open
+        """
+        folder = self._settings.path
+        if folder is None or self._layout is None or not self._settings.max_disk_bytes:
+            return open_emptied_tree(folder, identity=self._identity)
+        disk = DiskTier(
+            Path(folder) / KV_FOLDER,
+            ObjectForm.of(self._layout, self._parts),
+            max_bytes=self._settings.max_disk_bytes,
+            keep_free_bytes=self._settings.disk_keep_free_bytes,
+            files=self._files,
+        )
+
+        def whole(segments: Iterable[Segment]) -> Container[SegmentId]:
+            try:
+                disk.open()
+            except OSError as exc:
+                log.warning("KV stays in memory: %s cannot be used: %s", KV_FOLDER, exc.strerror)
+                return frozenset()
+            self._disk = disk
+            return disk.whole(segments)
+
+        tree, forgotten = open_stored_tree(
+            folder, identity=self._identity, whole=whole, min_tokens=self._min_tokens
+        )
+        if tree.identity is None:  # it could not be written: nothing would refer to what is on disk
+            self._disk = None
+        if self._disk is not None:
+            self._disk.adopt(tree.segments())
+        return tree, forgotten
+
+    def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
+        """A keeper over memory, and over the disk if it can be used."""
+        kv_bytes = self._settings.kv_bytes
+        if self._disk is None:
+            return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
+        rate = self._settings.disk_write_bytes_per_s
+        stack = TierStack(kv_bytes, self._disk, write_bytes_per_s=rate)
+        return MemoryKeeper(tree, stack, min_tokens=self._min_tokens)

@@ -1,0 +1,108 @@
+"""What the disk has of a store, for administrators: looks at files, without a model and without a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from delta_tree import SegmentId
+from kvshare.tiers import KV_FOLDER
+from kvshare.tiers.disk_tier import FORM_NAME, OBJECT_NAME, object_files, object_path, remove_empty
+from kvshare.tiers.files import Files
+from kvshare.tiers.kv_object import ObjectError, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file that is not what it should be."""
+
+    file: str  # below the folder of the store
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStore:
+    """What was read, and what of it is damaged."""
+
+    num_objects: int
+    num_bytes: int
+    seconds: float
+    damaged: tuple[Damage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedFiles:
+    """Files that belong to no stored prompt, which were deleted unless it was a dry run."""
+
+    dry_run: bool
+    num_files: int
+    num_bytes: int
+
+
+class StoredFiles:
+    """The objects in the folder of a store. `files`: how the disk is asked."""
+
+    def __init__(self, store: Path, files: Files | None = None) -> None:
+        self._store, self._root = store, store / KV_FOLDER
+        self._files = files or Files()
+
+    def sizes(self) -> dict[Path, int]:
+        """Each file of ours, also unfinished ones, with its bytes."""
+        found = {}
+        for path in self._all():
+            with suppress(FileNotFoundError):  # a running server deleted it meanwhile
+                found[path] = path.lstat().st_size
+        return found
+
+    def verified(self) -> VerifiedStore:
+        """Reads all of all objects, and compares it with their checks. A server may run meanwhile."""
+        began, num_objects, num_bytes = time.perf_counter(), 0, 0
+        damaged: list[Damage] = []
+        for path, size in self.sizes().items():
+            match = OBJECT_NAME.fullmatch(path.name)
+            if match is None:
+                continue  # unfinished: nothing refers to it
+            try:
+                header = verify(self._files, path)
+                if header.segment.segment_id != int(match[1], 16):
+                    raise ObjectError("it is another segment")
+            except FileNotFoundError:
+                continue
+            except (ObjectError, OSError) as exc:
+                problem = str(exc) if isinstance(exc, ObjectError) else exc.strerror or type(exc).__name__
+                damaged.append(Damage(str(path.relative_to(self._store)), problem))
+            num_objects += 1
+            num_bytes += size
+        return VerifiedStore(num_objects, num_bytes, time.perf_counter() - began, tuple(damaged))
+
+    def collect(self, wanted: Collection[SegmentId], *, dry_run: bool) -> CollectedFiles:
+        """Delete what belongs to none of these segments. No server may have the store open."""
+        names = {object_path(self._root, segment_id).name for segment_id in wanted}
+        litter = {path: size for path, size in self.sizes().items() if path.name not in names}
+        if not dry_run:
+            self._delete(litter)
+        return CollectedFiles(dry_run, len(litter), sum(litter.values()))
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Delete the objects of these segments. No server may have the store open."""
+        entries = list(segment_ids)
+        self._delete(object_path(folder, entry) for folder in self._forms() for entry in entries)
+
+    def _all(self) -> Iterator[Path]:
+        for folder in self._forms():
+            yield from object_files(folder, self._files)
+
+    def _forms(self) -> list[Path]:
+        entries = list(self._files.entries(self._root))
+        return [
+            self._root / name for name, _, is_folder in entries if is_folder and FORM_NAME.fullmatch(name)
+        ]
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._files.delete(path)
+        for folder in self._forms():
+            remove_empty(self._files, folder)

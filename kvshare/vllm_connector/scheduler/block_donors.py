@@ -1,0 +1,270 @@
+"""
+Segments that still lie in vLLM's own KV blocks: copies of them are made on the device, not from host memory.
+
+    place     the blocks that a segment's request had when it was saved, each with the hash that vLLM's prefix
+              cache gave it. A block that is not full, and one without a hash, is not part of a place
+    valid     while a block has that very hash. vLLM removes it before it gives the block to another request
+    pinned    a load reads these blocks: they count as used, so that vLLM does not give them away
+
+No reference outlives the copies of a load. While one keeps blocks from being free, vLLM waits for it instead
+of preempting a request. Without prefix caching blocks have no hashes, and nothing is found here.
+
+Everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.metadata import BlockSource
+from kvshare.vllm_protocol.messages import WireCopy
+from kvshare.vllm_protocol.places import Moved
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+_MANY = 16
+_PLACES_OF_POOL = 2  # places have at most so many blocks together as the pool has, times this
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """`before`: how many tokens of the first block come before the segment's first one."""
+
+    before: int
+    block_ids: tuple[int, ...]
+    hashes: tuple[BlockHashWithGroupId | None, ...]
+    num_tokens: int
+
+    @property
+    def last_full(self) -> tuple[int, BlockHashWithGroupId] | None:
+        """The last block that has a hash."""
+        pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
+        return next(((block_id, known) for block_id, known in pairs if known is not None), None)
+
+    def is_part_of(self, other: _Place) -> bool:
+        """Whether the other one has the same rows, and perhaps more of them."""
+        return self.block_ids == other.block_ids and all(
+            mine is None or mine is its for mine, its in zip(self.hashes, other.hashes, strict=True)
+        )
+
+
+class BlockDonors:
+    """One per scheduler. Finds nothing before `bind`."""
+
+    def __init__(self) -> None:
+        self.can_be_copied = True  # by the workers
+        self._moved: tuple[list[SegmentId], list[SegmentId]] = [], []  # to blocks, and from there
+        self._pool: BlockPool | None = None
+        self._block_size = 0
+        self._places: OrderedDict[SegmentId, _Place] = OrderedDict()  # the newest last
+        self._num_blocks = 0  # of all places
+        # Of each place the last full block, which vLLM gives away first, and its hash.
+        self._last: dict[SegmentId, tuple[KVCacheBlock, BlockHashWithGroupId]] = {}
+        self._pinned: dict[str, list[KVCacheBlock]] = {}  # by the request whose load reads them
+        self._num_pins: Counter[int] = Counter()  # by block
+
+    @property
+    def are_found(self) -> bool:
+        """Whether this vLLM has blocks that can be donors."""
+        return self.can_be_copied and self._pool is not None and self._pool.enable_caching
+
+    @property
+    def has_pinned(self) -> bool:
+        return bool(self._pinned)
+
+    def bind(self, pool: BlockPool, *, block_size: int) -> None:
+        """The pool of vLLM's only group of blocks, and how many tokens a block of it has."""
+        self._pool, self._block_size = pool, block_size
+
+    def note(self, segment_id: SegmentId, span: Span, block_ids: Sequence[int]) -> None:
+        """A request with these blocks holds the segment, at these positions. Their rows are computed."""
+        place = self._place_in(span, block_ids) if self.are_found else None
+        self.forget([segment_id])
+        if place is not None and place.last_full is not None:
+            assert self._pool is not None, "something was found in it"
+            self._places[segment_id] = place
+            self._num_blocks += len(place.block_ids)
+            block_id, known = place.last_full
+            self._last[segment_id] = self._pool.blocks[block_id], known
+            self._moved[0].append(segment_id)
+            self._forget_oldest()
+
+    def note_again(self, segment_id: SegmentId, span: Span, block_ids: Sequence[int]) -> None:
+        """
+        The same, where more blocks may be full now.
+
+        Nothing changes if the request was preempted meanwhile and has computed rows a second time.
+        """
+        if (known := self._places.get(segment_id)) is not None and known.is_part_of(
+            self._place_in(span, block_ids)
+        ):
+            self.note(segment_id, span, block_ids)
+
+    def forget(self, segment_ids: Iterable[SegmentId]) -> None:
+        """They are dropped, or lie elsewhere. Copies under way go on."""
+        for segment_id in segment_ids:
+            if (place := self._places.pop(segment_id, None)) is not None:
+                self._num_blocks -= len(place.block_ids)
+                self._leave([segment_id])
+
+    def clear(self) -> None:
+        """The weights have changed."""
+        self._leave(tuple(self._last))
+        self._places.clear()
+        self._num_blocks = 0
+
+    @property
+    def are_short(self) -> bool:
+        """Whether less than half of the pool is free: blocks that are kept might be missing soon."""
+        return self._pool is not None and 2 * self._pool.get_num_free_blocks() < self._pool.num_gpu_blocks
+
+    @property
+    def num_in_pool(self) -> int:
+        """Blocks."""
+        return self._pool.num_gpu_blocks if self._pool is not None else 0
+
+    def num_full(self, block_ids: Sequence[int], num_tokens: int) -> int:
+        """How many of a request's first tokens lie in full blocks, of which vLLM has hashes."""
+        size = self._block_size
+        full = range(num_tokens // size)
+        return next((n for n in full if self._hash(block_ids[n], (n + 1) * size) is None), len(full)) * size
+
+    def block_ids(self, segment_id: SegmentId) -> tuple[int, ...]:
+        return place.block_ids if (place := self._places.get(segment_id)) is not None else ()
+
+    def has(self, segment_id: SegmentId, span: Span) -> bool:
+        """Whether these tokens of it lie in blocks now."""
+        return self._find(segment_id, span) is not None
+
+    def whole(self, segment_id: SegmentId) -> tuple[tuple[int, ...], Span] | None:
+        """Blocks that have all of it now, and its positions in them."""
+        if (place := self._places.get(segment_id)) is None or not self.has(
+            segment_id, Span(0, place.num_tokens)
+        ):
+            return None
+        return place.block_ids, Span(place.before, place.before + place.num_tokens)
+
+    def take_left(self) -> list[SegmentId]:
+        """Those whose blocks vLLM has given away since the last call, in part at least."""
+        left = [each for each, (block, known) in self._last.items() if block.block_hash is not known]
+        self._leave(left)
+        return left
+
+    def take_moved(self) -> Moved | None:
+        """What a proxy has to know: at once of what came, of what left when that is much."""
+        came, left = self._moved
+        if not came and len(left) < _MANY:
+            return None
+        self._moved = [], []
+        return Moved(tuple(each for each in dict.fromkeys(came) if each in self._last), tuple(left))
+
+    def next_given_away(self, count: int) -> set[int]:
+        """So many free blocks, which vLLM gives away before all others."""
+        assert self._pool is not None
+        found: set[int] = set()
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while len(found) < count and block is not None and block.block_id >= 0:
+            found.add(block.block_id)
+            block = block.next_free_block
+        return found
+
+    def renew(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Others are about to copy from them: vLLM gives their free blocks away last."""
+        if self._pool is None:
+            return
+        for segment_id in segment_ids:
+            if (place := self.whole(segment_id)) is not None:
+                blocks = [self._pool.blocks[block_id] for block_id in place[0]]
+                self._pool.touch(blocks)
+                self._pool.free_blocks(reversed(blocks))
+
+    def pin(self, request_id: str, copies: Mapping[WireCopy, Span]) -> Mapping[WireCopy, BlockSource]:
+        """
+        Where the copies of a request's load can be read now, of those that lie in blocks as a whole.
+
+        They stay there until `unpin`, which must follow.
+
+        Units:  spans in tokens of the segment: what is read of each copy
+        """
+        found = {
+            copy: source
+            for copy, span in copies.items()
+            if (source := self._find(copy.segment_id, span)) is not None
+        }
+        if found:
+            assert self._pool is not None, "something was found in it"
+            block_ids = list(dict.fromkeys(n for source in found.values() for n in source.block_ids))
+            blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+            self._pool.touch(blocks)
+            self._pinned[request_id] = blocks
+            self._num_pins.update(block_ids)
+        return found
+
+    def unpin(self, request_ids: Iterable[str]) -> None:
+        """The copies of these loads are made: blocks that no request uses are free, and reused last."""
+        for request_id in request_ids:
+            if (blocks := self._pinned.pop(request_id, None)) is not None:
+                assert self._pool is not None, "something was found in it"
+                self._num_pins -= Counter(block.block_id for block in blocks)
+                self._pool.free_blocks(reversed(blocks))  # the end of a prompt is reused before its begin
+
+    def reuse_first(self, block_ids: Sequence[int], *, stored: Iterable[Span]) -> None:
+        """
+        A request with a private salt ends: no other finds its blocks in vLLM's prefix cache. So vLLM is to
+        reuse them before those of donors, but for the blocks of what is `stored` of it.
+        """
+        if self._pool is None or not self._pool.enable_caching:
+            return
+        size, blocks = self._block_size, self._pool.blocks
+        kept = {n for span in stored for n in range(span.start // size, -(-span.end // size))}
+        own = (block_id for n, block_id in enumerate(block_ids) if n not in kept)
+        self._pool.evict_blocks({block_id for block_id in own if blocks[block_id].ref_cnt == 1})
+
+    @property
+    def would_free(self) -> bool:
+        """Whether blocks will be free when copies are made, because no request uses them."""
+        if self._pool is None:
+            return False
+        blocks = self._pool.blocks
+        return any(blocks[block_id].ref_cnt == count for block_id, count in self._num_pins.items())
+
+    def _find(self, segment_id: SegmentId, span: Span) -> BlockSource | None:
+        if (place := self._places.get(segment_id)) is None or self._pool is None:
+            return None
+        size, first = self._block_size, place.before + span.start
+        blocks = slice(first // size, -(-(place.before + span.end) // size))
+        own, hashes = place.block_ids[blocks], place.hashes[blocks]
+        # The very same object: vLLM makes one each time a block is filled. An equal one may be of rows that
+        # were computed a second time, which can differ where they come from approximate KV.
+        is_valid = len(own) == blocks.stop - blocks.start and all(
+            known is not None and self._pool.blocks[block_id].block_hash is known
+            for block_id, known in zip(own, hashes, strict=True)
+        )
+        return BlockSource(own, first % size) if is_valid else None
+
+    def _leave(self, segment_ids: Iterable[SegmentId]) -> None:
+        self._moved[1].extend(each for each in segment_ids if self._last.pop(each, None) is not None)
+
+    def _place_in(self, span: Span, block_ids: Sequence[int]) -> _Place:
+        size = self._block_size
+        first, end = span.start // size, -(-span.end // size)
+        own = tuple(block_ids[first:end])
+        hashes = tuple(self._hash(block_id, (first + n + 1) * size) for n, block_id in enumerate(own))
+        return _Place(span.start - first * size, own, hashes, len(span))
+
+    def _hash(self, block_id: int, num_tokens: int) -> BlockHashWithGroupId | None:
+        """Of a block that is full with so many tokens of its prompt up to its end."""
+        assert self._pool is not None
+        block = self._pool.blocks[block_id]
+        return block.block_hash if block.block_hash_num_tokens == num_tokens else None
+
+    def _forget_oldest(self) -> None:
+        assert self._pool is not None
+        while self._num_blocks > _PLACES_OF_POOL * self._pool.num_gpu_blocks:
+            self.forget([next(iter(self._places))])

@@ -1,0 +1,116 @@
+"""
+What of the segments is written to disk and read from it: the scheduler's side of `worker/disk_store.py`.
+
+    saved      host memory has it whole: it is to be written with the next step
+    written    the worker reports its file: it may leave memory, and is found again after a restart
+    read       a load needs what is on disk only: room is made in memory, and the worker reads it first
+    late       it was not read in time, and is computed. It leaves memory again
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+from delta_tree import Segment, SegmentId
+from kvshare.vllm_connector.metadata import LoadRequest, WorkerReport, WriteRequest
+from kvshare.vllm_connector.scheduler.drops import Drops
+from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+from kvshare.vllm_protocol.messages import Ticket
+from kvshare.vllm_protocol.places import OnDiskOnly
+
+log = logging.getLogger("vllm.kvshare")
+
+_LONGEST_S = 10.0  # that a load waits for the disk
+
+
+@dataclass(eq=False)
+class DiskPlan:
+    """One per scheduler; everything runs on its thread. Without a disk nothing is planned."""
+
+    segments: SegmentIndex
+    drops: Drops
+    events: EventLog
+    is_on: bool = False
+    _is_given_up: bool = False
+    _saved: dict[SegmentId, None] = field(default_factory=dict)  # the oldest first
+    _loading: dict[str, Collection[SegmentId]] = field(default_factory=dict)  # by request
+
+    def begin(self, found: Iterable[Segment]) -> None:
+        """The workers have a disk, with these segments of an earlier process."""
+        self.is_on = True
+        for each in found:
+            held = HeldSegment(each.namespace, each.num_tokens, each.num_bytes, each.first_position)
+            self.segments.disk.add(each.segment_id, held)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM is to take steps although it has no requests: files are to be written, or deleted."""
+        return self.is_on and (bool(self._saved) or bool(self.drops.pending))
+
+    def note_saved(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Host memory has them whole."""
+        if self.is_on and not self._is_given_up:
+            self._saved.update(dict.fromkeys(segment_ids))
+
+    def give_up(self) -> None:
+        """The weights may be others than those of the start, which name the files: write no more of them."""
+        if self.is_on and not self._is_given_up:
+            log.warning(
+                "kvshare: the cache was reset, perhaps for other weights: KV is not written to disk until "
+                "vLLM is started again"
+            )
+        self._is_given_up = True
+        self._saved.clear()
+
+    @property
+    def in_use(self) -> frozenset[SegmentId]:
+        """What loads under way read: it must stay in memory."""
+        return frozenset().union(*self._loading.values())
+
+    def take_writes(self) -> tuple[WriteRequest, ...]:
+        """For the workers, without what was dropped meanwhile."""
+        saved, self._saved = self._saved, {}
+        entries = ((each, self.segments.in_memory(each)) for each in saved)
+        return tuple(
+            WriteRequest(each, entry.namespace, entry.first_position)
+            for each, entry in entries
+            if entry is not None
+        )
+
+    def make_room(self, ticket: Ticket, indices: Collection[int]) -> frozenset[int]:
+        """
+        Make room in memory for what these copies of a ticket need from disk.
+
+        Returns: the copies that can be loaded now
+        """
+        wanted = {ticket.copies[index].segment_id for index in indices}
+        far = self.segments.only_on_disk(ticket.copies[index].segment_id for index in sorted(indices))
+        in_use = wanted | self.in_use
+        without_room: set[SegmentId] = set()
+        while far and (left := self.segments.make_room(self.segments.bytes_of(far), in_use=in_use)) is None:
+            without_room.add(far.pop())
+        if far:
+            self.drops.note(left or ())
+            self.segments.begin_read(far)
+            self.events.append(OnDiskOnly(left=tuple(far)))
+        return frozenset(index for index in indices if ticket.copies[index].segment_id not in without_room)
+
+    def with_reads(self, load: LoadRequest, disk_s: float) -> LoadRequest:
+        """The load, which waits for the disk if it must."""
+        self._loading[load.request_id] = load.stored_ids
+        if not self.segments.must_be_read(load.stored_ids):
+            return load
+        return replace(load, reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)))
+
+    def note(self, report: WorkerReport) -> None:
+        """What was written, and which loads have ended."""
+        if report.disk is not None:
+            self.drops.drop(self.segments.note_written(report.disk.written))
+        for request_id, result in report.loads.items():
+            self.segments.note_read(self._loading.pop(request_id, ()))
+            late = self.segments.evict(each for each in result.late if each in self.segments.disk)
+            self.drops.note(late)

@@ -1,0 +1,69 @@
+"""Where what a load copies lies now: in host memory, or still in vLLM's own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from delta_tree import Span
+from kvshare.vllm_connector.metadata import LoadRequest
+from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
+from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_connector.scheduler.unsaved import UnsavedSegments
+from kvshare.vllm_protocol.messages import Ticket, WireCopy
+
+
+@dataclass(eq=False)
+class LoadSources:
+    """One per scheduler."""
+
+    segments: SegmentIndex
+    donors: BlockDonors
+    unsaved: UnsavedSegments
+    disk: DiskPlan
+
+    def readable(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
+        """Copies of held segments, but for those whose rows were given away before they were saved."""
+        held = self.segments.held_copies(ticket, end=end)
+        return frozenset(index for index in held if self.unsaved.is_readable(ticket.copies[index]))
+
+    def bytes_of(self, copies: Iterable[WireCopy], start: int) -> int:
+        """That a load from `start` on reads if all is read from host memory, of segments as a whole."""
+        return self.segments.bytes_of(copy.segment_id for copy in copies if copy.target.end > start)
+
+    def may_join(self, ticket: Ticket, copies: Sequence[WireCopy], start: int) -> bool:
+        """Whether a load of these may be complete before the next forward pass: no step waits for a disk."""
+        if self.segments.must_be_read(copy.segment_id for copy in copies if copy.target.end > start):
+            return False
+        return ticket.from_memory or not self.are_in_blocks(copies, start)
+
+    def are_in_blocks(self, copies: Iterable[WireCopy], start: int) -> bool:
+        """Whether some are. These must follow the steps in flight, which may still compute them."""
+        return any(self._is_in_blocks(copy, start) for copy in copies if copy.target.end > start)
+
+    def with_room(self, ticket: Ticket, indices: Iterable[int], start: int) -> frozenset[int]:
+        """Those of the copies that can be loaded from `start` on: room is made for what is on disk only."""
+        held = frozenset(indices)
+        from_memory = {
+            index
+            for index in held
+            if (copy := ticket.copies[index]).target.end > start
+            and (ticket.from_memory or not self._is_in_blocks(copy, start))
+        }
+        return held - from_memory | self.disk.make_room(ticket, from_memory)
+
+    def pinned(self, load: LoadRequest) -> LoadRequest:
+        """With the blocks that it need not read from host memory. vLLM has allocated its own blocks."""
+        spans = {copy: _read_span(copy, target) for copy, target in load.targets()}
+        return replace(load, sources=self.donors.pin(load.request_id, spans))
+
+    def _is_in_blocks(self, copy: WireCopy, start: int) -> bool:
+        read = _read_span(copy, Span(max(start, copy.target_start), copy.target.end))
+        return self.donors.has(copy.segment_id, read)
+
+
+def _read_span(copy: WireCopy, target: Span) -> Span:
+    """The tokens of a segment that are copied to a part of the copy's target."""
+    start = copy.offset + target.start - copy.target_start
+    return Span(start, start + len(target))

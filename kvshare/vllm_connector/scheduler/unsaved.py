@@ -1,0 +1,117 @@
+"""
+Segments that lie in vLLM's blocks only: they can be copied from at once, and are saved to host memory later.
+
+    unsaved   its blocks are those of its request, which may have ended: vLLM may give them away
+    saving    a copy to host memory is under way, from blocks that vLLM may give away meanwhile
+    saved     the copy is whole, and at its end the blocks were still those: host memory has the segment
+    lost      they were given away before: the segment is dropped
+
+No save holds a block. What is saved when:
+
+    no request waits          the oldest ones, a few at a time
+    requests wait for loads   only what others copy from, once its blocks are about to be given away
+    requests wait for blocks  nothing
+
+Everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.metadata import SaveRequest, WorkerReport
+from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
+from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+from kvshare.vllm_connector.scheduler.drops import Drops
+from kvshare.vllm_connector.scheduler.waiting import Waiting
+from kvshare.vllm_protocol.messages import WireCopy
+
+_UNDER_WAY = 8  # an eighth of the pool's blocks is saved at a time
+_LEAVING = 4  # a quarter of them, the next ones to be given away, are about to leave
+
+
+class UnsavedSegments:
+    """One per scheduler."""
+
+    def __init__(self, drops: Drops, donors: BlockDonors, waiting: Waiting, disk: DiskPlan) -> None:
+        self._drops, self._donors, self._waiting, self._disk = drops, donors, waiting, disk
+        self._ids: dict[SegmentId, int] = {}  # the oldest first, with the number of blocks
+        self._used: set[SegmentId] = set()  # others copy from them, or are about to
+        self._saving: dict[str, SegmentId] = {}  # by the name of the save
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._ids
+
+    @property
+    def are_due(self) -> bool:
+        """Whether vLLM is to take steps although it has no requests."""
+        return bool(self._ids) and not self._waiting.is_any
+
+    def add(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Their places are known, and all of their tokens lie in full blocks."""
+        for segment_id in segment_ids:
+            self._ids[segment_id] = len(self._donors.block_ids(segment_id))
+
+    def forget(self, segment_ids: Iterable[SegmentId]) -> None:
+        """They are dropped."""
+        for segment_id in segment_ids:
+            self._ids.pop(segment_id, None)
+            self._used.discard(segment_id)
+
+    def is_readable(self, copy: WireCopy) -> bool:
+        """Whether host memory has its segment, or else blocks have its tokens."""
+        span = Span(copy.offset, copy.offset + copy.length)
+        return copy.segment_id not in self._ids or self._donors.has(copy.segment_id, span)
+
+    def note_use(self, segment_ids: Iterable[SegmentId]) -> None:
+        """A request is to copy from these."""
+        self._used.update(segment_id for segment_id in segment_ids if segment_id in self._ids)
+
+    def note_left(self, segment_ids: Iterable[SegmentId]) -> None:
+        """Their blocks were given away."""
+        self._drops.drop([segment_id for segment_id in segment_ids if segment_id in self._ids])
+
+    def take_due(self) -> Iterator[SaveRequest]:
+        """The saves to request in this step, without those that are under way."""
+        if not self._ids:
+            return
+        room = self._donors.num_in_pool // _UNDER_WAY
+        room -= sum(self._ids.get(segment_id, 0) for segment_id in self._saving.values())
+        for segment_id in self._worth_saving():
+            room -= self._ids[segment_id]
+            if room < 0 and self._saving:
+                return
+            if (place := self._donors.whole(segment_id)) is None:
+                self.note_left([segment_id])
+                continue
+            block_ids, span = place
+            name = f"kvshare-segment-{segment_id}"
+            self._saving[name] = segment_id
+            yield SaveRequest(name, block_ids, ((segment_id, span),), has_ended=False)
+
+    def note_saved(self, report: WorkerReport) -> None:
+        """Saves that have ended. What was read is right if the blocks are still those of the segment."""
+        for name in report.saved_prompts & self._saving.keys():
+            segment_id = self._saving.pop(name)
+            if segment_id not in self._ids:
+                continue  # dropped meanwhile
+            if name in report.failed_saves or self._donors.whole(segment_id) is None:
+                self._drops.drop([segment_id])
+            else:
+                self._disk.note_saved([segment_id])
+            self.forget([segment_id])
+
+    def _worth_saving(self) -> Sequence[SegmentId]:
+        saving = set(self._saving.values())
+        waiting = [segment_id for segment_id in self._ids if segment_id not in saving]
+        if not self._waiting.is_any:
+            return waiting
+        used = [segment_id for segment_id in waiting if segment_id in self._used]
+        if not used or self._waiting.is_any_for_blocks:
+            return ()
+        leaving = self._donors.next_given_away(self._donors.num_in_pool // _LEAVING)
+        return [each for each in used if not leaving.isdisjoint(self._donors.block_ids(each))]

@@ -1,0 +1,42 @@
+"""
+Who waits in vLLM's scheduler, for blocks or for a load. Saves to host memory wait meanwhile.
+
+    for blocks    from its arrival, or its preemption, until vLLM allocates its blocks
+    for a load    from then until the workers report its load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Waiting:
+    """Knows requests with and without tickets, by vLLM's ids."""
+
+    def __init__(self) -> None:
+        self._for_blocks: set[str] = set()
+        self._for_loads: set[str] = set()
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self._for_blocks or self._for_loads)
+
+    @property
+    def is_any_for_blocks(self) -> bool:
+        return bool(self._for_blocks)
+
+    def arrive(self, request_ids: Iterable[str]) -> None:
+        """They are new, or preempted."""
+        self._for_blocks.update(request_ids)
+
+    def admit(self, request_id: str, *, loads: bool) -> None:
+        self._for_blocks.discard(request_id)
+        if loads:
+            self._for_loads.add(request_id)
+
+    def note_loaded(self, request_ids: Iterable[str]) -> None:
+        self._for_loads.difference_update(request_ids)
+
+    def end(self, request_id: str) -> None:
+        self._for_blocks.discard(request_id)
+        self._for_loads.discard(request_id)

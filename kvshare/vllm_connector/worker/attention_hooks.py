@@ -1,0 +1,63 @@
+"""What is called in each layer of a pass: before its cache is used, and after its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called with a layer's number, and the queries and outputs of its attention in a pass, (N, H_q, D) each."""
+
+_WRAPPED = ("forward", "do_kv_cache_update")
+
+
+@contextmanager
+def hooked(
+    impls: Sequence[Any], await_layer: Callable[[int], None] | None, watch: Watch | None
+) -> Iterator[None]:
+    """
+    Wrap the kernels of all layers that write the cache and attend to it; of some backends one does both.
+
+    This works with compiled models, because vLLM calls kernels through opaque operators. `await_layer` is
+    called once with each layer's number, before anything of its cache is written or read; `watch` when its
+    attention is computed, and the cache has been written.
+    """
+    begun = set[int]()
+
+    def begin(index: int) -> None:
+        if await_layer is not None and index not in begun:
+            begun.add(index)
+            await_layer(index)
+
+    def writing(index: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def update(*given: Any, **options: Any) -> Any:
+            begin(index)
+            return kernel(*given, **options)
+
+        return update
+
+    def attending(index: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(layer: Any, query: torch.Tensor, *rest: Any, output: torch.Tensor, **options: Any) -> Any:
+            begin(index)
+            result = kernel(layer, query, *rest, output=output, **options)
+            if watch is not None:
+                watch(index, query, output.view_as(query))
+            return result
+
+        return forward
+
+    before = [vars(impl).copy() for impl in impls]
+    for index, impl in enumerate(impls):
+        impl.forward = attending(index, impl.forward)
+        if await_layer is not None:
+            impl.do_kv_cache_update = writing(index, impl.do_kv_cache_update)
+    try:
+        yield
+    finally:
+        for impl, own in zip(impls, before, strict=True):  # the class's own methods are in effect again
+            for name in _WRAPPED:
+                vars(impl).pop(name, None)
+            vars(impl).update({name: own[name] for name in _WRAPPED if name in own})

@@ -1,0 +1,51 @@
+"""
+Blocks that something still uses on vLLM's stream when vLLM may give them to another request: those of passes
+over placeholders, which vLLM does not know of, and of saves of preempted requests.
+
+A load into such a block is written after that. All others are written beside what the GPU does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from kvshare.vllm_connector.worker.device import Device
+
+
+class _Fence(NamedTuple):
+    number: int
+    mark: Any
+    block_ids: Collection[int]
+
+
+class BlockFences:
+    """Used by vLLM's thread."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._fences: deque[_Fence] = deque()  # that are not past, the oldest first
+        self._of_block: dict[int, _Fence] = {}  # the newest one
+        self._start = device.mark()  # after the self-test
+
+    def add(self, block_ids: Collection[int]) -> None:
+        """They are used until now."""
+        self._forget_past()
+        number = self._fences[-1].number + 1 if self._fences else 0
+        fence = _Fence(number, self._device.mark(), block_ids)
+        self._fences.append(fence)
+        self._of_block.update(dict.fromkeys(block_ids, fence))
+
+    def mark_for(self, block_ids: Iterable[int]) -> Any:
+        """The mark after which these blocks may be written."""
+        self._forget_past()
+        known = [fence for block_id in block_ids if (fence := self._of_block.get(block_id)) is not None]
+        return max(known, key=lambda fence: fence.number).mark if known else self._start
+
+    def _forget_past(self) -> None:
+        while self._fences and self._device.is_past(self._fences[0].mark):
+            past = self._fences.popleft()
+            for block_id in past.block_ids:
+                if self._of_block.get(block_id) is past:
+                    del self._of_block[block_id]

@@ -1,0 +1,73 @@
+"""
+The numbers in vLLM's cache: the model's own, or of 8 bits with a fixed scale for each layer, or each head.
+
+    stored x scale = the number         fp8, fp8_e4m3: float8_e4m3fn; fp8_e5m2: float8_e5m2
+
+vLLM allocates such a cache as bytes. Copies take the bytes as they are. A rotation needs no scale: both
+numbers of a pair have the same, so  rotated(stored) x scale = rotated(stored x scale).
+
+Alphabet: T tokens, H kv heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+EIGHT_BITS = frozenset(_OF_NAME.values())
+# Times a number that is stored without rounding: less than half a step further from zero. Kernels that round
+# to the nearest and those that cut off (vLLM 0.32's on a CPU) then store the same byte, with any scale.
+_NUDGE = 1 + 2**-6
+
+
+def stored_dtype(layer: Any) -> torch.dtype:
+    """Of the cache of an attention module of vLLM's; that of its memory where nothing is quantised."""
+    memory: torch.dtype = layer.kv_cache.dtype
+    if memory.itemsize != 1:
+        return memory
+    return _OF_NAME.get(getattr(layer, "kv_cache_dtype", ""), memory)
+
+
+def scale_of(layer: Any, name: str) -> torch.Tensor:
+    """The scale of a layer's "k" or "v", (1,) or (H,) float32, as vLLM's kernels read it."""
+    scale = getattr(layer, f"_{name}_scale", None)
+    return torch.ones(1) if scale is None else scale.detach().float().reshape(-1)
+
+
+def as_numbers(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Stored rows as what they stand for, in float32. Shapes:  rows (..., H, D); scale (1,) or (H,)"""
+    return rows.float() * scale.to(rows.device)[:, None]
+
+
+def as_stored(numbers: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers as a cache stores them, rounded to the nearest that fits. Shapes:  as of `as_numbers`"""
+    limits = torch.finfo(dtype)
+    return (numbers.float() / scale.to(numbers.device)[:, None]).clamp(limits.min, limits.max).to(dtype)
+
+
+def to_be_stored(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that vLLM's kernels store as these rows. Shapes:  as of `as_numbers`"""
+    return (as_numbers(rows, scale) * _NUDGE).to(dtype)
+
+
+def random_rows(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """As stored. Without a zero below zero: vLLM's kernels store it without its sign."""
+    rows = torch.randn(list(shape), generator=generator).to(dtype)
+    return (rows.float() + 0.0).to(dtype) if dtype in EIGHT_BITS else rows
+
+
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """As `torch.equal`, of numbers of 8 bits, too, which that does not compare."""
+    if one.dtype not in EIGHT_BITS or one.dtype != other.dtype:
+        return torch.equal(one, other)
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def steps_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How many numbers of their dtype lie between each two, of 8 bits, with a sign each."""
+    codes = (each.contiguous().view(torch.uint8).int() for each in (one, other))
+    here, there = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
+    return (here - there).abs()

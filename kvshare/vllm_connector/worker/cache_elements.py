@@ -1,0 +1,53 @@
+"""
+Single elements of K and V in a layer's cache, by their offset in memory, for any layout and strides.
+
+Alphabet: N tokens per block, H kv heads of this rank, D head dim; P slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvshare.vllm_connector.worker.block_layout import BlockLayout
+
+
+class CacheElements:
+    """Of layers that have the shape of `cache`, (B, H, N, 2 D), and this layout."""
+
+    def __init__(self, layout: BlockLayout, cache: torch.Tensor) -> None:
+        self._layout = layout
+        self._sizes, self._device = cache.shape[1:], cache.device
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
+
+    def offsets(self, strides: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
+        """Of the elements of K and V in slots of a cache with these strides. Shapes:  (P,) -> (2, P, H, D)"""
+        blocks, inside = slots // self._sizes[1], slots % self._sizes[1]
+        return (blocks * strides[0])[:, None, None] + self._in_block(strides[1:])[:, inside]
+
+    def read(self, cache: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor) -> None:
+        """
+        Copy elements. Copying the whole blocks of a few rows would move megabytes.
+
+        Shapes:  into as offsets, contiguous
+        """
+        torch.index_select(_memory(cache), 0, offsets.flatten(), out=into.view(-1))
+
+    def write(self, cache: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write elements, bit by bit. Shapes:  rows as offsets"""
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[cache.itemsize]
+        _memory(cache).view(bits)[offsets] = rows.contiguous().view(bits)
+
+    def _in_block(self, strides: tuple[int, ...]) -> torch.Tensor:
+        """Offset of each element of K and V from the first of its block, (2, N, H, D)."""
+        if strides not in self._known:
+            sizes = zip(self._sizes, strides, strict=True)
+            h, n, d = (torch.arange(size, device=self._device) * step for size, step in sizes)
+            places = (h[:, None, None] + n[:, None] + d).unsqueeze(0)
+            self._known[strides] = torch.stack([read(places)[0] for read in self._layout.planes])
+        return self._known[strides]
+
+
+def _memory(cache: torch.Tensor) -> torch.Tensor:
+    """All of it, up to the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+    return cache.as_strided((last + 1,), (1,))

@@ -1,0 +1,112 @@
+"""
+Copies that are made one after the other, as one job: rows from blocks first, and each part of a cache whose
+layers differ in shape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.worker.copying import LoadWork, Work
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.disk_first import DiskFirst
+from kvshare.vllm_connector.worker.disk_reads import Reads
+from kvshare.vllm_connector.worker.load_copies import block_copies, row_copies
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.segment_store import Stored
+from kvshare.vllm_connector.worker.under_way import PendingLoad, PendingSave
+
+
+class CopiesInTurn:
+    """A work that is several."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+        self._current = works[0]  # whose batches are made
+
+    @property
+    def has_room(self) -> bool:
+        return self._current.has_room
+
+    @property
+    def is_past(self) -> bool:
+        return all(work.is_past for work in self._works)
+
+    def batches(self) -> Iterator[None]:
+        for number, work in enumerate(self._works):
+            self._current = work  # before it is waited for
+            if number:
+                yield
+            yield from work.batches()
+
+    def wait_until_read(self) -> None:
+        for work in self._works:
+            work.wait_until_read()
+
+    def finish(self) -> Mapping[str, float]:
+        seconds = Counter[str]()
+        for work in self._works:
+            seconds.update(work.finish())
+        return seconds
+
+
+class LoadsInTurn(CopiesInTurn):
+    """A load that is several, perhaps after copies from blocks."""
+
+    arrivals = None  # no pass begins before all of it is there
+
+    def __init__(self, loads: Sequence[LoadWork], *, blocks: Sequence[Work] = ()) -> None:
+        super().__init__([*blocks, *loads])
+        self._loads = loads
+
+    @property
+    def damaged(self) -> set[SegmentId]:
+        return set().union(*(load.damaged for load in self._loads))
+
+    def rush(self) -> None:
+        """No pass waits for its layers."""
+
+    def written_s(self, since: Any) -> float:
+        """No pass begins before it is done."""
+        return 0.0
+
+
+def load_work(
+    device: Device, cache: PagedCache, load: PendingLoad, reads: Reads | None, *, mark: Any, is_asleep: bool
+) -> LoadWork:
+    """
+    Of all parts of the cache, nothing while vLLM sleeps. Blocks are written after the mark; what is in blocks
+    that are read may be computed by the steps in flight. `reads`: from disk, which come before copies.
+    """
+    request, blocks = load.request, list[Work]()
+    find = partial(row_copies, cache, request, load.held, reads)
+    stored: list[LoadWork] = [
+        device.load(part, list if is_asleep else partial(find, number), mark=mark)
+        for number, part in enumerate(cache.parts)
+    ]
+    if reads is not None:
+        stored[0], load.late = DiskFirst(reads, stored[0]), reads.late
+    if request.sources and not is_asleep:
+        find_copies, now = partial(block_copies, cache, request), device.mark()
+        blocks = [device.copy_blocks(part, find_copies, mark=now) for part in cache.parts]
+    return LoadsInTurn(stored, blocks=blocks) if blocks or len(stored) > 1 else stored[0]
+
+
+def save_work(
+    device: Device, cache: PagedCache, save: PendingSave, spans: Sequence[tuple[Stored, Span]]
+) -> Work:
+    """Of all parts of the cache: spans of a request, from its blocks into segments."""
+    works = [
+        device.save(
+            part,
+            save.request.block_ids,
+            [(stored.parts[number], span) for stored, span in spans],
+            mark=save.mark,
+        )
+        for number, part in enumerate(cache.parts)
+    ]
+    return CopiesInTurn(works) if len(works) > 1 else works[0]

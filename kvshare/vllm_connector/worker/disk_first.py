@@ -1,0 +1,52 @@
+"""A load whose segments are read from disk before they are copied into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from delta_tree import SegmentId
+from kvshare.vllm_connector.worker.copying import LoadWork
+from kvshare.vllm_connector.worker.disk_reads import Reads
+from kvshare.vllm_protocol.stages import DISK
+
+
+class DiskFirst:
+    """It begins when its reads are over."""
+
+    arrivals = None  # no pass begins before all is there
+
+    def __init__(self, reads: Reads, stored: LoadWork) -> None:
+        self._reads, self._stored = reads, stored
+        self._has_begun = False
+
+    @property
+    def damaged(self) -> set[SegmentId]:
+        """With those that cannot be read, or not in time."""
+        return self._stored.damaged | self._reads.missing
+
+    @property
+    def has_room(self) -> bool:
+        return (self._has_begun or self._reads.are_over) and self._stored.has_room
+
+    @property
+    def is_past(self) -> bool:
+        return self._stored.is_past
+
+    def batches(self) -> Iterator[None]:
+        self._has_begun = True
+        self._reads.settle()
+        yield from self._stored.batches()
+
+    def wait_until_read(self) -> None:
+        """What it writes is not read before it is reported."""
+
+    def rush(self) -> None:
+        """No pass waits for its layers."""
+
+    def written_s(self, since: object) -> float:
+        """No pass begins before it is done."""
+        return 0.0
+
+    def finish(self) -> Mapping[str, float]:
+        found = self._stored.finish()
+        return {**found, DISK: self._reads.seconds} if self._reads.reads else found

@@ -1,0 +1,76 @@
+"""
+Reads from disk into the arena. The load that waits for them: `disk_first.py`.
+
+    Read     one segment; several loads may wait for it
+    Reads    those of one load, which are waited for no longer than the plan said
+
+What is late is computed in place of copied. It stays on disk, and in memory if the scheduler side says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+from delta_tree import SegmentId
+
+
+class Read:
+    """One segment, on its way into memory. `future`: whether it matched its checks."""
+
+    def __init__(self, segment_id: SegmentId, future: Future[bool]) -> None:
+        self.segment_id = segment_id
+        self._future = future
+
+    @property
+    def is_over(self) -> bool:
+        return self._future.done()
+
+    @property
+    def is_whole(self) -> bool | None:
+        """Whether it matched its checks, when it is over; None if it may be whole on disk."""
+        future = self._future
+        return None if future.cancelled() or future.exception() is not None else future.result()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        wait([self._future])
+
+
+class Reads:
+    """`late`: what was not read in time, or has no room. Known when they are `settled`."""
+
+    def __init__(self, reads: Sequence[Read], without_room: Sequence[SegmentId], *, within_s: float) -> None:
+        self.reads = reads
+        self.late: set[SegmentId] = set(without_room)
+        self.failed: set[SegmentId] = set()
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+        self._within_s = within_s
+
+    @property
+    def wanted(self) -> frozenset[SegmentId]:
+        """Those that are read."""
+        return frozenset(read.segment_id for read in self.reads)
+
+    @property
+    def missing(self) -> set[SegmentId]:
+        """Those that are not in memory, once they are settled."""
+        return self.late | self.failed
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nothing more is waited for."""
+        is_late = time.perf_counter() - self._began >= self._within_s
+        return is_late or all(read.is_over for read in self.reads)
+
+    def settle(self) -> None:
+        """Decide what was read in time. Once, by the thread that copies."""
+        self.seconds = time.perf_counter() - self._began
+        for read in self.reads:
+            is_whole = read.is_whole if read.is_over else None
+            if is_whole is None:
+                self.late.add(read.segment_id)
+            elif not is_whole:
+                self.failed.add(read.segment_id)

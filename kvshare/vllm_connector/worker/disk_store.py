@@ -1,0 +1,229 @@
+"""
+Segments in host memory with files below them: what is saved is written to disk, and read again when needed.
+
+    write    what the scheduler side knows to be whole; a thread writes it next to everything else
+    evict    from memory; the file stays
+    drop     from memory and from disk
+    reads    from disk into the arena, by threads that read; a load waits for them, see `disk_reads.py`
+
+A segment that is dropped while it is written or read stays in memory until that is over. Only with a single
+rank: see `disk_start.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from delta_tree import Segment, SegmentId
+from kvshare.kv.layout import KVLayout
+from kvshare.kv.sums import combined, sums
+from kvshare.tiers.disk_tier import DiskTier
+from kvshare.tiers.kv_object import Rows
+from kvshare.tiers.write_behind import WriteBehind
+from kvshare.vllm_connector.metadata import DiskReport, WriteRequest
+from kvshare.vllm_connector.worker.disk_reads import Read, Reads
+from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
+
+log = logging.getLogger("vllm.kvshare")
+
+_READERS = 4  # files at once
+_FLUSH_S = 5.0  # for what is not written when vLLM is stopped
+
+
+class DiskStore(SegmentStore):
+    """Methods run on the worker's thread unless they say otherwise."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        layout: KVLayout,
+        disk: DiskTier,
+        *,
+        write_bytes_per_s: float,
+        unlock: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`unlock`: called when the folder is not used any more."""
+        keys, _ = layout.planes
+        super().__init__(buffer, layout, num_heads=keys.num_heads)
+        self.disk = disk
+        self._unlock = unlock
+        self._due: OrderedDict[SegmentId, tuple[Segment, Stored]] = OrderedDict()
+        self._writing: SegmentId | None = None
+        self._written: list[SegmentId] = []  # not reported yet
+        self._dropped_late: list[Stored] = []  # that the writer still reads
+        self._reads: dict[Stored, Read] = {}
+        self._problem: str | None = None  # why nothing is written now
+        self._is_given_up = False
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
+        self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
+        self._writer.wake()
+
+    def write(self, requests: Iterable[WriteRequest]) -> None:
+        """Write these segments, as far as memory has them, when there is time."""
+        with self._lock:
+            for request in requests:
+                stored = self._stored.get(request.segment_id)
+                if stored is None or stored.sums is None or self._is_given_up:
+                    continue
+                self._due[request.segment_id] = self._described(request, stored), stored
+        self._writer.wake()
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> None:
+        entries = list(segment_ids)
+        self.evict(entries)
+        if self.disk.drop(entries):
+            self._writer.wake()
+
+    def evict(self, segment_ids: Iterable[SegmentId]) -> None:
+        entries = list(segment_ids)
+        with self._lock:
+            for segment_id in entries:
+                due = self._due.pop(segment_id, None)
+                if due is not None and segment_id == self._writing:
+                    self._dropped_late.append(due[1])
+                    self.hold([due[1]])
+        super().evict(entries)
+
+    def clear(self) -> None:
+        """
+        Drop all, on disk too, and write nothing any more: the files are of the weights of the start.
+
+        Waits for no disk. What is read or written meanwhile leaves memory when that is over.
+        """
+        if not self._is_given_up:
+            log.warning(
+                "kvshare: the weights have changed: KV on disk is deleted, and none is written until vLLM is "
+                "started again"
+            )
+        self._is_given_up = True
+        self.drop([*self.ids(), *self.disk.ids()])
+
+    def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
+        """Read those that only the disk has into memory, as far as there is room; some may be under way."""
+        found, without_room = [], []
+        for segment_id in segment_ids:
+            stored = self._stored.get(segment_id)
+            if stored is not None and (read := self._reads.get(stored)) is not None:
+                found.append(read)
+            elif stored is None and (segment := self.disk.segment(segment_id)) is not None:
+                try:
+                    found.append(self._begin_read(segment))
+                except MemoryError:
+                    without_room.append(segment_id)
+        return Reads(found, without_room, within_s=within_s) if found or without_room else None
+
+    def take_disk_report(self) -> DiskReport | None:
+        """What was written since the last call. Memory that threads do not use any more is free."""
+        with self._lock:
+            written, self._written = self._written, []
+            still = [each for each in self._dropped_late if each.segment_id == self._writing]
+            free = [each for each in self._dropped_late if each not in still]
+            self._dropped_late = still
+        over = [stored for stored, read in self._reads.items() if read.is_over]
+        for stored in over:
+            del self._reads[stored]
+        self.release([*free, *over])
+        return DiskReport(tuple(written)) if written else None
+
+    def close(self) -> None:
+        """Write what is due, for some seconds, and stop."""
+        self._writer.close(within_s=_FLUSH_S)
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._unlock()
+        if self._due:
+            log.warning("kvshare: %d segments of KV were not written to disk, and are lost", len(self._due))
+
+    def write_due(self) -> int | None:
+        """Delete a file that belongs to nothing, or write what is due longest. On the thread that writes."""
+        if not self.disk.is_swept:
+            self.disk.sweep()
+            return 0
+        with self._lock:
+            segment_id, due = next(iter(self._due.items()), (None, None))
+            self._writing = segment_id
+        if segment_id is None or due is None:
+            return 0 if self.disk.sweep() else None
+        try:
+            return self._write(*due)
+        finally:
+            with self._lock:
+                self._writing = None
+
+    def _write(self, segment: Segment, stored: Stored) -> int | None:
+        is_whole = stored.sums is not None and _checksum(stored) == segment.checksum
+        if is_whole:  # else it is damaged in memory, which a load finds, too
+            try:
+                self.disk.write(segment, (_rows(stored),))
+            except OSError as exc:
+                self._note_problem(exc)
+                return (
+                    0 if self.disk.sweep() else None
+                )  # what belongs to nothing may be all that is in the way
+            if self._problem is not None:
+                self._problem = None
+                log.warning("kvshare: KV is written to disk again")
+        with self._lock:
+            is_held = self._due.pop(segment.segment_id, None) is not None
+            if is_held and is_whole:
+                self._written.append(segment.segment_id)
+        if is_whole and not is_held:  # dropped meanwhile
+            self.disk.drop([segment.segment_id])
+        return segment.num_bytes
+
+    def _begin_read(self, segment: Segment) -> Read:
+        stored = self.add(segment.segment_id, segment.num_tokens)
+        self.hold([stored])
+        try:
+            read = Read(segment.segment_id, self._readers.submit(self._read_into, stored))
+        except RuntimeError:  # no thread can be started: there is no room for one more read
+            self.release([stored])
+            self.evict([segment.segment_id])
+            raise MemoryError("no thread to read with") from None
+        self._reads[stored] = read
+        return read
+
+    def _read_into(self, stored: Stored) -> bool:
+        """On a thread that reads. Returns whether it is whole; the disk tier drops what is not."""
+        found = self.disk.read(stored.segment_id)
+        if found is None:
+            return False
+        _rows(stored)[:] = found[0]
+        stored.sums = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes).numpy()
+        return True
+
+    def _described(self, request: WriteRequest, stored: Stored) -> Segment:
+        return Segment(
+            segment_id=request.segment_id,
+            namespace=request.namespace,
+            first_position=request.first_position,
+            num_tokens=stored.num_tokens,
+            generation=0,  # known to the proxy
+            num_bytes=stored.rows.nbytes,
+            checksum=combined(torch.from_numpy(stored.sums)),
+        )
+
+    def _note_problem(self, exc: OSError) -> None:
+        if self._problem is None:
+            self._problem = exc.strerror or type(exc).__name__
+            log.warning(
+                "kvshare: KV is not written to disk: %s. It stays in memory, where it is lost with vLLM; "
+                "this is tried again",
+                self._problem,
+            )
+
+
+def _rows(stored: Stored) -> Rows:
+    """The bytes of a segment in the arena, one layer of one head after the other."""
+    found: Rows = stored.rows.flatten(2).flatten(0, 1).view(torch.uint8).numpy()
+    return found
+
+
+def _checksum(stored: Stored) -> int:
+    return combined(sums(stored.rows.flatten(2), row_bytes=stored.row_bytes))

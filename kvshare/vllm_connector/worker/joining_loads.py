@@ -1,0 +1,79 @@
+"""
+Loads that vLLM counts as arrived before they have: they join a step, and are waited for before its forward
+pass. Until then their blocks are theirs, but other requests of that step may already refer to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
+from kvshare.vllm_connector.worker.device import Device
+from kvshare.vllm_connector.worker.ranks import agreed
+from kvshare.vllm_connector.worker.reports import Reports
+from kvshare.vllm_connector.worker.segment_store import SegmentStore
+from kvshare.vllm_connector.worker.under_way import PendingLoad, UnderWay
+
+_LOOK_S = 0.001  # between two looks at vLLM's stream, which is not to wait
+
+
+class JoiningLoads:
+    """Used by vLLM's thread, in the same order on all ranks."""
+
+    def __init__(self, device: Device, copies: CopyThread, store: SegmentStore, reports: Reports) -> None:
+        self._device, self._copies, self._store, self._reports = device, copies, store, reports
+        self._loads: dict[str, UnderWay] = {}
+
+    def __iter__(self) -> Iterator[UnderWay]:
+        return iter(self._loads.values())
+
+    def add(self, load: UnderWay) -> None:
+        self._copies.hurry(load.job)
+        self._loads[load.transfer.request.request_id] = load
+
+    def cancel(self, request_ids: Collection[str]) -> list[UnderWay]:
+        """These requests have ended: their loads join no step, but are reported."""
+        return [self._loads.pop(request_id) for request_id in tuple(self._loads) if request_id in request_ids]
+
+    def ended(self) -> Sequence[UnderWay]:
+        """Them all, when all their copies of this rank have ended."""
+        self._copies.wait_for_all([each.job for each in self])
+        return tuple(self)
+
+    def take(self, request_ids: Sequence[str], reached: Any) -> list[PendingLoad]:
+        """
+        Wait for loads. `reached`: a mark that vLLM's stream should not have to wait at.
+
+        Returns:  them, with what is unreadable on some rank: everything, where one failed
+        """
+        each = {load: self._found(load) for load in (self._arrived(name, reached) for name in request_ids)}
+        found = iter(agreed([is_there for parts in each.values() for is_there in parts]))
+        for load in each:
+            load.has_failed = not next(found)
+            load.unreadable = frozenset([segment_id for segment_id in load.wanted if not next(found)])
+        return list(each)
+
+    def _arrived(self, request_id: str, reached: Any) -> PendingLoad:
+        each = self._loads.pop(request_id)
+        load = each.transfer
+        assert isinstance(load, PendingLoad), "saves do not join a step"
+        load.late_s = self._wait(each.job, reached)
+        load.has_failed = each.job.failed or each.is_lost
+        self._store.release(load.segments)
+        self._reports.times.note(request_id, each.job.seconds)
+        return load
+
+    def _found(self, load: PendingLoad) -> list[bool]:
+        """On this rank: whether it is whole, and each segment that it wants."""
+        is_whole = not load.has_failed
+        return [is_whole, *(is_whole and load.is_readable(wanted) for wanted in load.wanted)]
+
+    def _wait(self, job: Job, reached: Any) -> float:
+        """Returns for how many seconds vLLM's stream had nothing to do meanwhile."""
+        while not self._device.is_past(reached):
+            if self._copies.wait(job, _LOOK_S):
+                return 0.0
+        lap = LapTimer()
+        self._copies.wait(job)
+        return lap()

@@ -1,0 +1,87 @@
+"""
+When the layers of a load are in vLLM's blocks, for a pass that begins before all of them are.
+
+    WRITE    [batch 0: layers 0-2][batch 1: 0-2][batch 2: 3-5][batch 3: 3-5] ..
+    VLLM            [ the pass:    layer 0 ][ 1 ][ 2 ]   [ 3 ][ 4 ] ..
+                                   ^ after batch 1        ^ after batch 3
+
+The device waits, the host does not. For how long it waited is measured by events of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from kvshare.vllm_connector.worker.gpu import Event, Gpu, Stream
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.staged_layers import StagedLayers
+
+
+class LayerArrivals:
+    """The thread that copies plans and notes; all else is asked for by vLLM's thread."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._until = [0]  # bytes of the batches before each one, and of all
+        self._last: list[int] = []  # by layer, the last batch that has it
+        self._ends: list[Event] = []  # of the batches that are launched
+        self._num_past = 0
+        self._num_awaited = 0  # batches that vLLM's stream is past, or waits for
+        self._waits: list[tuple[Event, Event]] = []
+
+    def plan(self, batches: Sequence[Sequence[StagedLayers]]) -> None:
+        """Of a load, in this order."""
+        num_layers = batches[0][0].stored.num_layers
+        last = [0] * num_layers
+        for number, batch in enumerate(batches):
+            for part in batch:
+                for layer in part.layers:
+                    last[layer] = number
+        self._until = [0, *accumulate(sum(part.num_bytes for part in batch) for batch in batches)]
+        self._last = last
+
+    def note(self, end: Event) -> None:
+        """The next batch is launched, and ends with this event."""
+        self._ends.append(end)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all layers; 0 before they are known."""
+        return self._until[-1]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several batches, and all of them are launched."""
+        return 1 < len(self._ends) == len(self._until) - 1
+
+    @property
+    def end(self) -> Event:
+        """Of the last batch."""
+        return self._ends[-1]
+
+    def pending_bytes(self) -> list[int]:
+        """By layer, what has not arrived yet of it and of what arrives before it."""
+        while self._num_past < len(self._ends) and self._gpu.is_past(self._ends[self._num_past]):
+            self._num_past += 1
+        there = self._until[self._num_past]
+        return [max(0, self._until[number + 1] - there) for number in self._last]
+
+    def wait_for(self, layer: int) -> None:
+        """vLLM's stream goes on when this layer has arrived."""
+        number = self._last[layer]
+        if number < self._num_awaited:
+            return
+        self._num_awaited = number + 1
+        end = self._ends[number]
+        if not self._gpu.is_past(end):
+            before = self._gpu.record(Stream.VLLM)
+            self._gpu.wait(Stream.VLLM, end)
+            self._waits.append((before, self._gpu.record(Stream.VLLM)))
+
+    def waited_s(self) -> float | None:
+        """What vLLM's stream waited in all; None while it is not past that."""
+        found = [self._gpu.seconds(before, after) for before, after in self._waits]
+        return None if None in found else sum(seconds for seconds in found if seconds is not None)

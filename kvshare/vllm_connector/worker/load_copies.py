@@ -1,0 +1,45 @@
+"""What is copied for a load, from host memory and from blocks of vLLM's cache. On the thread that copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.metadata import LoadRequest
+from kvshare.vllm_connector.worker.block_rows import BlockCopy
+from kvshare.vllm_connector.worker.copy_writer import RowCopy
+from kvshare.vllm_connector.worker.disk_reads import Reads
+from kvshare.vllm_connector.worker.paged_cache import PagedCache
+from kvshare.vllm_connector.worker.segment_store import Stored
+
+
+def row_copies(
+    cache: PagedCache,
+    load: LoadRequest,
+    held: Mapping[SegmentId, Stored],
+    reads: Reads | None = None,
+    part: int = 0,
+) -> list[RowCopy]:
+    """
+    From segments that are `held` and read, for a part of the cache; keys are to be rotated to new positions.
+    """
+    copies, missing = [], frozenset() if reads is None else reads.missing
+    for copy, target in load.targets():
+        if copy not in load.sources and (stored := held.get(copy.segment_id)) is not None:
+            if copy.segment_id in missing:
+                continue
+            start = copy.offset + target.start - copy.target_start
+            slots = cache.slot_numbers(load.block_ids, target)
+            copies.append(RowCopy(stored.parts[part], Span(start, start + len(target)), copy.shift, slots))
+    return copies
+
+
+def block_copies(cache: PagedCache, load: LoadRequest) -> list[BlockCopy]:
+    """From blocks, the same."""
+    copies = []
+    for copy, target in load.targets():
+        if (source := load.sources.get(copy)) is not None:
+            rows = Span(source.first, source.first + len(target))
+            slots = cache.slot_numbers(load.block_ids, target)
+            copies.append(BlockCopy(source.block_ids, rows, copy.shift, slots))
+    return copies

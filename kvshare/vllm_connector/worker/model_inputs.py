@@ -1,0 +1,123 @@
+"""
+What a pass of ours gives vLLM's model: token ids or embeddings, and positions in the form that it expects.
+
+vLLM's runners give a model that may get media, or prompts as embeddings, nothing but embeddings, even where
+all of a batch is text. A compiled model was traced with those, and vLLM drops the guards that would notice
+token ids. Text has the same position in each row of M-RoPE.
+
+Alphabet: N tokens, M rows of positions, E width of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.layers import LoRAMapping
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
+
+
+class ModelInputs:
+    """Makes the arguments of one model."""
+
+    def __init__(self, model: Any, config: VllmConfig, device: torch.device) -> None:
+        own = config.model_config
+        self._model = model
+        self._may_get_media = bool(own.supports_multimodal_inputs)
+        self._takes_embeddings = self._may_get_media or bool(own.enable_prompt_embeds)
+        self._takes_ids = not self._takes_embeddings or requires_raw_input_tokens(model)
+        self._dtype: torch.dtype = own.dtype
+        self._max_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._rows: torch.Tensor | None = None
+        if own.uses_mrope:
+            # As wide as vLLM's own buffer: the stride between rows is a constant of the compiled model.
+            width = config.scheduler_config.max_num_batched_tokens + 1
+            self._rows = torch.zeros((own.mrope_num_dims, width), dtype=torch.int64, device=device)
+
+    def arguments(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """
+        Call the model with these. They are valid until the next call.
+
+        Shapes:  token_ids (N,) int32; positions (N,) int64
+        """
+        return {
+            "input_ids": token_ids if self._takes_ids else None,
+            "inputs_embeds": self._embeddings(token_ids) if self._takes_embeddings else None,
+            "positions": self._positions(positions),
+        }
+
+    def _embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(N, E) of text. A model may note what it has embedded for its next pass, so ask each time."""
+        options: dict[str, Any] = {}
+        if self._may_get_media:
+            options = {
+                "multimodal_embeddings": [],
+                "is_multimodal": torch.zeros_like(token_ids, dtype=torch.bool),
+            }
+        embedded: torch.Tensor = self._model.embed_input_ids(token_ids, **options)
+        return embedded.to(self._dtype)
+
+    @contextmanager
+    def notes_set_aside(self, num_tokens: int) -> Iterator[None]:
+        """
+        A model may note what it embeds for its next pass: embeddings of each layer (Gemma 4), images for
+        several layers (Qwen3-VL). Loads that join a step are computed after vLLM has embedded the step's
+        batch and before it computes that: the batch gets its notes back, and our rows do not see them.
+        """
+        if not self._takes_embeddings:
+            yield
+            return
+        counts = {name: value for name, value in vars(self._model).items() if type(value) is int}
+        aside = [notes[:num_tokens].clone() for notes in self._notes()]
+        for notes in self._notes():
+            notes[:num_tokens] = 0
+        try:
+            yield
+        finally:
+            for notes, rows in zip(self._notes(), aside, strict=True):
+                notes[:num_tokens] = rows
+            vars(self._model).update(counts)
+
+    def _notes(self) -> list[torch.Tensor]:
+        """The model's buffers with a row for each token of a batch."""
+        values = vars(self._model).values()
+        each = (part for value in values for part in (value if isinstance(value, list) else (value,)))
+        return [
+            part
+            for part in each
+            if isinstance(part, torch.Tensor)
+            and part.is_floating_point()
+            and part.dim() > 1
+            and len(part) >= self._max_tokens
+        ]
+
+    def _positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """(N,), or (M, N) for M-RoPE."""
+        if self._rows is None:
+            return positions
+        rows = self._rows[:, : len(positions)]
+        rows[:] = positions
+        return rows
+
+
+@contextmanager
+def base_model(adapters: Any, num_tokens: int, num_runs: int) -> Iterator[None]:
+    """
+    Have the model compute a pass without LoRA adapters. `adapters`: vLLM's manager, None where there is none.
+
+    vLLM's kernels read which row has which adapter from the last batch: ours may have more rows. That batch's
+    logits are computed after our pass, so it gets its rows back.
+    """
+    if adapters is None:
+        yield
+        return
+    of_batch = adapters._adapter_manager._last_mapping  # there is no public query
+    adapters.set_active_adapters(set(), LoRAMapping((0,) * num_tokens, (0,) * num_runs, is_prefill=True))
+    try:
+        yield
+    finally:
+        if of_batch is not None:
+            adapters.set_active_adapters(set(), of_batch)

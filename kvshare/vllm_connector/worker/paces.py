@@ -1,0 +1,107 @@
+"""
+How fast this worker's passes and loads are, and what that says about a pass that begins before its load has
+arrived: whether every layer will be there in time.
+
+    layer          0      1      2      3
+    needed     |---------|------|------|------      the pass, as short as like ones were
+    arrives    |--|-----------|---------|------|    copies, as slow as the last ones were, with a margin
+                       in time    late: not yet
+
+Units: seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+_MARGIN = 1.25  # of the copies' time
+_MARGIN_S = 0.001  # and this: what a pass may wait without being late
+_LOADS = 8
+_PASSES = 32
+_WAITS = 128  # passes after which a wait is forgotten: less than one in a hundred is to be late
+
+
+class _Pass(NamedTuple):
+    num_tokens: int
+    seconds: float
+    is_plain: bool
+
+
+class Paces:
+    """
+    Used by vLLM's thread. What one rank knows, another need not.
+
+    `seconds`: between two marks of the device, or None while it is not past the second.
+    """
+
+    def __init__(self, seconds: Callable[[Any, Any], float | None]) -> None:
+        self._seconds = seconds
+        self._passes = deque[_Pass](maxlen=_PASSES)
+        self._under_way = deque[tuple[int, Any, Any, bool]](maxlen=_PASSES)
+        self._per_byte = deque[float](maxlen=_LOADS)
+        self._waits = deque[float](maxlen=_WAITS)
+
+    def note_pass(self, num_tokens: int, began: Any, ended: Any, *, is_plain: bool = True) -> None:
+        """A pass between two marks, which waited for nothing. `is_plain`: nor listened."""
+        self._under_way.append((num_tokens, began, ended, is_plain))
+
+    def note_early(self, num_tokens: int, seconds: float, *, waited_s: float, is_plain: bool = True) -> None:
+        """A pass that began before its load had arrived."""
+        self._passes.append(_Pass(num_tokens, seconds - waited_s, is_plain))
+        self._waits.append(waited_s)
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """The copies of a load."""
+        self._per_byte.append(seconds / num_bytes)
+
+    def are_in_time(self, pending: Sequence[int], num_tokens: int, *, listens: bool = False) -> bool:
+        """
+        Whether a pass that begins now finds every layer there. Never before like ones were measured. One that
+        `listens` takes as long as one that does not, or longer.
+
+        `pending`: by layer, the bytes of it and of all that arrives before it that are not there yet.
+        """
+        self._look()
+        passes = [each for each in self._passes if listens or each.is_plain]
+        if not self._per_byte or not passes:
+            return False
+        per_layer_s = _least_s(passes, num_tokens) / len(pending)
+        per_byte_s = _MARGIN * max(self._per_byte)
+        spare_s = _MARGIN_S + max(self._waits, default=0.0)
+        return all(
+            not num_bytes or num_bytes * per_byte_s + spare_s <= layer * per_layer_s
+            for layer, num_bytes in enumerate(pending)
+        )
+
+    def _look(self) -> None:
+        """Take over the passes that the device is past by now."""
+        waiting, self._under_way = self._under_way, deque(maxlen=_PASSES)
+        for num_tokens, began, ended, is_plain in waiting:
+            if (found := self._seconds(began, ended)) is None:
+                self._under_way.append((num_tokens, began, ended, is_plain))
+            else:
+                self._passes.append(_Pass(num_tokens, found, is_plain))
+
+
+def _least_s(passes: Sequence[_Pass], num_tokens: int) -> float:
+    """
+    What a pass takes at least. One of more tokens takes no less, and each further token no less than those
+    before: so beyond the largest one it grows at least as it grew up to there. One that is shorter than all
+    has their fixed cost: it lies on the line through the shortest and the longest, or takes its share.
+    """
+    sizes = sorted({each.num_tokens for each in passes})
+    known = [size for size in sizes if size <= num_tokens] or sizes
+    first, last = known[0], known[-1]
+    first_s, last_s = _shortest_s(passes, first), _shortest_s(passes, last)
+    slope = (last_s - first_s) / (last - first) if last > first else 0.0
+    if first > num_tokens:
+        shares = (num_tokens / each.num_tokens * each.seconds for each in passes)
+        return max(min(shares), first_s - slope * (first - num_tokens) if last > first else 0.0)
+    return last_s + slope * (num_tokens - last)
+
+
+def _shortest_s(passes: Sequence[_Pass], num_tokens: int) -> float:
+    """Of those with as many tokens or more."""
+    return min(each.seconds for each in passes if each.num_tokens >= num_tokens)

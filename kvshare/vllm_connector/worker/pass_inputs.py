@@ -1,0 +1,95 @@
+"""
+The arrays of a pass over runs, in a few calls of numpy whatever their number: a long prompt has hundreds of
+runs over thousands of blocks, and the GPU waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_tree import Span
+from kvshare.vllm_connector.metadata import Tokens
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.paged_cache import PagedCache
+
+# The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced
+# with, and vLLM drops the guards that would notice another one: of int64 ids, it would read every other one
+# as 0.
+_TOKEN_DTYPE = np.int32
+
+
+class PlacedRun(Protocol):
+    """A run, see `partial_forward.py`. Runs of a request have the very same block table."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]: ...
+    @property
+    def span(self) -> Span: ...
+    @property
+    def token_ids(self) -> Tokens: ...
+    @property
+    def shift(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassInputs:
+    """
+    Shapes:  token_ids (N,) int32, positions, slots (N,) int64 of all rows; starts (R + 1,), ends (R,), table
+             (R, B) int32 of the runs. The table has 0 behind each run's last block
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    table: NDArray[np.int32]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest run."""
+        return int(np.diff(self.starts).max())
+
+
+def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
+    """Of runs in the order of their rows."""
+    size = cache.kernel_block_size
+    begins, ends = np.array([(run.span.start, run.span.end) for run in runs], np.int64).T
+    lengths = ends - begins
+    starts = np.concatenate([[0], lengths.cumsum()])
+    owners, tables = _tables(runs, cache)
+    at = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)  # where its KV is
+    shifts = np.array([run.shift for run in runs], np.int64)
+    num_blocks = -(-ends // size)
+    columns = np.arange(num_blocks.max())
+    return PassInputs(
+        token_ids=np.concatenate(
+            [run.token_ids[run.span.start : run.span.end] for run in runs], dtype=_TOKEN_DTYPE
+        ),
+        positions=at + np.repeat(shifts, lengths),
+        slots=tables[np.repeat(owners, lengths), at // size] * size + at % size,
+        starts=starts.astype(np.int32),
+        ends=ends.astype(np.int32),
+        table=np.where(columns < num_blocks[:, None], tables[owners][:, columns], 0).astype(np.int32),
+    )
+
+
+def _tables(runs: Sequence[PlacedRun], cache: PagedCache) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each run's request, as a number, and the kernel blocks of each request, as far as its runs reach."""
+    last: dict[int, PlacedRun] = {}  # by block table
+    for run in runs:
+        known = last.get(id(run.block_ids))
+        if known is None or known.span.end < run.span.end:
+            last[id(run.block_ids)] = run
+    numbers = {name: number for number, name in enumerate(last)}
+    blocks = [cache.kernel_blocks(run.block_ids, Span(0, run.span.end)) for run in last.values()]
+    tables = np.zeros((len(blocks), max(map(len, blocks))), np.int64)
+    for row, own in zip(tables, blocks, strict=True):
+        row[: len(own)] = own
+    return np.array([numbers[id(run.block_ids)] for run in runs], np.int64), tables

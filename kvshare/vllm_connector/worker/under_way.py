@@ -1,0 +1,103 @@
+"""Loads and saves under way: what is asked for, the segments that their jobs read or write, and the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from delta_tree import SegmentId, Span
+from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, SaveRequest
+from kvshare.vllm_connector.worker.copying import Job, LoadWork
+from kvshare.vllm_connector.worker.segment_store import Stored
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.worker.choosing import Choosing  # which imports vLLM's model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlyPass:
+    """
+    A pass that began before its load had arrived. `began`, `ended`: marks of the device. `failed`: it raised
+    an error. `choosing`: if it was the first one of a load with a repair order.
+    """
+
+    num_tokens: int
+    began: Any
+    ended: Any
+    failed: bool = False
+    choosing: Choosing | None = None
+
+
+@dataclass(eq=False)
+class PendingLoad:
+    """A load under way. `unreadable`: wanted segments that some rank cannot read, known when it arrives."""
+
+    request: LoadRequest
+    held: Mapping[SegmentId, Stored]  # of the wanted segments
+    work: LoadWork | None = None
+    unreadable: frozenset[SegmentId] = frozenset()
+    is_cancelled: bool = False
+    has_failed: bool = False  # of a load that joins a step: none of its segments is readable
+    late_s: float = 0.0  # that vLLM's stream waited for it
+    late: Collection[SegmentId] = ()  # not read from disk in time, known when its job is done
+    early: EarlyPass | None = None  # if its placeholders are computed while it arrives
+
+    @cached_property
+    def wanted(self) -> tuple[SegmentId, ...]:
+        """In the same order on all ranks. Every step asks for it."""
+        return tuple(sorted({copy.segment_id for copy in self.request.copies}))
+
+    @cached_property
+    def stored_ids(self) -> frozenset[SegmentId]:
+        """Those of the wanted segments that host memory must have."""
+        return self.request.stored_ids
+
+    @cached_property
+    def placeholders(self) -> tuple[Span, ...]:
+        """What is computed if everything can be read."""
+        return self.request.runs()
+
+    @property
+    def segments(self) -> Collection[Stored]:
+        """That its job reads."""
+        return self.held.values()
+
+    def cancel_if_in(self, request_ids: Collection[str]) -> None:
+        self.is_cancelled = self.is_cancelled or self.request.request_id in request_ids
+
+    def is_readable(self, segment_id: SegmentId) -> bool:
+        """Whether this rank has written the right bytes. Known when its job is done."""
+        assert self.work is not None
+        if segment_id not in self.stored_ids:
+            return True  # copied from blocks only
+        return segment_id in self.held and segment_id not in self.work.damaged
+
+    def failure(self) -> LoadResult:
+        """vLLM must compute the request's prompt."""
+        return LoadResult(True, self.unreadable, late=frozenset(self.late))
+
+
+@dataclass(eq=False)
+class PendingSave:
+    """A save under way. `mark`: its rows are computed when vLLM's stream is there."""
+
+    request: SaveRequest
+    mark: Any
+    targets: Mapping[SegmentId, Stored] = field(default_factory=dict)
+    has_room: bool = True
+
+    @property
+    def segments(self) -> Collection[Stored]:
+        """That its job writes."""
+        return self.targets.values()
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """`is_lost`: whatever was copied, it counts as failed. It is set on all ranks between the same steps."""
+
+    transfer: PendingLoad | PendingSave
+    job: Job
+    is_lost: bool = False

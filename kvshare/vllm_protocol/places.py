@@ -1,0 +1,48 @@
+"""
+By which a proxy knows what a connector holds, and from where a segment would be copied. Events are estimates,
+which may be late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvshare.vllm_protocol.json_fields import Held, Message, Number, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Message):
+    """
+    Segments that `came` to lie in vLLM's own blocks, and those that `left` them before.
+
+    Those that are dropped have left them, too.
+    """
+
+    came: tuple[Held, ...]
+    left: tuple[Held, ...] = ()
+    kind: Literal["moved"] = "moved"
+
+
+@dataclass(frozen=True, slots=True)
+class OnDiskOnly(Message):
+    """Segments that `came` to be on disk only, and those that `left` it: they are in host memory, too."""
+
+    came: tuple[Held, ...] = ()
+    left: tuple[Held, ...] = ()
+    kind: Literal["on_disk"] = "on_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSegments(Message):
+    """
+    `GET /segments`: the segments that a connector holds after event `last` of its journal, in memory or on
+    disk. `on_disk`: those that are on disk only.
+    """
+
+    epoch: Text
+    last: Number
+    segment_ids: tuple[Held, ...]
+    on_disk: tuple[Held, ...] = ()
+
+    _optional = frozenset({"on_disk"})

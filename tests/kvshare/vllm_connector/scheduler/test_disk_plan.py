@@ -1,0 +1,30 @@
+"""What the scheduler side has written to disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta_tree import SegmentId
+
+
+def test_nothing_is_written_after_a_reset_of_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights may be others than those of the start, after which the files are named."""
+    from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+    from kvshare.vllm_connector.scheduler.drops import Drops
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+
+    segments, events = SegmentIndex(1000), EventLog()
+    plan = DiskPlan(segments, Drops(segments, events), events)
+    plan.begin(())
+    for number in (1, 2):
+        segments.add(SegmentId(number), HeldSegment("namespace", 10, 100, 0))
+    plan.note_saved([SegmentId(1)])
+    assert [each.segment_id for each in plan.take_writes()] == [SegmentId(1)]
+    plan.note_saved([SegmentId(1)])
+    plan.give_up()
+    plan.note_saved([SegmentId(2)])
+    assert plan.take_writes() == ()
+    assert not plan.has_work
+    plan.give_up()
+    assert caplog.text.count("until vLLM is started again") == 1
