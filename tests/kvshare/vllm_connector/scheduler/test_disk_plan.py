@@ -22,9 +22,10 @@ def test_nothing_is_written_after_a_reset_of_the_cache(caplog: pytest.LogCapture
     plan.note_saved([SegmentId(1)])
     assert [each.segment_id for each in plan.take_writes()] == [SegmentId(1)]
     plan.note_saved([SegmentId(1)])
-    plan.give_up()
-    plan.note_saved([SegmentId(2)])
-    assert plan.take_writes() == ()
-    assert not plan.has_work
-    plan.give_up()
+    with caplog.at_level("WARNING", logger="vllm.kvshare"):  # vLLM sets another one when it is imported
+        plan.give_up()
+        plan.note_saved([SegmentId(2)])
+        assert plan.take_writes() == ()
+        assert not plan.has_work
+        plan.give_up()
     assert caplog.text.count("until vLLM is started again") == 1
