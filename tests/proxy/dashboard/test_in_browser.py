@@ -257,7 +257,7 @@ async def refused(tab: Tab, number: int) -> None:
     """Wait until the browser has reported so many refusals: some come after the page shows the first."""
     async with asyncio.timeout(60):
         while len(tab.complaints) < number:
-            await asyncio.sleep(0.05)
+            await tab.run("new Promise(done => setTimeout(done, 50))")
     assert all("(Unauthorized)" in each or "(Forbidden)" in each for each in tab.complaints), tab.complaints
 
 
