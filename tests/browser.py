@@ -77,6 +77,12 @@ class Tab:
             await asyncio.sleep(0.05)
         return value
 
+    async def until_complaints(self, number: int) -> None:
+        """Wait for so many: some come after the page shows what they are about."""
+        async with asyncio.timeout(_WAIT_S):
+            while len(self.complaints) < number:
+                await self.run("new Promise(done => setTimeout(done, 50))")
+
     async def text(self) -> str:
         """What the page shows."""
         return str(await self.run("document.body.innerText"))

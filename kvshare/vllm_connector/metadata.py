@@ -27,10 +27,14 @@ Tokens = TokenIds | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockSource:
-    """Where rows lie in vLLM's cache: from token `first` of the first block on."""
+    """
+    Where rows lie in vLLM's cache: from token `first` of the first block on. `follows_steps`: steps in flight
+    may still compute them.
+    """
 
     block_ids: tuple[int, ...]
     first: int
+    follows_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ class LoadRequest:
     def num_from_blocks(self) -> int:
         """Tokens that are not copied from host memory."""
         return sum(len(target) for copy, target in self.targets() if copy in self.sources)
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether it reads rows that steps in flight may still compute."""
+        return any(source.follows_steps for source in self.sources.values())
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
         """The copies to write, each with the part of its target from `start` on."""

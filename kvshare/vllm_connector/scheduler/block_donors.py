@@ -3,6 +3,7 @@ Segments that still lie in vLLM's own KV blocks: copies of them are made on the 
 
     place     the blocks that a segment's request had when it was saved, each with the hash that vLLM's prefix
               cache gave it. A block that is not full, and one without a hash, is not part of a place
+    copied    the same rows in the blocks of a request that copied them, see `copied_rows.py`
     valid     while a block has that very hash. vLLM removes it before it gives the block to another request
     pinned    a load reads these blocks: they count as used, so that vLLM does not give them away
 
@@ -15,12 +16,14 @@ Everything runs on the scheduler's thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.metadata import BlockSource
+from kvshare.vllm_connector.scheduler.block_places import BlockPlace, hash_of, place_in
+from kvshare.vllm_connector.scheduler.copied_rows import CopiedRows
 from kvshare.vllm_protocol.messages import WireCopy
 from kvshare.vllm_protocol.places import Moved
 
@@ -32,28 +35,6 @@ _MANY = 16
 _PLACES_OF_POOL = 2  # places have at most so many blocks together as the pool has, times this
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """`before`: how many tokens of the first block come before the segment's first one."""
-
-    before: int
-    block_ids: tuple[int, ...]
-    hashes: tuple[BlockHashWithGroupId | None, ...]
-    num_tokens: int
-
-    @property
-    def last_full(self) -> tuple[int, BlockHashWithGroupId] | None:
-        """The last block that has a hash."""
-        pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
-        return next(((block_id, known) for block_id, known in pairs if known is not None), None)
-
-    def is_part_of(self, other: _Place) -> bool:
-        """Whether the other one has the same rows, and perhaps more of them."""
-        return self.block_ids == other.block_ids and all(
-            mine is None or mine is its for mine, its in zip(self.hashes, other.hashes, strict=True)
-        )
-
-
 class BlockDonors:
     """One per scheduler. Finds nothing before `bind`."""
 
@@ -62,8 +43,11 @@ class BlockDonors:
         self._moved: tuple[list[SegmentId], list[SegmentId]] = [], []  # to blocks, and from there
         self._pool: BlockPool | None = None
         self._block_size = 0
-        self._places: OrderedDict[SegmentId, _Place] = OrderedDict()  # the newest last
+        self._places: OrderedDict[SegmentId, BlockPlace] = OrderedDict()  # the newest last
         self._num_blocks = 0  # of all places
+        self._copied = CopiedRows()
+        self.num_steps = 0  # that were planned
+        self._num_ended = 0  # of these
         # Of each place the last full block, which vLLM gives away first, and its hash.
         self._last: dict[SegmentId, tuple[KVCacheBlock, BlockHashWithGroupId]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}  # by the request whose load reads them
@@ -85,7 +69,7 @@ class BlockDonors:
     def note(self, segment_id: SegmentId, span: Span, block_ids: Sequence[int]) -> None:
         """A request with these blocks holds the segment, at these positions. Their rows are computed."""
         place = self._place_in(span, block_ids) if self.are_found else None
-        self.forget([segment_id])
+        self._forget_places([segment_id])
         if place is not None and place.last_full is not None:
             assert self._pool is not None, "something was found in it"
             self._places[segment_id] = place
@@ -106,8 +90,18 @@ class BlockDonors:
         ):
             self.note(segment_id, span, block_ids)
 
-    def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """They are dropped, or lie elsewhere. Copies under way go on."""
+    def note_copied(self, copies: Iterable[WireCopy], block_ids: Sequence[int]) -> None:
+        """A request with these blocks holds them, and has computed none of their tokens again."""
+        if self.are_found:
+            assert self._pool is not None, "something can be found in it"
+            self._copied.note(copies, block_ids, self._pool, self._block_size)
+
+    def forget(self, segment_ids: Collection[SegmentId]) -> None:
+        """They are dropped. Copies under way go on."""
+        self._copied.forget(segment_ids)
+        self._forget_places(segment_ids)
+
+    def _forget_places(self, segment_ids: Iterable[SegmentId]) -> None:
         for segment_id in segment_ids:
             if (place := self._places.pop(segment_id, None)) is not None:
                 self._num_blocks -= len(place.block_ids)
@@ -117,6 +111,7 @@ class BlockDonors:
         """The weights have changed."""
         self._leave(tuple(self._last))
         self._places.clear()
+        self._copied.clear()
         self._num_blocks = 0
 
     @property
@@ -138,15 +133,18 @@ class BlockDonors:
     def block_ids(self, segment_id: SegmentId) -> tuple[int, ...]:
         return place.block_ids if (place := self._places.get(segment_id)) is not None else ()
 
+    def note_end(self, number: int) -> None:
+        """A step has ended, and with it all earlier ones."""
+        self._num_ended = max(self._num_ended, number)
+
     def has(self, segment_id: SegmentId, span: Span) -> bool:
         """Whether these tokens of it lie in blocks now."""
-        return self._find(segment_id, span) is not None
+        return self.find(segment_id, span) is not None
 
     def whole(self, segment_id: SegmentId) -> tuple[tuple[int, ...], Span] | None:
         """Blocks that have all of it now, and its positions in them."""
-        if (place := self._places.get(segment_id)) is None or not self.has(
-            segment_id, Span(0, place.num_tokens)
-        ):
+        place = self._places.get(segment_id)
+        if place is None or self._own(place, Span(0, place.num_tokens)) is None:
             return None
         return place.block_ids, Span(place.before, place.before + place.num_tokens)
 
@@ -195,7 +193,7 @@ class BlockDonors:
         found = {
             copy: source
             for copy, span in copies.items()
-            if (source := self._find(copy.segment_id, span)) is not None
+            if (source := self.find(copy.segment_id, span)) is not None
         }
         if found:
             assert self._pool is not None, "something was found in it"
@@ -234,37 +232,33 @@ class BlockDonors:
         blocks = self._pool.blocks
         return any(blocks[block_id].ref_cnt == count for block_id, count in self._num_pins.items())
 
-    def _find(self, segment_id: SegmentId, span: Span) -> BlockSource | None:
-        if (place := self._places.get(segment_id)) is None or self._pool is None:
+    def find(self, segment_id: SegmentId, span: Span) -> BlockSource | None:
+        """Where these tokens of it lie now, as a whole."""
+        if self._pool is None:
             return None
-        size, first = self._block_size, place.before + span.start
-        blocks = slice(first // size, -(-(place.before + span.end) // size))
-        own, hashes = place.block_ids[blocks], place.hashes[blocks]
-        # The very same object: vLLM makes one each time a block is filled. An equal one may be of rows that
-        # were computed a second time, which can differ where they come from approximate KV.
-        is_valid = len(own) == blocks.stop - blocks.start and all(
-            known is not None and self._pool.blocks[block_id].block_hash is known
-            for block_id, known in zip(own, hashes, strict=True)
-        )
-        return BlockSource(own, first % size) if is_valid else None
+        place = self._places.get(segment_id)
+        source = self._own(place, span) if place is not None else None
+        return source or self._copied.find(segment_id, span, self._pool, self._block_size)
+
+    def _own(self, place: BlockPlace, span: Span) -> BlockSource | None:
+        assert self._pool is not None, "it has places"
+        source = place.source(span, self._pool, block_size=self._block_size)
+        if source is None or place.step <= self._num_ended:
+            return source
+        return replace(source, follows_steps=True)
 
     def _leave(self, segment_ids: Iterable[SegmentId]) -> None:
         self._moved[1].extend(each for each in segment_ids if self._last.pop(each, None) is not None)
 
-    def _place_in(self, span: Span, block_ids: Sequence[int]) -> _Place:
-        size = self._block_size
-        first, end = span.start // size, -(-span.end // size)
-        own = tuple(block_ids[first:end])
-        hashes = tuple(self._hash(block_id, (first + n + 1) * size) for n, block_id in enumerate(own))
-        return _Place(span.start - first * size, own, hashes, len(span))
+    def _place_in(self, span: Span, block_ids: Sequence[int]) -> BlockPlace:
+        assert self._pool is not None, "it is bound"
+        return place_in(self._pool, span, block_ids, block_size=self._block_size, step=self.num_steps)
 
     def _hash(self, block_id: int, num_tokens: int) -> BlockHashWithGroupId | None:
-        """Of a block that is full with so many tokens of its prompt up to its end."""
-        assert self._pool is not None
-        block = self._pool.blocks[block_id]
-        return block.block_hash if block.block_hash_num_tokens == num_tokens else None
+        assert self._pool is not None, "it is bound"
+        return hash_of(self._pool, block_id, num_tokens)
 
     def _forget_oldest(self) -> None:
         assert self._pool is not None
         while self._num_blocks > _PLACES_OF_POOL * self._pool.num_gpu_blocks:
-            self.forget([next(iter(self._places))])
+            self._forget_places([next(iter(self._places))])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from delta_tree import Span
-from kvshare.vllm_connector.metadata import LoadRequest
+from kvshare.vllm_connector.metadata import BlockSource, LoadRequest
 from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
 from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
@@ -28,19 +28,22 @@ class LoadSources:
         held = self.segments.held_copies(ticket, end=end)
         return frozenset(index for index in held if self.unsaved.is_readable(ticket.copies[index]))
 
-    def bytes_of(self, copies: Iterable[WireCopy], start: int) -> int:
-        """That a load from `start` on reads if all is read from host memory, of segments as a whole."""
-        return self.segments.bytes_of(copy.segment_id for copy in copies if copy.target.end > start)
+    def bytes_of(self, ticket: Ticket, copies: Iterable[WireCopy], start: int) -> int:
+        """That a load from `start` on reads from host memory, of segments as a whole."""
+        return self.segments.bytes_of(
+            copy.segment_id
+            for copy in copies
+            if copy.target.end > start and (ticket.from_memory or self._in_blocks(copy, start) is None)
+        )
 
     def may_join(self, ticket: Ticket, copies: Sequence[WireCopy], start: int) -> bool:
         """Whether a load of these may be complete before the next forward pass: no step waits for a disk."""
         if self.segments.must_be_read(copy.segment_id for copy in copies if copy.target.end > start):
             return False
-        return ticket.from_memory or not self.are_in_blocks(copies, start)
-
-    def are_in_blocks(self, copies: Iterable[WireCopy], start: int) -> bool:
-        """Whether some are. These must follow the steps in flight, which may still compute them."""
-        return any(self._is_in_blocks(copy, start) for copy in copies if copy.target.end > start)
+        if ticket.from_memory:
+            return True
+        sources = (self._in_blocks(copy, start) for copy in copies if copy.target.end > start)
+        return not any(source is not None and source.follows_steps for source in sources)
 
     def with_room(self, ticket: Ticket, indices: Iterable[int], start: int) -> frozenset[int]:
         """Those of the copies that can be loaded from `start` on: room is made for what is on disk only."""
@@ -49,7 +52,7 @@ class LoadSources:
             index
             for index in held
             if (copy := ticket.copies[index]).target.end > start
-            and (ticket.from_memory or not self._is_in_blocks(copy, start))
+            and (ticket.from_memory or self._in_blocks(copy, start) is None)
         }
         return held - from_memory | self.disk.make_room(ticket, from_memory)
 
@@ -58,9 +61,9 @@ class LoadSources:
         spans = {copy: _read_span(copy, target) for copy, target in load.targets()}
         return replace(load, sources=self.donors.pin(load.request_id, spans))
 
-    def _is_in_blocks(self, copy: WireCopy, start: int) -> bool:
+    def _in_blocks(self, copy: WireCopy, start: int) -> BlockSource | None:
         read = _read_span(copy, Span(max(start, copy.target_start), copy.target.end))
-        return self.donors.has(copy.segment_id, read)
+        return self.donors.find(copy.segment_id, read)
 
 
 def _read_span(copy: WireCopy, target: Span) -> Span:

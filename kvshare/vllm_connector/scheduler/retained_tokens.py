@@ -8,6 +8,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
+from kvshare.vllm_protocol.messages import WireCopy
 
 
 def end_of_prompt(ticketed: TicketedRequest) -> int:
@@ -15,6 +16,12 @@ def end_of_prompt(ticketed: TicketedRequest) -> int:
     retention = ticketed.retention
     targets = (ticketed.copy(index).target.end for index in retention.copies)
     return max([*targets, *(segment.span.end for segment in retention.prompt)])
+
+
+def unrepaired_copies(ticketed: TicketedRequest) -> list[WireCopy]:
+    """The copies in its slots of which no token was computed again."""
+    copies = (ticketed.copy(index) for index in ticketed.placed)
+    return [copy for copy in copies if not any(copy.target.intersection(s) for s in ticketed.repaired)]
 
 
 def first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:

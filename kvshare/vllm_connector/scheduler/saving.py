@@ -30,6 +30,7 @@ from kvshare.vllm_connector.scheduler.retained_tokens import (
     first_retained_approximate,
     num_computed,
     num_retained_of,
+    unrepaired_copies,
 )
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_connector.scheduler.unsaved import UnsavedSegments
@@ -88,6 +89,7 @@ class Saving:
         for request_id, ticketed in due.items():
             if computed[request_id] >= ticketed.ticket.num_tokens:
                 block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
+                self.donors.note_copied(unrepaired_copies(ticketed), block_ids)
                 self._save_prompt(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
 
     def save_ended(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> bool:

@@ -124,7 +124,7 @@ class ConnectorScheduler:
             return 0, False
         if order is None and end < ticket.num_tokens:
             num_computed = num_placeholders(copies, Span(num_local, end))
-            num_bytes = self.sources.bytes_of(copies, num_local)
+            num_bytes = self.sources.bytes_of(ticket, copies, num_local)
             may_join = self.sources.may_join(ticket, copies, num_local)
             ticketed.joins = may_join and self.joining.take(num_bytes, num_computed)
         return end - num_local, not ticketed.joins
@@ -163,7 +163,7 @@ class ConnectorScheduler:
             self.segments.bytes_of(load.stored_ids),
             num_placeholders(copies, Span(load.start, end)),
             may_join=load.order is None and not load.reads_within_s,
-            follows_steps=bool(load.sources),
+            follows_steps=load.follows_steps,
         )
         if ticketed.joins:
             self.joining.due.append(request.request_id)
@@ -184,6 +184,7 @@ class ConnectorScheduler:
         joins = has_forward or self.donors.has_pinned  # it may be those that everybody waits for
         joining = self.joining.take_due(self._requests) if joins else ()
         self._num_steps += 1
+        self.donors.num_steps = self._num_steps
         self.joining.note_step(self._num_steps, step.total_num_scheduled_tokens)
         return StepMetadata(
             loads,
@@ -241,6 +242,7 @@ class ConnectorScheduler:
         self.disk.note(report)
         if report.step is not None:
             self.joining.note_end(report.step)
+            self.donors.note_end(report.step)
         if report.has_new_weights:
             self.reset_cache()
         for request_id, stage_seconds in report.stage_seconds.items():

@@ -91,8 +91,9 @@ def load_work(
     if reads is not None:
         stored[0], load.late = DiskFirst(reads, stored[0]), reads.late
     if request.sources and not is_asleep:
-        find_copies, now = partial(block_copies, cache, request), device.mark()
-        blocks = [device.copy_blocks(part, find_copies, mark=now) for part in cache.parts]
+        find_copies = partial(block_copies, cache, request)
+        readable = device.mark() if request.follows_steps else mark
+        blocks = [device.copy_blocks(part, find_copies, mark=readable) for part in cache.parts]
     return LoadsInTurn(stored, blocks=blocks) if blocks or len(stored) > 1 else stored[0]
 
 

@@ -113,6 +113,9 @@ def test_streams_wait_longest_for_full_prefills(found: dict[str, Any]) -> None:
     worst = {name: max(row["gaps_s"]) for name, row in arms.items()}
     assert worst["quiet"] < worst["loads"] < worst["full"]
     assert (arms["quiet"]["arrivals"], arms["loads"]["arrivals"] > 0) == (0, True)
+    assert worst["quiet"] < worst["prefix_hits"] < worst["full"]
+    computed = [each["work"]["passes"] for each in arms["prefix_hits"]["requests"]]
+    assert (len(computed) > 0, sum(computed)) == (True, 0)
 
 
 @pytest.mark.parametrize(

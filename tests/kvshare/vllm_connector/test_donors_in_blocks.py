@@ -119,6 +119,28 @@ def test_one_that_still_runs_is_copied_from_its_blocks(
     assert sources.found[-1][0] > 0
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_running_request_copied_is_copied_from_its_blocks(
+    small: Vllm, sources: Sources, text: Texts, copies: Copies, ends: bool
+) -> None:
+    """The donor's own blocks were given away. When the request has ended its blocks are, too."""
+    tokens = text(600, 6)
+    donor = small.store(tokens, max_tokens=50)
+    leave(small, donor, "host memory")
+    first = small.ticket(tokens, copies(donor, (0, 310), (340, 590)))
+    small.begin(tokens, first, salt=private_salt(first.ticket_id), max_tokens=4 if ends else 60)
+    while small.prefilled(first) is None:
+        small.llm.llm_engine.step()
+    while ends and small.llm.llm_engine.has_unfinished_requests():
+        small.llm.llm_engine.step()
+    planned = small.ticket(tokens, copies(donor, (0, 300), (350, 590)))
+    answer = small.ask((tokens, planned, private_salt(planned.ticket_id)))[0]
+    assert answer.distance(small.plain(tokens)) <= LIMIT
+    in_blocks, in_host = sources.found[-1]
+    assert (in_blocks > 0) is not ends
+    assert in_blocks + in_host == 540
+
+
 def test_blocks_that_are_given_away_between_plan_and_load(
     small: Vllm, sources: Sources, text: Texts, copies: Copies
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -253,14 +252,6 @@ async def test_many_prompts_come_in_pages(dashboard: Dashboard) -> None:
     tree.purge("many")
 
 
-async def refused(tab: Tab, number: int) -> None:
-    """Wait until the browser has reported so many refusals: some come after the page shows the first."""
-    async with asyncio.timeout(60):
-        while len(tab.complaints) < number:
-            await tab.run("new Promise(done => setTimeout(done, 50))")
-    assert all("(Unauthorized)" in each or "(Forbidden)" in each for each in tab.complaints), tab.complaints
-
-
 async def test_the_key_is_kept_for_this_tab_only(dashboard: Dashboard) -> None:
     """A wrong one is refused with the server's words; to forget it leads back to the question."""
     tab = dashboard.tab
@@ -279,7 +270,7 @@ async def test_the_key_is_kept_for_this_tab_only(dashboard: Dashboard) -> None:
         await tab.type("#key", wrong)
         await tab.click("Open")
         await tab.until(f"document.querySelector('[role=alert]')?.innerText.includes('{words}')")
-    await refused(tab, 6)  # the browser reports each refusal: two keys, three questions each
+    await tab.until_complaints(6)  # the browser reports each refusal: two keys, three questions each
     tab.complaints.clear()
     await tab.type("#key", "sk-root")
     await tab.click("Open")

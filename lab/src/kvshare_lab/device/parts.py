@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,9 +82,14 @@ def _loads(
 
 
 def _between(opened: Opened, settings: Settings, streams: Streams, seed: int) -> Iterator[dict[str, Any]]:
+    """Prefix hits compute as many tokens as the near-duplicates have computed."""
     for arm in ARRIVALS:
         with opened(settings) as (_, shared):
-            yield between_tokens(shared, np.random.default_rng(seed), streams, arm)
+            found = between_tokens(shared, np.random.default_rng(seed), streams, arm)
+        if arm == "loads":
+            computed = [each["computed"] for each in found["requests"] if "computed" in each]
+            streams = replace(streams, computed_tokens=round(float(np.mean(computed))))
+        yield found
 
 
 def _choosing(opened: Opened, lengths: Sequence[int], load: Load, seed: int) -> Iterator[dict[str, Any]]:

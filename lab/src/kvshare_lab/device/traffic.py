@@ -183,9 +183,10 @@ class Streams:
     prompt_tokens: int = 16384
     rounds: int = 3
     changed: float = 0.1
+    computed_tokens: int = 0  # of a prefix hit
 
 
-ARRIVALS = ("quiet", "full", "saves", "loads")
+ARRIVALS = ("quiet", "full", "saves", "loads", "prefix_hits")
 
 
 def between_tokens(
@@ -194,13 +195,18 @@ def between_tokens(
     """
     The gaps between the tokens of the streams. What arrives:
 
-        quiet   nothing
-        full    unrelated prompts without the proxy, neither shared nor saved
-        saves   unrelated prompts: their KV is saved
-        loads   near-duplicates of a stored prompt
+        quiet           nothing
+        full            unrelated prompts without the proxy, neither shared nor saved
+        saves           unrelated prompts: their KV is saved
+        loads           near-duplicates of a stored prompt
+        prefix_hits     without the proxy, prompts of which vLLM's prefix cache has all but `computed_tokens`
     """
     donor = unrelated_prompt(rng, streams.prompt_tokens)
-    alone(shared, donor)
+    if arm == "prefix_hits":
+        shared.send_straight(donor, max_tokens=1, at=shared.clock.now())
+        shared.run()
+    else:
+        alone(shared, donor)
     rounds = [_Round(shared, rng, streams, donor, arm) for _ in range(streams.rounds)]
     gaps = [gap for each in rounds for answer in each.decode() for gap in answer.gaps_s]
     arrived = [each for one in rounds for each in one.arrived]
@@ -250,7 +256,10 @@ class _Round:
             prompt = near_duplicate(self._rng, donor, changed=options.changed, edits=_EDITS)
         else:
             prompt = unrelated_prompt(self._rng, options.prompt_tokens)
-        if self._arm == "full":
+        if self._arm == "prefix_hits":
+            num_known = len(prompt) - options.computed_tokens
+            prompt = np.concatenate([self._donor[:num_known], prompt[num_known:]])
+        if self._arm in ("full", "prefix_hits"):
             answer = shared.send_straight(prompt, max_tokens=1, at=at)
         else:
             answer = shared.send(prompt, max_tokens=1, at=at, donor=donor)

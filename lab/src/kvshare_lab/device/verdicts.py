@@ -111,7 +111,19 @@ def ratios(document: Mapping[str, Any]) -> dict[str, float]:
     for share, arm in rates:
         if arm == "shared":
             found[f"load {share:g}"] = rates[share, arm] / rates[share, "plain"]
-    return found | choosing_costs(document)
+    return found | _in_the_way(document) | choosing_costs(document)
+
+
+def _in_the_way(document: Mapping[str, Any]) -> dict[str, float]:
+    """The gaps between tokens next to loads over those next to prefix hits: 99th percentile and longest."""
+    gaps = {row["arm"]: row["gaps_s"] for row in document.get("between_tokens", ())}
+    if "prefix_hits" not in gaps:
+        return {}
+    loads, hits = gaps["loads"], gaps["prefix_hits"]
+    return {
+        "between_tokens p99": float(np.percentile(loads, 99) / np.percentile(hits, 99)),
+        "between_tokens max": max(loads) / max(hits),
+    }
 
 
 def choosing_costs(document: Mapping[str, Any]) -> dict[str, float]:

@@ -143,6 +143,12 @@ class ScheduledMemory:
         self.reading.discard(name)
         for position in range(load.start, load.end):
             self._write(name, load.block_ids, position)
+        for copy, target in load.targets() if not fails else ():
+            if not copy.shift:  # these rows are the segment's own
+                first = copy.offset + target.start - copy.target_start
+                rows = self.segments[copy.segment_id][first : first + len(target)]
+                slots = (_slot(load.block_ids, position) for position in range(target.start, target.end))
+                self.memory.update(zip(slots, rows, strict=True))
         self.report.loads[name] = LoadResult(failed=fails)
 
     def step(self) -> SchedulerOutput:

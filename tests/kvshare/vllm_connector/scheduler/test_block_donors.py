@@ -212,3 +212,59 @@ def fill_again(pool: BlockPool, blocks: list[Any]) -> list[Any]:
     request: Any = SimpleNamespace(block_hashes=[b"b" + bytes([number]) for number in range(3)])
     pool.cache_full_blocks(request, blocks, 0, 3, SIZE, 0)
     return blocks
+
+
+def copied(start: int, length: int, *, moved_by: int = 0) -> WireCopy:
+    """To the same positions of another request, or to others. The segment's first token is at 2."""
+    return WireCopy(SEGMENT, start, length, 2 + start + moved_by, 2 + start)
+
+
+@pytest.mark.parametrize(
+    ("span", "blocks", "first"), [(Span(0, 6), [0, 1], 2), (Span(1, 2), [0], 3), (Span(2, 6), [1], 0)]
+)
+def test_rows_are_found_where_they_were_copied_to(span: Span, blocks: list[int], first: int) -> None:
+    """In the blocks of a request that runs, although the donor's own were given away."""
+    pool = new_pool()
+    donors, own = new_donors(pool), fill(pool, 3, num_full=3)
+    donors.note_copied([copied(0, 6)], ids(own))
+    source = found(donors, span)
+    assert (source.block_ids, source.first) == (tuple(own[n].block_id for n in blocks), first)
+    assert not source.follows_steps
+    assert found(donors, Span(0, 7)) is None  # the request has computed the last one itself
+
+
+def test_rows_that_were_moved_are_no_donors() -> None:
+    """Their keys were rotated, and rounded."""
+    pool = new_pool()
+    donors, own = new_donors(pool), fill(pool, 3, num_full=3)
+    donors.note_copied([copied(0, 6, moved_by=1)], ids(own))
+    assert found(donors, Span(0, 6)) is None
+
+
+@pytest.mark.parametrize("how", ["given away", "dropped", "new weights", "not full"])
+def test_copied_rows_are_gone_when_their_blocks_are(how: str) -> None:
+    """Or the segment is."""
+    pool = new_pool()
+    donors, own = new_donors(pool), fill(pool, 3, num_full=0 if how == "not full" else 3)
+    donors.note_copied([copied(0, 6)], ids(own))
+    if how == "given away":
+        pool.free_blocks(own)
+        pool.evict_blocks(set(ids(own)))
+    elif how == "dropped":
+        donors.forget([SEGMENT])
+    elif how == "new weights":
+        donors.clear()
+    assert found(donors, Span(0, 6)) is None
+
+
+def test_rows_follow_the_step_that_computes_them_until_it_has_ended() -> None:
+    """After that their copies may begin at once."""
+    pool = new_pool()
+    donors, own = new_donors(pool), fill(pool, 3, num_full=3)
+    donors.num_steps = 5
+    donors.note(SEGMENT, WHOLE, ids(own))
+    assert found(donors, Span(0, 10), "a").follows_steps
+    donors.note_end(4)
+    assert found(donors, Span(0, 10), "b").follows_steps
+    donors.note_end(5)
+    assert not found(donors, Span(0, 10), "c").follows_steps

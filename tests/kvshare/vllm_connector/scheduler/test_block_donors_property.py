@@ -68,19 +68,28 @@ class Donors(RuleBasedStateMachine):
         self.num_sent += 1
 
     @precondition(lambda self: self.known())
-    @rule(data=st.data(), before=st.integers(0, 9), max_tokens=st.integers(1, 12), runs=st.integers(0, 2))
-    def send_near_ones(self, data: st.DataObject, before: int, max_tokens: int, runs: int) -> None:
-        """Two prompts with parts of what is stored, at other positions."""
+    @rule(
+        data=st.data(),
+        before=st.integers(0, 9),
+        moves=st.booleans(),
+        max_tokens=st.integers(1, 12),
+        runs=st.integers(0, 2),
+    )
+    def send_near_ones(
+        self, data: st.DataObject, before: int, moves: bool, max_tokens: int, runs: int
+    ) -> None:
+        """Two prompts with parts of what is stored, at other positions or at the same ones where they can."""
         for _ in range(2):
-            self.send_near(data, before, max_tokens)
+            self.send_near(data, before, max_tokens, moves=moves)
         self.run_steps(runs)
 
-    def send_near(self, data: st.DataObject, before: int, max_tokens: int) -> None:
+    def send_near(self, data: st.DataObject, before: int, max_tokens: int, *, moves: bool) -> None:
         segments = self.known()[-_RECENT:]
         position, picked = before, []
         for index in data.draw(st.lists(st.integers(0, len(segments) - 1), min_size=1, max_size=3)):
             start, length = segments[index][1:]
             offset = data.draw(st.integers(0, min(3, length - 1)))
+            position = position if moves else max(position, start + offset)
             length = min(length - offset, LONGEST - position - 1)
             if length > 0:
                 picked.append((index, offset, length, position, start + offset))
