@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -72,6 +73,7 @@ class Counts:
     evictions: Counter[EvictionCause] = field(default_factory=Counter)
     # By what was planned, what was computed, and why less was shared than planned.
     executions: Counter[tuple[Decision, Decision, Reason | None]] = field(default_factory=Counter)
+    vllm_seconds: Counter[str] = field(default_factory=Counter)  # that replicas report, by stage
     unshared: Counter[Reason] = field(default_factory=Counter)  # requests that could not be planned
     tickets: Counter[TicketEvent] = field(default_factory=Counter)
     num_isolation_denials: int = 0
@@ -97,9 +99,17 @@ class Telemetry:
         """Prompts, or ends of prompts, left the tree."""
         self._add(self._counts.evictions, cause, num_prompts)
 
-    def executed(self, planned: Decision, done: Decision, reason: Reason | None) -> None:
-        """A replica reported what it made of a plan."""
+    def executed(
+        self,
+        planned: Decision,
+        done: Decision,
+        reason: Reason | None,
+        stage_seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """A replica reported what it made of a plan, and how long each stage of it took (seconds)."""
         self._add(self._counts.executions, (planned, done, reason))
+        with self._lock:
+            self._counts.vllm_seconds.update(stage_seconds or {})
 
     def unshared(self, reason: Reason) -> None:
         """A request could not be planned."""

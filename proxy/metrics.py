@@ -31,6 +31,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.status import EngineStatus
 from kvshare.telemetry import EvictionCause
+from kvshare.vllm_protocol import stages
 from proxy.request_record import RequestRecord
 from vector_index import CircuitState
 
@@ -247,6 +248,8 @@ def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
     executions = counts.executions.items()
     plans = [((planned, done, reason or ""), count) for (planned, done, reason), count in executions]
     yield "kvshare_plans_executed", plans
+    if status.replicas:
+        yield "kvshare_vllm_stage_seconds", [((stage,), counts.vllm_seconds[stage]) for stage in stages.ALL]
     events: list[tuple[tuple[str, ...], float]] = [
         *(((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()),
         *(((str(event),), count) for event, count in counts.tickets.items()),

@@ -239,7 +239,8 @@ class Reconciler:
         plan = request.routed.plan
         planned = plan.decision if isinstance(plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
-        self._keeper.telemetry.executed(planned, Decision(finished.decision), reason)
+        done, stages = Decision(finished.decision), finished.stage_seconds
+        self._keeper.telemetry.executed(planned, done, reason, stages)
         if planned != finished.decision or finished.reason is not None:
             log.info(
                 "request id=%s: planned %s, carried out as %s with %d tokens computed: %s",

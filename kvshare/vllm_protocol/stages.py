@@ -8,3 +8,4 @@ that.
 VERIFY, WRITE, BLOCKS, PASS, SAVE = "verify", "write", "blocks", "pass", "save"
 HIDDEN, WAITED = "hidden", "waited"
 DISK = "disk"
+ALL = (DISK, VERIFY, WRITE, BLOCKS, PASS, SAVE, HIDDEN, WAITED)

@@ -24,6 +24,7 @@ from kvshare.status import (
     TierStatus,
 )
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
+from kvshare.vllm_protocol import stages
 from proxy.auth import LOCAL
 from proxy.metrics import Metrics
 from proxy.request_record import AdmissionRecord, AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
@@ -80,7 +81,7 @@ def counted() -> Telemetry:
         telemetry.fallback(component, FallbackReason.ERROR)
     telemetry.replica_failed("replica-1")
     telemetry.evicted(EvictionCause.LOST)
-    telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE)
+    telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE, {"write": 0.1})
     telemetry.unshared(Reason.MULTIMODAL)
     telemetry.ticket(TicketEvent.EXPIRED)
     return telemetry
@@ -191,6 +192,7 @@ _FIXED = {
     ("kvshare_circuit_state", "state"): [*CircuitState],
     ("kvshare_plans_executed_total", "planned"): [*Decision],
     ("kvshare_plans_executed_total", "executed"): [*Decision],
+    ("kvshare_vllm_stage_seconds_total", "stage"): stages.ALL,
     ("kvshare_control_requests_total", "arm"): [*Arm],
     ("kvshare_engine_events_total", "event"): [*TicketEvent, "tickets:pending", "unshared:REASON"],
 }

@@ -225,6 +225,8 @@ async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeV
     assert f'kvshare_replica_segments{{replica="{name}"}} 2.0' in text
     assert "kvshare_generated_tokens" not in text  # vLLM counts them
     assert 'kvshare_plans_executed_total{executed="full",planned="full",reason=""} 1.0' in text
+    for stage, seconds in (("pass", 0.01), ("hidden", 0.0)):
+        assert f'kvshare_vllm_stage_seconds_total{{stage="{stage}"}} {seconds}' in text
 
 
 @pytest.mark.parametrize(
