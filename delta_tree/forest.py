@@ -171,6 +171,13 @@ class Forest:
             self._totals.pop(namespace, None)
             self.eviction_order.forget(namespace)
 
+    def content(self) -> Change:
+        """All that it has, as one change to an empty forest."""
+        parents = {
+            node_id: parent for node_id in self.nodes if (parent := self.lineage.parent(node_id)) is not None
+        }
+        return Change(tuple(self.segments.values()), tuple(self.nodes.values()), parents)
+
     def restore(self, stored: Change) -> None:
         """Apply what was loaded to an empty forest. Raises InvalidNodeError if nodes descend from no root."""
         waiting: defaultdict[NodeId | None, list[Node]] = defaultdict(list)

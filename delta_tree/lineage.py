@@ -28,6 +28,10 @@ class Lineage:
             parent = self._parents.get(parent)
         return tuple(found)
 
+    def parent(self, node_id: NodeId) -> NodeId | None:
+        """None for a root."""
+        return self._parents.get(node_id)
+
     def is_root(self, node_id: NodeId) -> bool:
         return node_id not in self._parents
 

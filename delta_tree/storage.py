@@ -85,10 +85,14 @@ class Storage:
         """Write what was loaded in the format of this version, unless it is current or opened read-only."""
         if self._version == SCHEMA_VERSION or self.read_only:
             return
+        self.replace(stored)
+
+    def replace(self, content: Change) -> None:
+        """Store this instead of all that is there, in this version's format. Raises MetadataStoreError."""
         connection = self._open_connection()
         with _translated(self._path), _transaction(connection):
             _create_tables(connection)
-            self._put(connection, stored)
+            self._put(connection, content)
         self._version = SCHEMA_VERSION
 
     def write(self, changes: Iterable[Change], used: Iterable[Node]) -> None:

@@ -50,7 +50,6 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         new_id: Callable[[], NodeId],
     ) -> None:
         super().__init__(forest)
-        self._storage = storage
         self._writer = ChangeWriter(storage, forest)
         self._clock = clock
         self._new_id = new_id
@@ -69,7 +68,6 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         The tree stored at `path`, which is created if it is missing; with None it is in memory only.
 
         `clock` and `new_id` are for replays, whose results must not depend on the time.
-
         Raises:  MetadataStoreError: missing (read-only), corrupt, of another identity or version, locked
         """
         forest, new_id = Forest(), new_id or NodeIds()
@@ -91,7 +89,12 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     @property
     def identity(self) -> str | None:
         """The model and all else that the stored KV depends on, as the file has it; None in memory."""
-        return None if self._storage is None else self._storage.identity
+        return self._writer.identity
+
+    def attach(self, path: Path, *, identity: str) -> None:
+        """Go on in this file, which then has this tree alone. Raises MetadataStoreError; all is as before."""
+        with self._lock:
+            self._writer.attach(path, identity)
 
     def close(self) -> None:
         """Write use counters and lazy evictions, and release the file."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from delta_tree.errors import MetadataStoreError
 from delta_tree.forest import Forest
@@ -29,6 +30,25 @@ class ChangeWriter:
         self._used: set[NodeId] = set()  # nodes whose use counters are not on disk yet
         self._unwritten: list[Change] = []  # lazy evictions that are not on disk yet
         self._loses_uses = False
+
+    @property
+    def identity(self) -> str | None:
+        """Of the file; None for a tree in memory."""
+        return None if self._storage is None else self._storage.identity
+
+    def attach(self, path: Path, identity: str) -> None:
+        """Write all that the tree has to a file, instead of what is there, and each change from now on."""
+        storage = Storage.open(path, identity=identity, read_only=False)
+        try:
+            storage.replace(self._forest.content())
+        except BaseException:
+            storage.close()
+            raise
+        if self._storage is not None:
+            self._storage.close()
+        self._storage = storage
+        self._unwritten.clear()
+        self._used.clear()
 
     def store(self, change: Change, *, lazily: bool = False) -> None:
         """Write a change and all unwritten ones, then apply it; `lazily`: write it with the next change."""

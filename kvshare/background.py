@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from kvshare.safe_logging import classes_and_places
 
 log = logging.getLogger(__name__)
+
+_MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
+_BEHIND_S = 60.0  # so long after the last prompt that was not embedded, embedding counts as behind
 
 
 class Background:
@@ -53,6 +58,42 @@ class Background:
         del self._tasks[task]
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a background task failed, answers are not affected: %s", classes_and_places(exc))
+
+
+class EmbeddingBacklog(Background):
+    """Stored prompts that wait to be embedded: at most some, as they hold their text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused_at = -math.inf
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a prompt was not embedded, a minute ago at most."""
+        return time.monotonic() < self._refused_at + _BEHIND_S
+
+    def has_room(self) -> bool:
+        if len(self) < _MAX_EMBEDDING:
+            return True
+        self._refused_at = time.monotonic()
+        return False
+
+
+@asynccontextmanager
+async def repeated(act: Callable[[], Awaitable[None]], *, every_s: float) -> AsyncIterator[None]:
+    """Call `act` now and then while inside. One that fails is logged, and none follows."""
+
+    async def act_now_and_then() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            await act()
+
+    acting = Background()
+    acting.spawn(act_now_and_then())
+    try:
+        yield
+    finally:
+        await acting.cancel()
 
 
 @asynccontextmanager

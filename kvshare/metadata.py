@@ -2,7 +2,7 @@
 Opens the metadata store of a server. The store is a cache, so a bad one does not prevent the start.
 
     damaged, or of another model or version    moved aside, replacing an earlier one; a new one is created
-    not writable, or of another program        left unchanged; the tree is in memory until the next start
+    not writable, or of another program        left unchanged; the tree is in memory until it can be written
     open in another process                    StoreError: the operator must correct that
 
 Each case is one warning. Commands on a stopped store use `opened`, which raises instead.
@@ -66,7 +66,7 @@ def opened(path: Path, *, read_only: bool) -> Iterator[DeltaTree]:
     except StoreForeignError as exc:
         raise StoreError(f"{path}: this is not a KVShare store; set another store path") from exc
     except (StoreCorruptError, StoreMismatchError) as exc:
-        raise UnreadableStoreError(str(exc), f"{path} {_problem_of(exc)}") from exc
+        raise UnreadableStoreError(str(exc), f"{path} {problem_of(exc)}") from exc
     except DeltaTreeError as exc:
         raise StoreError(str(exc)) from exc
 
@@ -101,22 +101,27 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
         except StoreForeignError:
             raise
         except (StoreCorruptError, StoreMismatchError) as exc:
-            is_second = aside_path(path).exists()
-            moved = set_aside(path)
-            log.warning(
-                "the store %s %s: it was moved to %s%s, and a new one was begun. %s. "
-                "Delete that file, or move it back and give this server another store.path",
-                path,
-                _problem_of(exc),
-                moved.name,
-                ", over an earlier one" if is_second else "",
-                loss,
-            )
+            move_aside(path, exc, loss=loss)
             return DeltaTree.open(path, identity=identity)
     except StoreLockedError as exc:
         raise StoreError(str(exc)) from exc
     except MetadataStoreError as exc:
         return _in_memory(path, exc, identity)
+
+
+def move_aside(path: Path, exc: MetadataStoreError, *, loss: str) -> None:
+    """Keep a store that cannot be used next to the new one, with a warning. Raises MetadataStoreError."""
+    is_second = aside_path(path).exists()
+    moved = set_aside(path)
+    log.warning(
+        "the store %s %s: it was moved to %s%s, and a new one was begun. %s. "
+        "Delete that file, or move it back and give this server another store.path",
+        path,
+        problem_of(exc),
+        moved.name,
+        ", over an earlier one" if is_second else "",
+        loss,
+    )
 
 
 def open_emptied_tree(folder: str | None, *, identity: str) -> tuple[DeltaTree, list[tuple[str, int]]]:
@@ -171,7 +176,7 @@ def _shorten(tree: DeltaTree, alive: Container[SegmentId], min_tokens: int) -> N
             tree.shorten(node.node_id, num_left, lazily=True)
 
 
-def _problem_of(exc: MetadataStoreError) -> str:
+def problem_of(exc: MetadataStoreError) -> str:
     """What is wrong with a store, as the end of a sentence: without advice and digests of models."""
     if isinstance(exc, StoreForeignError):
         return "belongs to another program"
@@ -181,6 +186,8 @@ def _problem_of(exc: MetadataStoreError) -> str:
         return f"was written for {found}"
     if isinstance(exc, StoreCorruptError):
         return f"is damaged ({exc.detail})"
+    if isinstance(exc, StoreLockedError):
+        return "is open in another process"
     if isinstance(exc, StoreUnavailableError):
         return f"cannot be used ({exc.detail})"
     return f"cannot be used ({type(exc).__name__})"
@@ -188,9 +195,9 @@ def _problem_of(exc: MetadataStoreError) -> str:
 
 def _in_memory(path: Path, exc: MetadataStoreError, identity: str) -> DeltaTree:
     log.warning(
-        "the store %s %s: the metadata of prompts are in memory until the next start, and lost then. "
-        "Check disk space and permissions, or set another store.path (null: memory, without this warning)",
+        "the store %s %s: the metadata of prompts are in memory, and lost with the process. Check disk space "
+        "and permissions, or set another store.path (null: memory, without this warning); it is tried again",
         path,
-        _problem_of(exc),
+        problem_of(exc),
     )
     return DeltaTree.open(None, identity=identity)

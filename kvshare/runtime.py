@@ -9,7 +9,7 @@ in order of arrival. The event loop never blocks on it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -33,9 +33,11 @@ from kvshare.admin import (
     TreeDocument,
     TreeQuestion,
 )
-from kvshare.background import Background, saved_often
+from kvshare.background import Background, EmbeddingBacklog, repeated, saved_often
 from kvshare.engine import Engine
 from kvshare.errors import ShuttingDownError
+from kvshare.kept_tree import KeptTree
+from kvshare.parts import PartReading, ServedPart
 from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
 from kvshare.sharing.control import Controller
@@ -54,7 +56,7 @@ _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
 KeeperT = TypeVar("KeeperT", bound=PromptKeeper[Any])
 
-_MAX_EMBEDDING = 16  # prompts waiting to be embedded, which hold text only
+_LOOK_EVERY_S = 5.0  # whether what could not be written can be now
 _KEPT_S = 60.0  # so often what was measured is written, if there is anything new
 
 Forgotten = Sequence[tuple[str, int]]  # namespaces and node ids
@@ -73,8 +75,9 @@ class Runtime(Generic[KeeperT]):
     control: Controller
     writer: ThreadPoolExecutor
     background: Background  # stores and indexes prompts and answers
-    embedding: Background  # indexes stored prompts by embedding
+    embedding: EmbeddingBacklog  # indexes stored prompts by embedding
     kept_costs: KeptCosts  # the engine says of which machine and model
+    kept_tree: KeptTree
 
     async def write(self, function: Callable[[*_Arguments], _T], *arguments: *_Arguments) -> _T:
         """Call a function that changes tree or tier in the writer thread. Does not update the index."""
@@ -89,10 +92,10 @@ class Runtime(Generic[KeeperT]):
     async def remember(self, node: Node, text: PromptText) -> None:
         """Index a new node by its tokens now, and by embedding later unless embedding lags behind."""
         await self.sharing.indexing.remember(node, None)
-        if len(self.embedding) >= _MAX_EMBEDDING:
-            self.sharing.telemetry.fallback(Component.EMBEDDER, FallbackReason.BACKLOG)
-        else:
+        if self.embedding.has_room():
             self.embedding.spawn(self.sharing.indexing.remember(node, text))
+        else:
+            self.sharing.telemetry.fallback(Component.EMBEDDER, FallbackReason.BACKLOG)
 
     async def index_stored(self) -> None:
         """Index what the store had at the start, without embeddings; what was used last comes first."""
@@ -126,8 +129,23 @@ class Runtime(Generic[KeeperT]):
             index=self.index.status(),
             control=self.control.status(),
             tiers=self.keeper.tiers(),
+            parts=tuple(self._parts()),
             tenant_bytes=partial(bytes_by_tenant, self.sharing.tree, self.keeper.tenants),
         )
+
+    def _parts(self) -> Iterator[PartReading]:
+        """How all is that requests can do without, but for what the engine adds."""
+        yield from self.index.parts()
+        if self.index.embedder is not None:
+            yield PartReading(ServedPart.BACKLOG, "full" if self.embedding.is_behind else None)
+        yield self.kept_tree.reading(self.keeper.problem)
+        yield from (tier.reading() for tier in self.keeper.tiers() if tier.name == "disk")
+        yield self.control.status().reading()
+        for part, problem in (
+            (ServedPart.COSTS, self.kept_costs.problem),
+            (ServedPart.TENANTS, self.keeper.tenants.problem),
+        ):
+            yield PartReading(part, None if problem is None else "not written", problem or "")
 
     async def settle(self) -> None:
         """Wait until all finished requests are stored and indexed."""
@@ -141,14 +159,17 @@ async def open_runtime(
     *,
     open_tree: Callable[[], tuple[DeltaTree, Forgotten]],
     new_keeper: Callable[[DeltaTree], KeeperT],
+    identity: str,
     limits: PlannerLimits,
     cost: CostModel,
     tenants: Tenants,
+    recover: Callable[[DeltaTree], None] = lambda tree: None,
 ) -> AsyncIterator[Runtime[KeeperT]]:
     """
     Open the parts in order. They are closed in reverse order, also if a later part fails to open.
 
-    `open_tree` returns the tree, and the prompts to remove from the index.
+    `open_tree` returns the tree, and the prompts to remove from the index. `identity`: of the store.
+    `recover`: opens what could not be opened before, as far as it can be now; in the writer's thread.
     Raises:  ConfigError; StoreError if another process has the store open
     """
     async with AsyncExitStack() as opened:
@@ -180,15 +201,39 @@ async def open_runtime(
         )
         kept_costs = KeptCosts(settings.store.path, cost)
 
-        def save() -> None:
-            kept_costs.save()
-            tenants.forget_all_but(tree.namespaces())
-            tenants.save(settings.store.path)
-
-        await opened.enter_async_context(saved_often(save, every_s=_KEPT_S))
-        runtime = Runtime(keeper, index, sharing, control, writer, Background(), Background(), kept_costs)
+        kept_tree = KeptTree(tree, settings.store.path, identity=identity)
+        runtime = Runtime(
+            *(keeper, index, sharing, control, writer),
+            *(Background(), EmbeddingBacklog(), kept_costs, kept_tree),
+        )
+        index.refill = runtime.index_stored
+        await opened.enter_async_context(_kept(runtime, settings.store.path, recover))
         opened.push_async_callback(runtime.settle)
         yield runtime
+
+
+@asynccontextmanager
+async def _kept(
+    runtime: Runtime[Any], folder: str | None, recover: Callable[[DeltaTree], None]
+) -> AsyncIterator[None]:
+    """While inside, what outlives the process is written now and then; what could not be is tried again."""
+    tree, tenants = runtime.sharing.tree, runtime.keeper.tenants
+
+    def save() -> None:
+        runtime.kept_costs.save()
+        tenants.forget_all_but(tree.namespaces())
+        tenants.save(folder)
+
+    def look() -> None:
+        runtime.kept_tree.look()
+        recover(tree)
+
+    await runtime.write(look)
+    async with (
+        saved_often(save, every_s=_KEPT_S),
+        repeated(partial(runtime.write, look), every_s=_LOOK_EVERY_S),
+    ):
+        yield
 
 
 class Server(Protocol):

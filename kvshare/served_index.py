@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvshare.errors import ConfigError
 from kvshare.extras import how_to_install, missing_modules
+from kvshare.parts import PartReading, ServedPart
 from kvshare.settings import IndexSettings, StoreSettings
 from kvshare.status import IndexStatus
 from kvshare.tiers import KV_FOLDER
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0  # how often to check whether a pause is over
 _MAINTAIN_EVERY = 6  # checks
+_BY_EMBEDDING = (ServedPart.EMBEDDING, ServedPart.EMBEDDER, ServedPart.INDEX_EMBEDDER)
 _BLOCK_BYTES = 512  # unit of st_blocks, independent of the file system
 
 
@@ -47,7 +49,9 @@ class ServedIndex:
     If it cannot be opened, requests are served with fewer hits, and opening is tried every half minute. If it
     is paused because the disk is nearly full, it continues within seconds of space being free, and catches
     up.
+    If its files were deleted, it is made again and filled from the tree.
     `embedder`: set by `open`; None without search by embedding.
+    `refill`: indexes what the tree has; the runtime, which has the tree, sets it.
     """
 
     def __init__(self, settings: IndexSettings, store: StoreSettings) -> None:
@@ -58,6 +62,8 @@ class ServedIndex:
         self._opened = False
         self._problem: str | None = None  # why the index could not be opened, as logged
         self._is_maintained = True
+        self._is_refilling = False
+        self.refill: Callable[[], Awaitable[None]] = _nothing
 
     async def open(self, forgotten: Iterable[tuple[str, int]]) -> Nominator:
         """
@@ -65,7 +71,7 @@ class ServedIndex:
 
         Raises:  ConfigError for settings that cannot work
         """
-        self.embedder = await asyncio.to_thread(_load_embedder, self._settings)
+        self.embedder, self._without = await asyncio.to_thread(_load_embedder, self._settings)
         settings = nominator_settings(self._settings)
         self._index = self._backend(settings.schema(self.embedder))
         self.nominator = Nominator(self._index, embedder=self.embedder, settings=settings)
@@ -98,6 +104,23 @@ class ServedIndex:
             circuits={part: circuit.state for part, circuit in self.nominator.circuits.items()},
         )
 
+    def parts(self) -> Iterator[PartReading]:
+        """Those that nomination can do without."""
+        paused = self._index.why_paused()
+        if self._problem is not None:
+            yield PartReading(ServedPart.INDEX, "closed", self._problem)
+        elif paused is not None:
+            yield PartReading(ServedPart.INDEX, "paused", paused)
+        else:
+            yield PartReading(ServedPart.INDEX, "lost" if self._is_refilling else None)
+        for name, circuit in self.nominator.circuits.items():
+            part, problem = ServedPart(name), circuit.problem
+            if part in _BY_EMBEDDING and self.embedder is None:
+                continue
+            yield PartReading(part, None if problem is None else "failing", problem or "")
+        if self._without is not None:
+            yield PartReading(ServedPart.EMBEDDER, "missing", self._without)
+
     async def _try_open(self) -> None:
         try:
             if self._settings.backend == "server":
@@ -118,8 +141,9 @@ class ServedIndex:
             self._note_closed(exc)
             return
         if self._problem is not None:
-            log.warning("the index is open: new prompts are found by it again")
+            log.warning("the index is open: prompts are found by it again")
             self._problem = None
+            await self._refill()
 
     def _note_closed(self, exc: VectorIndexError) -> None:
         """Log why the index cannot be opened: each reason once, as it is tried again and again."""
@@ -133,6 +157,8 @@ class ServedIndex:
     async def _maintain(self) -> None:
         for look in itertools.count(1):
             await asyncio.sleep(_LOOK_EVERY_S)
+            if self._opened and self._index.has_lost_files():
+                await self._make_again()
             if self._opened:
                 await self._catch_up()
             if look % _MAINTAIN_EVERY == 0:
@@ -142,6 +168,22 @@ class ServedIndex:
     async def _measure_store(self) -> None:
         if self._store.path is not None:
             self._store_bytes = await asyncio.to_thread(_bytes_below, Path(self._store.path))
+
+    async def _make_again(self) -> None:
+        """The files were deleted: what is in them now is found until the server stops, and no longer."""
+        log.warning("the files of the index are gone: it is made again, and filled from what is stored")
+        self._opened = False
+        await self._try_open()
+        if self._opened and self._problem is None:
+            await self._refill()
+            log.warning("the index is whole again")
+
+    async def _refill(self) -> None:
+        self._is_refilling = True
+        try:
+            await self.refill()
+        finally:
+            self._is_refilling = False
 
     async def _catch_up(self) -> None:
         try:
@@ -212,10 +254,14 @@ def _writable(folder: Path) -> Path | None:
         return None
 
 
-def _load_embedder(settings: IndexSettings) -> Embedder | None:
-    """The loaded embedder; None if search by embedding is off or its model is missing."""
+async def _nothing() -> None:
+    """There is no tree."""
+
+
+def _load_embedder(settings: IndexSettings) -> tuple[Embedder | None, str | None]:
+    """The loaded embedder; None if search by embedding is off, or for the reason that is returned."""
     if not settings.dense:
-        return None
+        return None, None
     missing = missing_modules("embeddings")
     if missing:
         log.warning(
@@ -224,7 +270,7 @@ def _load_embedder(settings: IndexSettings) -> Embedder | None:
             ", ".join(missing),
             how_to_install("embeddings"),
         )
-        return None
+        return None, f"{', '.join(missing)} is not installed"
     from vector_index import Embedder
 
     embedder = Embedder(settings.embedder)
@@ -232,8 +278,8 @@ def _load_embedder(settings: IndexSettings) -> Embedder | None:
         embedder.load()
     except EmbedderError as exc:
         log.warning("search by embedding is off: %s. Correct index.embedder, or set index.dense: false", exc)
-        return None
-    return embedder
+        return None, str(exc)
+    return embedder, None
 
 
 def nominator_settings(settings: IndexSettings) -> NominatorSettings:

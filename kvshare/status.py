@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvshare.parts import PartReading, ServedPart
 from kvshare.telemetry import Counts
 from vector_index import CircuitState
 
@@ -57,6 +58,13 @@ class TierStatus:
     num_dropped: int = 0  # segments that could not be read, or were damaged
     num_late: int = 0  # that were not read in time
     problem: str | None = None  # why nothing is written now; None: it is
+    is_late: bool = False  # it was read too late, a minute ago at most
+
+    def reading(self) -> PartReading:
+        """Of the disk."""
+        if self.problem is not None:
+            return PartReading(ServedPart.DISK, "not written", self.problem)
+        return PartReading(ServedPart.DISK, "late" if self.is_late else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,10 @@ class ControlStatus:
     changes: Mapping[str, int]  # reduced, returned
     loads: tuple[LoadStatus, ...]  # those that were seen
 
+    def reading(self) -> PartReading:
+        reduced = [f"{each.shared} with {each.load} in flight" for each in self.loads if each.rung]
+        return PartReading(ServedPart.CONTROL, "reduced" if reduced else None, "; ".join(reduced))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
@@ -103,5 +115,6 @@ class EngineStatus:
     index: IndexStatus | None = None
     control: ControlStatus | None = None
     tiers: tuple[TierStatus, ...] = ()
+    parts: tuple[PartReading, ...] = ()
     # Of KV, in all memories and on disk. Takes long with many namespaces.
     tenant_bytes: Callable[[], Mapping[str, int]] = dict

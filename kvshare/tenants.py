@@ -75,6 +75,7 @@ class Tenants:
         self._recent: set[str] = set()  # noted since the last `forget_all_but`
         self._lock = threading.Lock()
         self._max_bytes: MaxBytes = lambda tenant: None
+        self.problem: str | None = None  # why the file could not be written; the list of parts shows it
 
     def use_limits(self, max_bytes: MaxBytes) -> None:
         self._max_bytes = max_bytes
@@ -130,7 +131,7 @@ class Tenants:
             self._owners = known | self._owners
 
     def save(self, folder: str | Path | None) -> None:
-        """Write the file, if there is a folder. Never raises: the store in it warns of a full disk."""
+        """Write the file, if there is a folder. Never raises: see `problem`."""
         if folder is None:
             return
         rows = {
@@ -141,4 +142,6 @@ class Tenants:
         try:
             write_whole(Path(folder) / NAMESPACES_FILE, document)
         except OSError as exc:
-            log.info("tenants of namespaces are not kept: %s", exc.strerror or exc)
+            self.problem = exc.strerror or type(exc).__name__
+        else:
+            self.problem = None

@@ -24,12 +24,14 @@ from kvshare.admin import (
     checked,
 )
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.parts import in_words
 from kvshare.tenants import NamespaceOwner
 from proxy import admin_server
 from proxy.activity import MOST_MINUTES
 from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError
 from proxy.lifecycle import Phase
+from proxy.parts import part_documents, part_statuses
 from proxy.request_body import read_object
 from proxy.server_status import status_document
 
@@ -42,6 +44,7 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
     """Probes, and for admins all but `/admin/explain`, which each kind of engine adds itself."""
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
+    app.router.add_get("/status", parts)
     if not serves_admins:
         return
     app.router.add_get("/metrics", metrics)
@@ -71,11 +74,21 @@ async def ready(request: web.Request) -> web.Response:
     if phase is not Phase.READY:
         return web.json_response({"status": phase, "detail": ""}, status=503)
     status = server.engine.status()
-    detail = status.detail
-    if status.index is not None and status.index.paused is not None:
-        detail += f"; the index is paused: {status.index.paused}"
+    detail = "; ".join(filter(None, [status.detail, in_words(part_statuses(server, status))]))
     document = {"status": "ready" if status.ready else "failed", "detail": detail}
     return web.json_response(document, status=200 if status.ready else 503)
+
+
+async def parts(request: web.Request) -> web.Response:
+    """GET /status: how each part is, since when, and what to do; always 200. Asks for no key."""
+    server = request.app[SERVER]
+    phase = server.lifecycle.phase
+    if not server.lifecycle.is_engine_up:
+        return web.json_response({"status": phase, "parts": []})
+    status = server.engine.status()
+    documents = part_documents(part_statuses(server, status), with_details=False)
+    is_failed = phase is Phase.READY and not status.ready
+    return web.json_response({"status": "failed" if is_failed else phase, "parts": documents})
 
 
 async def metrics(request: web.Request) -> web.Response:

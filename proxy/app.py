@@ -8,13 +8,13 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
 
 from kvshare.addresses import check_port
-from kvshare.background import Background, saved_often
+from kvshare.background import Background, repeated, saved_often
 from kvshare.collector import keep_freed_memory, make_collections_rare, take_short_turns
 from kvshare.engine import Engine, GeneratingEngine
 from kvshare.errors import ConfigError
@@ -32,6 +32,7 @@ from proxy.live_settings import LiveSettings
 from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
 from proxy.openapi import routes as openapi
+from proxy.parts import part_statuses, worst_states
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
 from proxy.usage import UsageLedger
@@ -39,6 +40,7 @@ from proxy.usage import UsageLedger
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048  # connections that wait to be accepted; one beyond that is retried after a second
+_LOOK_EVERY_S = 2.0  # how the parts are
 _USAGE_KEPT_S = 60.0  # so often it is written
 _CLOSE_S = 2.0  # connections that still write after a drain get this long
 
@@ -54,6 +56,7 @@ def build_app(settings: Settings, engine: Engine, source: SettingsSource | None 
     metrics = Metrics(
         status=lambda: engine.status() if lifecycle.is_engine_up else None,
         num_inflight=lambda: lifecycle.num_running,
+        parts=lambda status: worst_states(part_statuses(server, status)),
     )
     live = LiveSettings(settings, engine, source)
     usage = UsageLedger(settings.store.path)
@@ -62,6 +65,7 @@ def build_app(settings: Settings, engine: Engine, source: SettingsSource | None 
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
     app.cleanup_ctx.append(lambda _: _usage_kept(usage))
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
+    app.cleanup_ctx.append(lambda _: _parts_watched(server))
     app.on_shutdown.append(lambda _: lifecycle.drain(0))  # what still runs ends with an error
     return app
 
@@ -135,6 +139,16 @@ async def _usage_kept(usage: UsageLedger) -> AsyncIterator[None]:
     await asyncio.to_thread(usage.load)
     async with saved_often(usage.save, every_s=_USAGE_KEPT_S):
         yield
+
+
+def _parts_watched(server: ServerContext) -> AbstractAsyncContextManager[None]:
+    """So that the list knows since when, also where no client asks, and the log has it."""
+
+    async def look() -> None:
+        if server.lifecycle.is_engine_up:
+            part_statuses(server, server.engine.status())
+
+    return repeated(look, every_s=_LOOK_EVERY_S)
 
 
 async def _first_of(*awaitables: Coroutine[Any, Any, object]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvshare.engine import Engine
+from kvshare.parts import PartHistory
 from kvshare.settings import RuleSettings, Settings
 from proxy.activity import Activity
 from proxy.auth import Keyring
@@ -28,6 +29,7 @@ class ServerContext:
     history: RequestHistory
     usage: UsageLedger
     activity: Activity = field(default_factory=Activity)
+    part_history: PartHistory = field(default_factory=PartHistory)
 
     @property
     def settings(self) -> Settings:

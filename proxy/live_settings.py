@@ -113,6 +113,7 @@ class LiveSettings:
         self._engine = engine
         self._set: dict[str, Any] = {}  # on the running server, by path
         self._changing = asyncio.Lock()
+        self.problem: str | None = None  # why the files could not be read again last time
         self._read = self._read_files()
         self._now = self._made({}, access_of(self._read.settings))
         self.quotas = Quotas(self._now.access)
@@ -136,10 +137,20 @@ class LiveSettings:
     def keyring(self) -> Keyring:
         return self._now.keyring
 
+    @property
+    def needs_restart(self) -> tuple[str, ...]:
+        """Settings that differ in the files and cannot change now."""
+        return self._now.needs_restart
+
     async def reload(self) -> Changes:
         """Read all again. Raises ConfigError, and changes nothing then. What `change` has set stays set."""
         async with self._changing:
-            read, access = await asyncio.to_thread(self._read_again)
+            try:
+                read, access = await asyncio.to_thread(self._read_again)
+            except ConfigError as exc:
+                self.problem = str(exc)
+                raise
+            self.problem = None
             now = self._made(self._set, access, read)
             self._read = read
             return self._go_on_with(now)

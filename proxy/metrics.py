@@ -9,7 +9,7 @@ Texts, labels and buckets are in metrics.yaml.
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -27,6 +27,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from kvshare import __version__
+from kvshare.parts import PartState, ServedPart
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.status import EngineStatus
@@ -58,8 +59,14 @@ _Figures = Iterable[tuple[tuple[str, ...], float]]
 class Metrics(Collector):
     """The metrics of one server. Its registry asks it for the engine's own figures when Prometheus asks."""
 
-    def __init__(self, *, status: Callable[[], EngineStatus | None], num_inflight: Callable[[], int]) -> None:
-        """`status` gives None until the engine is up."""
+    def __init__(
+        self,
+        *,
+        status: Callable[[], EngineStatus | None],
+        num_inflight: Callable[[], int],
+        parts: Callable[[EngineStatus], Mapping[ServedPart, PartState]] = lambda status: {},
+    ) -> None:
+        """`status` gives None until the engine is up. `parts`: the state of each part."""
         self.registry = registry = CollectorRegistry()
         self._counters = {
             name: Counter(name, row.text, row.labels, registry=registry)
@@ -76,6 +83,7 @@ class Metrics(Collector):
         )
         inflight.set_function(num_inflight)
         self._status = status
+        self._parts = parts
         self._tenants: set[str] = set()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -105,6 +113,7 @@ class Metrics(Collector):
                 family.add_metric(values, float(figure))
             yield family
         yield self._bytes_of_tenants(status)
+        yield self._states_of_parts(status)
 
     def _bytes_of_tenants(self, status: EngineStatus) -> Metric:
         name = "kvshare_tenant_kv_bytes"
@@ -114,6 +123,15 @@ class Metrics(Collector):
         family = GaugeMetricFamily(name, row.text, labels=row.labels)
         for tenant, num_bytes in sums.items():
             family.add_metric((tenant,), float(num_bytes))
+        return family
+
+    def _states_of_parts(self, status: EngineStatus) -> Metric:
+        name = "kvshare_part_state"
+        row = _TABLE["engine gauges"][name]
+        family = GaugeMetricFamily(name, row.text, labels=row.labels)
+        for part, now in self._parts(status).items():
+            for state in PartState:
+                family.add_metric((part, state), float(state is now))
         return family
 
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:

@@ -10,7 +10,7 @@ from proxy.request_record import RequestRecord
 
 log = logging.getLogger("proxy.middleware")  # the name that operators know
 
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/status", "/metrics")
 _WRITTEN = {  # of a request's fields those that are not written as name=value
     "request_id": "request {}",
     "endpoint": "{}",

@@ -13,6 +13,7 @@ from kvshare.requests import SharingMode
 from kvshare.status import EngineStatus
 from kvshare.telemetry import Counts
 from proxy.context import ServerContext
+from proxy.parts import part_documents, part_statuses
 
 
 def status_document(server: ServerContext) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def status_document(server: ServerContext) -> dict[str, Any]:
             "min_prompt_tokens": settings.sharing.min_prompt_tokens,
         },
         "reasons": explanations(),
+        "parts": part_documents(part_statuses(server, status), with_details=True),
         **_of_engine(status),
     }
 

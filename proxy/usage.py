@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, date, datetime
@@ -110,12 +111,16 @@ class UsageLedger:
         self._today = today
         self._rows: dict[_Row, Used] = {}
         self._saved: Mapping[_Row, Used] = {}
+        self._lock = threading.Lock()  # of the rows
+        self._is_unread = False  # it may be another user's: nothing is written over it
+        self.problem: str | None = None  # why nothing is kept now; the list of parts shows and logs it
 
     def count(self, record: RequestRecord, status: int) -> None:
         """Add a request that is over and wanted something computed."""
         caller = record.admission.caller
         row = (self._today().isoformat(), caller.tenant, caller.name)
-        self._rows[row] = self._rows.get(row, Used()) + Used.of(record, status)
+        with self._lock:
+            self._rows[row] = self._rows.get(row, Used()) + Used.of(record, status)
 
     async def document(self, question: UsageQuestion) -> dict[str, Any]:
         """Rows by key, tenant or day: most prompt tokens first, or days in order. And the total."""
@@ -129,27 +134,37 @@ class UsageLedger:
         return sums
 
     def load(self) -> None:
-        """Go on with what an earlier run has saved. A damaged file is moved aside, with a warning."""
-        if self._path is None or not self._path.is_file():
+        """Add what an earlier run has saved. A damaged file is moved aside, with a warning."""
+        self._is_unread = False
+        if self._path is None:
             return
+        earlier: dict[_Row, Used] = {}
         try:
+            if not self._path.is_file():
+                return
             if self._path.stat().st_size > _MAX_BYTES:
                 raise OSError(f"it has more than {_MAX_BYTES} bytes")
             entries = _File.model_validate_json(self._path.read_bytes()).rows
-            self._rows = {(each.day.isoformat(), each.tenant, each.key): _used(each.used) for each in entries}
+            earlier = {(each.day.isoformat(), each.tenant, each.key): _used(each.used) for each in entries}
         except ValidationError:
             aside = self._path.with_name(f"{USAGE_FILE}.old")
             log.warning("%s is damaged or of another version: moved to %s", self._path, aside.name)
             self._path.replace(aside)
         except OSError as exc:
-            log.warning("%s cannot be read, and is left as it is: %s", self._path, exc)
-            self._path = None
-        self._saved = dict(self._rows)
+            self._is_unread = True
+            self.problem = f"the file cannot be read: {exc.strerror or exc}"
+            return
+        self._saved = earlier
+        with self._lock:
+            for row, used in earlier.items():
+                self._rows[row] = used + self._rows.get(row, Used())
 
     def save(self) -> None:
         """Write what is new. Never raises."""
+        if self._is_unread:
+            self.load()
         rows = dict(self._rows)
-        if self._path is None or rows == self._saved:
+        if self._path is None or self._is_unread or rows == self._saved:
             return
         days = set(sorted({day for day, _, _ in rows})[-_MOST_DAYS:])
         kept = sorted(((row, used) for row, used in rows.items() if row[0] in days), key=lambda each: each[0])
@@ -161,9 +176,9 @@ class UsageLedger:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(self._path, _File(version=1, rows=entries).model_dump_json().encode())
         except OSError as exc:
-            log.info("%s cannot be written, usage is not kept: %s", self._path, exc.strerror or exc)
+            self.problem = exc.strerror or type(exc).__name__
         else:
-            self._saved = rows
+            self._saved, self.problem = rows, None
 
 
 def _document(used_by: Mapping[_Row, Used], question: UsageQuestion) -> dict[str, Any]:

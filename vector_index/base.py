@@ -136,6 +136,10 @@ class VectorIndex(ABC):
         """Check whether writes would raise IndexPausedError now, and return why; None if they would not."""
         return None
 
+    def has_lost_files(self) -> bool:
+        """Whether what is stored was deleted by others, so that `recreate` is needed."""
+        return False
+
     async def resume(self) -> None:
         """After a pause, do what it put off; otherwise nothing."""
         return

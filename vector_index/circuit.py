@@ -69,6 +69,7 @@ class Circuit:
         self._in_a_row = 0
         self._late_in_a_row = 0  # of these
         self._next_trial_at = 0.0
+        self._last_failure = ""
 
     @property
     def state(self) -> CircuitState:
@@ -76,6 +77,11 @@ class Circuit:
         if self._in_a_row < self._failures_to_open:
             return CircuitState.CLOSED
         return CircuitState.OPEN if self._clock() < self._next_trial_at else CircuitState.HALF_OPEN
+
+    @property
+    def problem(self) -> str | None:
+        """What went wrong last, while calls do not go through; None while they do."""
+        return None if self.state is CircuitState.CLOSED else self._last_failure
 
     async def attempt(self, call: Callable[[], Awaitable[T]], *, timeout_s: float) -> T | Failure:
         """
@@ -111,6 +117,7 @@ class Circuit:
         return result
 
     def _failed(self, reason: FailureReason, detail: str) -> Failure:
+        self._last_failure = detail
         self._in_a_row += 1
         self._late_in_a_row += reason is FailureReason.TIMEOUT
         if self._in_a_row >= self._failures_to_open:

@@ -43,6 +43,7 @@ class ShardFiles:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._temporary: Path | None = None
+        self._opened: tuple[int, int] | None = None  # the folder's file system and number
 
     @property
     def shard(self) -> Path:
@@ -56,6 +57,22 @@ class ShardFiles:
 
     def open(self, schema: IndexSchema) -> edge.EdgeShard:
         """The stored shard, or a new one. Raises IndexSchemaError, IndexUnavailableError."""
+        shard = self._load(schema)
+        self._opened = self._found()
+        return shard
+
+    def are_lost(self) -> bool:
+        """Whether the folder of the opened shard was deleted or replaced. What is written to it is lost."""
+        return self._found() != self._opened
+
+    def _found(self) -> tuple[int, int] | None:
+        try:
+            found = (self.shard / "wal").stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _load(self, schema: IndexSchema) -> edge.EdgeShard:
         if not self.shard.exists():
             return self._create(schema)
         schema.check(self._stamp())

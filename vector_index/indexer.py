@@ -12,14 +12,15 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vector_index.backlog import Backlog
 from vector_index.base import Entry, VectorIndex
-from vector_index.circuit import Circuit, Failure
+from vector_index.circuit import Circuit, CircuitState, Failure
 from vector_index.errors import IndexPausedError
 from vector_index.fingerprints import FingerprintFrequencies, bind, fingerprints
 from vector_index.nomination import NominatorSettings, PromptRecord
@@ -39,43 +40,6 @@ _PARTS = {
     "index_embedder": (None, _EMBEDDER_REMEDY),
 }
 _CATCH_UP = 16  # prompts at once
-_MAX_RECORDS = 10_000  # of a backlog: they share their tokens with the tree; a text takes some KB
-_MAX_DELETED = 100_000  # of all namespaces in a backlog: there may be any number of them
-
-
-@dataclass(slots=True)
-class Backlog:
-    """
-    The additions and deletions that a paused index has missed. Above 10,000 records the oldest are discarded.
-
-    Prompt ids are never reused, so all deletions can be made before all additions.
-    """
-
-    records: dict[int, PromptRecord] = field(default_factory=dict)
-    deleted: dict[str, set[int]] = field(default_factory=dict)
-    num_dropped: int = 0
-    num_deleted: int = 0  # prompts in `deleted`
-
-    def __bool__(self) -> bool:
-        return bool(self.records or self.deleted)
-
-    def add(self, records: Iterable[PromptRecord]) -> None:
-        """Note prompts that were not added; a known prompt is replaced."""
-        for record in records:
-            self.records.pop(record.prompt_id, None)
-            self.records[record.prompt_id] = record
-        while len(self.records) > _MAX_RECORDS:
-            del self.records[next(iter(self.records))]
-            self.num_dropped += 1
-
-    def delete(self, namespace: str, prompt_ids: Sequence[int]) -> None:
-        """Note prompts that were not deleted. The index may hold earlier versions of them."""
-        for prompt_id in prompt_ids:
-            self.records.pop(prompt_id, None)
-        if self.num_deleted < _MAX_DELETED:  # the index may nominate others, which the tree no longer has
-            deleted = self.deleted.setdefault(namespace, set())
-            self.num_deleted += len(set(prompt_ids) - deleted)
-            deleted.update(prompt_ids)
 
 
 class Indexer:
@@ -100,6 +64,7 @@ class Indexer:
         self._prefix_table = PrefixTable(self.settings.block_size)
         self._frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
         self._backlog = Backlog()
+        self._missed = Backlog()  # prompts that a failing index has not taken: they are tried once more
         failures_to_open, open_s = self.settings.failures_to_open, self.settings.open_s
         self.circuits = {
             part: Circuit(
@@ -162,6 +127,7 @@ class Indexer:
     async def catch_up(self) -> None:
         """Write what a paused index missed. Call it every few seconds. Raises VectorIndexError."""
         await self._index.resume()
+        await self._add_missed()
         if not self._backlog or self._index.why_paused() is not None:
             return
         missed, self._backlog = self._backlog, Backlog()
@@ -171,7 +137,7 @@ class Indexer:
         while missed.records:
             # A few at a time: prompts that are forgotten meanwhile are not added.
             some = [missed.records.pop(prompt_id) for prompt_id in list(missed.records)[:_CATCH_UP]]
-            wanted = [one for one in some if self._prefix_table.contains(one.namespace, one.prompt_id)]
+            wanted = self._known(some)
             failures = await self.remember_all(wanted, _CATCH_UP)
             if any(failure.component == "indexing" for failure in failures):  # later, then
                 left = (*wanted, *missed.records.values())
@@ -186,6 +152,19 @@ class Indexer:
                 num_added,
                 missed.num_dropped,
             )
+
+    async def _add_missed(self) -> None:
+        """Once the index takes writes again, what it did not take meanwhile; what fails again is dropped."""
+        if not self._missed or self.circuits["indexing"].state is not CircuitState.CLOSED:
+            return
+        missed = self._known(self._missed.records.values())
+        self._missed = Backlog()
+        await self.remember_all(missed, _CATCH_UP)
+        self._missed = Backlog()
+
+    def _known(self, records: Iterable[PromptRecord]) -> list[PromptRecord]:
+        """Those that were not forgotten meanwhile."""
+        return [one for one in records if self._prefix_table.contains(one.namespace, one.prompt_id)]
 
     def close(self) -> None:
         """End the embedding threads; the index stays open."""
@@ -255,6 +234,7 @@ class Indexer:
             self._put_off(batch)
             return []
         if failed:
+            self._missed.add(batch)
             for entry in entries:  # fingerprints that were not stored must not be counted
                 self._frequencies.remove(entry.namespace, entry.prompt_id)
         return failures + failed

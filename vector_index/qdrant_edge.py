@@ -84,6 +84,9 @@ class QdrantEdgeIndex(VectorIndex):
             return "it is about to be opened"
         return reason
 
+    def has_lost_files(self) -> bool:
+        return self._shard is not None and not self._is_optimising and self._files.are_lost()
+
     async def resume(self) -> None:
         """Open the shard if it could not be opened before: the disk was full, or reopening failed."""
         async with self._writing:

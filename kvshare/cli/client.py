@@ -95,6 +95,9 @@ class AdminClient(JsonClient):
     def stats(self, *, namespace: str | None = None, tenant: str | None = None) -> dict[str, Any]:
         return self.call("/admin/stats", query={"namespace": namespace, "tenant": tenant})
 
+    def status(self) -> dict[str, Any]:
+        return self.call("/admin/status")
+
     def tiers(self) -> dict[str, Any]:
         return {"tiers": self.stats().get("tiers", [])}
 

@@ -121,7 +121,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
 
 def _check_running(config: Path | None, url: str | None, key: str | None) -> list[Check]:
     """What the server at `url` has measured; by default the one that the config names."""
-    from kvshare.cli import checks, control_check, server_checks
+    from kvshare.cli import checks, control_check, part_checks, server_checks
     from kvshare.settings import load_settings
 
     if url is None:
@@ -129,4 +129,5 @@ def _check_running(config: Path | None, url: str | None, key: str | None) -> lis
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
     key = key or os.environ.get("KVSHARE_ADMIN_KEY")
-    return [*server_checks.check_costs(url, key), control_check.check_control(url, key)]
+    running = [*server_checks.check_costs(url, key), control_check.check_control(url, key)]
+    return [*running, *part_checks.check_parts(url, key)]

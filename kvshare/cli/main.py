@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from kvshare.cli import config, doctor, models, replay, serve, store, store_files, usage, vllm_command, warm
+from kvshare.cli import (
+    config,
+    doctor,
+    models,
+    replay,
+    serve,
+    store,
+    store_files,
+    top,
+    usage,
+    vllm_command,
+    warm,
+)
 from kvshare.cli.output import exit_code, hush
 from kvshare.cli.plugins import CommandGroup
 from kvshare.crash_report import report_crashes
@@ -50,6 +62,7 @@ app.command("hash-key")(serve.hash_key)
 app.command("workload")(replay.workload)
 app.add_typer(replay.app, name="replay")
 app.add_typer(store_files.app, name="store")
+app.command("top")(top.top)
 app.command("tenants")(usage.tenants)
 app.command("usage")(usage.usage)
 app.add_typer(config.app, name="config")

@@ -247,8 +247,11 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     def status(self) -> EngineStatus:
         if self._running is None:
             return EngineStatus(False, "starting or stopped")
+        status = self._running.runtime.status()
+        model = self._running.reading(is_default=self._settings.model.path is None)
         return replace(
-            self._running.runtime.status(),
+            status,
+            parts=(model, *status.parts),
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
             kv_budget_bytes=self._running.runtime.keeper.tier.max_bytes,

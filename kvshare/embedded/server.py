@@ -38,8 +38,9 @@ from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
 from kvshare.metadata import check_not_in_use
 from kvshare.namespace import joined
+from kvshare.parts import PartReading, ServedPart
 from kvshare.runtime import Runtime, open_runtime
-from kvshare.served_model import find_model
+from kvshare.served_model import FORMS_MODEL, find_model
 from kvshare.settings import Settings
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.cost import CostModel
@@ -68,6 +69,18 @@ class EmbeddedServer:
     restoring: Background  # indexes what an earlier process has stored
     grammars: Grammars
     scheduler: Scheduler
+
+    def reading(self, *, is_default: bool) -> PartReading:
+        """What the model lets be shared. `is_default`: none was named."""
+        model = self.model
+        if not model.can_share:
+            return PartReading(ServedPart.MODEL, "unshared", model.unsupported_reason)
+        if is_default and model.name == FORMS_MODEL.name:
+            return PartReading(ServedPart.MODEL, "forms model")
+        if model.unsupported_reason:
+            return PartReading(ServedPart.MODEL, "in place", model.unsupported_reason)
+        is_cautious = self.runtime.sharing.limits.calibration.caution != 1
+        return PartReading(ServedPart.MODEL, "cautious" if is_cautious else None)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -180,6 +193,8 @@ def _runtime(
         settings,
         open_tree=stored.open_tree,
         new_keeper=stored.new_keeper,
+        identity=identity,
+        recover=stored.recover,
         limits=limits,
         cost=CostModel.from_settings(
             settings.cost,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from delta_tree import DeltaTree, Segment, SegmentId
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 class StoredKV:
     """
-    The store of one model. Both methods block, and are called once, in this order.
+    The store of one model. `open_tree` and `new_keeper` block, and are called once, in this order.
 
     `parts`: all on which it depends whether KV may be used, next to the layout; with other parts it is
     deleted.
@@ -46,6 +47,7 @@ class StoredKV:
         self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
         self._identity, self._parts = identity, parts
         self._disk: DiskTier | None = None
+        self._problem: str | None = None  # why the disk could not be opened
 
     @property
     def uses_disk(self) -> bool:
@@ -61,39 +63,54 @@ class StoredKV:
         Raises:  StoreError if another process has the store open
         """
         folder = self._settings.path
-        if folder is None or self._layout is None or not self._settings.max_disk_bytes:
+        if folder is None or not self.uses_disk:
             return open_emptied_tree(folder, identity=self._identity)
-        disk = DiskTier(
-            Path(folder) / KV_FOLDER,
-            ObjectForm.of(self._layout, self._parts),
-            max_bytes=self._settings.max_disk_bytes,
-            keep_free_bytes=self._settings.disk_keep_free_bytes,
-            files=self._files,
-        )
+        disk = self._disk = self._disk_in(folder)
 
         def whole(segments: Iterable[Segment]) -> Container[SegmentId]:
             try:
                 disk.open()
             except OSError as exc:
-                log.warning("KV stays in memory: %s cannot be used: %s", KV_FOLDER, exc.strerror)
+                log.warning(
+                    "KV stays in memory: %s cannot be used: %s; it is tried again", KV_FOLDER, exc.strerror
+                )
+                self._problem = exc.strerror or type(exc).__name__
                 return frozenset()
-            self._disk = disk
             return disk.whole(segments)
 
         tree, forgotten = open_stored_tree(
             folder, identity=self._identity, whole=whole, min_tokens=self._min_tokens
         )
         if tree.identity is None:  # it could not be written: nothing would refer to what is on disk
-            self._disk = None
-        if self._disk is not None:
-            self._disk.adopt(tree.segments())
+            self._disk, self._problem = self._disk_in(folder), "the store cannot be written"
+        elif disk.is_open:
+            disk.adopt(tree.segments())
         return tree, forgotten
 
+    def recover(self, tree: DeltaTree) -> None:
+        """Open the disk, if it could not be opened before and can be now. In the writer's thread; blocks."""
+        disk = self._disk
+        if disk is None or disk.is_open or tree.identity is None:
+            return
+        with suppress(OSError):
+            disk.open()
+            disk.adopt(tree.segments())
+
     def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
-        """A keeper over memory, and over the disk if it can be used."""
+        """A keeper over memory, and over the disk if it is used: KV stays in memory until that is open."""
         kv_bytes = self._settings.kv_bytes
         if self._disk is None:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
         rate = self._settings.disk_write_bytes_per_s
-        stack = TierStack(kv_bytes, self._disk, write_bytes_per_s=rate)
+        stack = TierStack(kv_bytes, self._disk, write_bytes_per_s=rate, problem=self._problem)
         return MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
+
+    def _disk_in(self, folder: str) -> DiskTier:
+        assert self._layout is not None, "KV of a model that is not shared is not stored"
+        return DiskTier(
+            Path(folder) / KV_FOLDER,
+            ObjectForm.of(self._layout, self._parts),
+            max_bytes=self._settings.max_disk_bytes,
+            keep_free_bytes=self._settings.disk_keep_free_bytes,
+            files=self._files,
+        )

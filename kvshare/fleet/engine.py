@@ -132,8 +132,10 @@ class VllmEngine(ServedEngine[FleetServer]):
             return EngineStatus(False, "starting or stopped")
         runtime, replicas = self._running.runtime, self.fleet.replicas
         serving, sharing = self.fleet.serving(), self.fleet.sharing()
+        status = runtime.status()
         return replace(
-            runtime.status(),
+            status,
+            parts=(*(replica.reading() for replica in replicas), *status.parts),
             ready=bool(serving),
             detail=f"{len(serving)} of {len(replicas)} replicas serve, {len(sharing)} share",
             num_running=sum(replica.num_inflight for replica in replicas),
@@ -233,6 +235,7 @@ def _runtime(
         settings,
         open_tree=new_tree,
         new_keeper=new_keeper,
+        identity=IDENTITY,
         # The model is known once a replica is connected.
         limits=PlannerLimits.from_settings(settings, can_probe=True),
         # An approximate plan has a pass of the connector before that of vLLM.

@@ -13,6 +13,7 @@ from kvshare.errors import NoReplicaError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.namespace import Namespace, Owner
+from kvshare.parts import PartReading, ServedPart
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import Queue, Rates
 from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped, ReplicaInfo
@@ -34,6 +35,7 @@ class Replica:
     refusal: str | None = None  # why it gets no requests although vLLM answers
     info: ReplicaInfo | None = None  # of the connector; None until connected, and after it is lost
     is_connected: bool = False  # the connector's journal is being read
+    connector_problem: str | None = None  # why not, as its connector or the way there says
     num_inflight: int = 0
     requests: set[RoutedRequest] = field(default_factory=set, repr=False)  # those in flight
     in_blocks: set[SegmentId] = field(default_factory=set, repr=False)  # segments, as it has reported
@@ -47,6 +49,21 @@ class Replica:
     def shares(self) -> bool:
         """Whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
+
+    def reading(self) -> PartReading:
+        if self.refusal is not None:
+            kind, detail = "refused", self.refusal
+        elif self.models is None:
+            kind, detail = "silent", ""
+        elif not self.is_connected or self.info is None:
+            kind, detail = "no connector", self.connector_problem or "its connector has not answered yet"
+        elif not self.info.shares:
+            kind, detail = "unshared", "; ".join(self.info.refusals)
+        elif self.info.warnings:
+            kind, detail = "warns", "; ".join(self.info.warnings)
+        else:
+            return PartReading(ServedPart.REPLICA, name=self.name)
+        return PartReading(ServedPart.REPLICA, kind, detail, self.name)
 
     def queue(self, rates: Rates) -> Queue:
         """What it has to load and compute before the next request, as far as that is planned here."""

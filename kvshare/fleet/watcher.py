@@ -114,10 +114,12 @@ class Watcher:
             self._is_in_step = True
         replica.is_connected = True
         self.was_connected.set()
-        self._silent_since, self._logged = None, None
         if is_new:
             _log_connected(replica, info)
             self._fleet.check_ranks(replica)
+        elif self._logged is not None:
+            log.warning("replica %s shares again: its connector answers", replica.name)
+        self._silent_since, self._logged, replica.connector_problem = None, None, None
 
     async def _read_journal(self) -> None:
         """Apply events until a gap or a restart, after which the state must be read again."""
@@ -166,6 +168,7 @@ class Watcher:
     def _log_failure(self, failure: str) -> None:
         """Log each kind of failure once, from whichever route, until the connector is connected again."""
         kind = failure.partition(": ")[2]
+        self._replica.connector_problem = kind or failure
         if kind != self._logged:
             log.warning("replica %s shares nothing for now: %s", self._replica.name, failure)
             self._logged = kind

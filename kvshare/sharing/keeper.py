@@ -29,6 +29,7 @@ from delta_tree import (
 from kvshare.admin import Command, CommandResult, EvictionDocument, PinDocument, PinnedBytes
 from kvshare.errors import KVShareError
 from kvshare.kv.tier import Budget, Tier
+from kvshare.metadata import problem_of
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
@@ -57,6 +58,7 @@ class PromptKeeper(Generic[TierT]):
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
         self._num_unstored = 0  # prompts, since the store failed
+        self.problem: str | None = None  # why no prompt is stored now; None: they are
 
     def note_use(self, plan: Plan) -> None:
         """
@@ -144,7 +146,7 @@ class PromptKeeper(Generic[TierT]):
             raise
         if self._num_unstored:
             log.warning("prompts are stored again; %d were not stored meanwhile", self._num_unstored)
-            self._num_unstored = 0
+            self._num_unstored, self.problem = 0, None
         self.tier.drop(insertion.freed_segments)
         return insertion
 
@@ -167,6 +169,7 @@ class PromptKeeper(Generic[TierT]):
             log.warning("a prompt is not stored: %s", exc)
             return
         self._num_unstored += 1
+        self.problem = problem_of(exc)
         if self._num_unstored == 1:
             log.warning(
                 "prompts are not stored until the store can be written: %s. Look at the space and the "

@@ -3,10 +3,11 @@ Keeps what was measured over restarts: a file next to the metadata store, with t
 machine and model.
 
     damaged, or of another version    moved aside, replacing an earlier one; it is measured again
-    not readable                      left unchanged; what is measured is lost at the end
-    not writable                      the same; the store in its folder warns of that
+    not readable                      left unchanged, and read later: what was measured since is newer
+    not writable                      tried again with what is measured next
 
-Each of the first two is one warning. The file has times and sizes of prefills, no tokens. All methods block.
+The first is one warning; the list of parts (`kvshare.parts`) shows and logs the others. The file has times
+and sizes of prefills, no tokens. All methods block.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class KeptCosts:
         self._fingerprint: Fingerprint | None = None
         self._others: list[_Entry] = []  # of other fingerprints
         self._written: dict[str, list[Row]] = {}
-        self._has_failed = False  # a write; that was logged
+        self._is_unread = False  # it may be another user's: nothing is written over it
+        self.problem: str | None = None  # why nothing is kept now; the list of parts shows and logs it
         self._lock = threading.Lock()
 
     def use(self, fingerprint: Fingerprint) -> bool:
@@ -100,16 +102,18 @@ class KeptCosts:
         rows = self._cost.rows()
         if self._path is None or self._fingerprint is None or rows == self._written or not any(rows.values()):
             return
+        if self._is_unread:
+            self._take(self._fingerprint)  # what is measured since is newer than what it has
+        if self._is_unread:
+            return
         entry = _Entry(fingerprint=self._fingerprint, rows=rows)
         document = _File(version=_VERSION, kept=[*self._others[1 - _MAX_KEPT :], entry])
         try:
             write_whole(self._path, document.model_dump_json().encode())
         except OSError as exc:
-            if not self._has_failed:
-                log.info("%s cannot be written, measured costs are not kept: %s", self._path, exc.strerror)
-            self._has_failed = True
+            self.problem = exc.strerror or type(exc).__name__
         else:
-            self._written, self._has_failed = rows, False
+            self._written, self.problem = rows, None
 
     def _take(self, fingerprint: Fingerprint) -> dict[str, list[Row]]:
         """What the file has of a fingerprint; the rest becomes that of the others."""
@@ -118,9 +122,12 @@ class KeptCosts:
         return next((entry.rows for entry in kept if entry.fingerprint == fingerprint), {})
 
     def _read(self) -> list[_Entry]:
-        if self._path is None or not self._path.exists():
+        self._is_unread = False
+        if self._path is None:
             return []
         try:
+            if not self._path.exists():
+                return []
             if not self._path.is_file() or self._path.stat().st_size > _MAX_BYTES:
                 self._set_aside("is no file of this program")
                 return []
@@ -130,8 +137,8 @@ class KeptCosts:
             place = ".".join(map(str, first["loc"])) or "the document"
             self._set_aside(f"is damaged or of another version ({place}: {first['msg']})")
         except OSError as exc:
-            log.warning("%s cannot be read, measured costs are not kept: %s", self._path, exc.strerror)
-            self._path = None
+            self._is_unread = True
+            self.problem = f"the file cannot be read: {exc.strerror or type(exc).__name__}"
         return []
 
     def _set_aside(self, problem: str) -> None:

@@ -74,9 +74,12 @@ class DiskTier:
         self._foreign_files = self._of_other_models()
         self._made: set[Path] = set()
         self._lock = threading.Lock()
+        self.is_open = False  # nothing is written before
 
     def open(self) -> None:
         """Look at what is there: names and sizes only. Raises OSError if the folder cannot be used."""
+        self._found.clear()
+        self._foreign.clear()
         self._files.make_folder(self._folder)
         for name, _, is_folder in self._files.entries(self._root):
             if is_folder and FORM_NAME.fullmatch(name) and name != self._folder.name:
@@ -89,6 +92,7 @@ class DiskTier:
                     self._found[SegmentId(int(match[1], 16))] = num_bytes
                 elif name.endswith(UNFINISHED):
                     self._garbage.append(self._folder / shelf / name)
+        self.is_open = True
 
     def whole(self, segments: Iterable[Segment]) -> frozenset[SegmentId]:
         """Those of which a file of the right size was there when the folder was opened."""
@@ -134,6 +138,8 @@ class DiskTier:
 
         Raises:  OSError, also where too little space is free; nothing is held then
         """
+        if not self.is_open:
+            raise OSError(errno.ENODEV, "its folder could not be used yet")
         path = self._path(segment.segment_id)
         unfinished = path.with_name(path.name.removesuffix(SUFFIX) + UNFINISHED)
         if path.parent not in self._made:

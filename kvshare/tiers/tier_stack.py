@@ -34,6 +34,7 @@ _READERS = 4  # files at once
 _FLUSH_S = 20.0  # for what is not written when the process is stopped
 _MOST_LATE = 3  # plans in a row; then nothing is read for a while
 _PAUSE_S = 10.0
+_RECENT_S = 60.0  # without late reads, after which they count as over
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +72,10 @@ class OnDisk(Container[SegmentId]):
 class TierStack:
     """A `HostTier`. Thread-safe; its lock is held for updates of dictionaries only."""
 
-    def __init__(self, max_bytes: int, disk: DiskTier, *, write_bytes_per_s: float) -> None:
+    def __init__(
+        self, max_bytes: int, disk: DiskTier, *, write_bytes_per_s: float, problem: str | None = None
+    ) -> None:
+        """`problem`: why the disk could not be opened, as logged; None: it was."""
         self.max_bytes = max_bytes  # of memory
         self.num_bytes = 0  # in memory
         self.disk = disk
@@ -84,7 +88,7 @@ class TierStack:
         self._due: OrderedDict[SegmentId, _Held] = OrderedDict()  # in memory, and not on disk yet
         self._num_due = 0  # bytes of them
         self._counts: Counter[str] = Counter()
-        self._problem: str | None = None  # why nothing is written now
+        self._problem = problem  # why nothing is written now
         self._num_late, self._reads_from = 0, -math.inf
         self._lock = threading.RLock()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
@@ -187,6 +191,7 @@ class TierStack:
                 num_dropped=counts["damaged"] + counts["failed"],
                 num_late=self._counts["late"],
                 problem=self._problem,
+                is_late=time.monotonic() < self._reads_from + _RECENT_S,
             ),
         )
 

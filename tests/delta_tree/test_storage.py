@@ -48,8 +48,8 @@ def test_many_touches_are_written_in_between(path: Path, monkeypatch: pytest.Mon
         ids = [tree.insert(fresh_draft([index])).node.node_id for index in range(3)]
         for node_id in ids:
             tree.touch(node_id)
-        assert tree._storage is not None
-        assert [node.num_hits for node in tree._storage.load().put_nodes] == [1, 1, 1]
+        assert tree._writer._storage is not None
+        assert [node.num_hits for node in tree._writer._storage.load().put_nodes] == [1, 1, 1]
 
 
 def test_the_store_is_its_owners_only(path: Path) -> None:
@@ -79,11 +79,11 @@ def test_evicting_a_hub_writes_no_child_again(path: Path, grandparent: bool) -> 
         above = tree.insert(fresh_draft([7, 8])).node.node_id if grandparent else None
         hub = tree.insert(fresh_draft([1, 2, 3], parent=above)).node
         children = {tree.insert(child_draft(hub, 2, [9, i])).node.node_id for i in range(2000)}
-        assert tree._storage is not None
+        assert tree._writer._storage is not None
         statements: list[str] = []
-        tree._storage._open_connection().set_trace_callback(statements.append)
+        tree._writer._storage._open_connection().set_trace_callback(statements.append)
         tree.evict(hub.node_id)
-        tree._storage._open_connection().set_trace_callback(None)
+        tree._writer._storage._open_connection().set_trace_callback(None)
         assert not [text for text in statements if "INSERT" in text or "UPDATE nodes" in text]
         assert len(statements) <= 6
         before = content(tree)
@@ -101,10 +101,10 @@ def test_lazy_evictions_are_written_with_the_next_change(filled: Path) -> None:
         for node_id in (line[4], line[3], line[0]):
             tree.evict(node_id, lazily=True)
             assert tree.get(node_id) is None
-        assert tree._storage is not None
-        assert len(tree._storage.load().put_nodes) == 12
+        assert tree._writer._storage is not None
+        assert len(tree._writer._storage.load().put_nodes) == 12
         tree.insert(fresh_draft([1]))
-        assert len(tree._storage.load().put_nodes) == 10
+        assert len(tree._writer._storage.load().put_nodes) == 10
         tree.evict(line[7], lazily=True)
         assert tree.ancestors(line[8]) == (line[6], line[5], line[2], line[1])
         before = content(tree)
@@ -130,8 +130,8 @@ def test_lazy_evictions_outlast_a_write_that_fails(filled: Path) -> None:
     """They are made in memory; the next change that can be stored takes them along."""
     with DeltaTree.open(filled, identity=IDENTITY) as tree:
         tree.evict(tree.nodes()[3].node_id, lazily=True)
-        assert tree._storage is not None
-        connection = tree._storage._open_connection()
+        assert tree._writer._storage is not None
+        connection = tree._writer._storage._open_connection()
         connection.execute("PRAGMA query_only = ON")
         with pytest.raises(StoreUnavailableError):
             tree.insert(fresh_draft([1]))
@@ -147,8 +147,8 @@ def test_a_failed_write_changes_nothing(filled: Path) -> None:
     """If a change cannot be stored it has not happened in memory either, and later ones can."""
     with DeltaTree.open(filled, identity=IDENTITY) as tree:
         before = content(tree)
-        assert tree._storage is not None
-        connection = tree._storage._open_connection()
+        assert tree._writer._storage is not None
+        connection = tree._writer._storage._open_connection()
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages}")  # the disk is full
         with pytest.raises(StoreUnavailableError, match="full"):
@@ -176,12 +176,12 @@ def test_use_counters_never_fail_a_request(
     """Counters that cannot be written are lost. The log says so once, and when they are stored again."""
     monkeypatch.setattr("delta_tree.writing._MAX_UNWRITTEN_USES", 1)
     with DeltaTree.open(filled, identity=IDENTITY) as tree:
-        assert tree._storage is not None
-        tree._storage._open_connection().execute("PRAGMA query_only = ON")
+        assert tree._writer._storage is not None
+        tree._writer._storage._open_connection().execute("PRAGMA query_only = ON")
         for num_hits in (1, 2, 3):
             tree.touch(tree.nodes()[0].node_id)
             assert tree.nodes()[0].num_hits == num_hits
-        tree._storage._open_connection().execute("PRAGMA query_only = OFF")
+        tree._writer._storage._open_connection().execute("PRAGMA query_only = OFF")
         for _ in range(2):
             tree.touch(tree.nodes()[0].node_id)
     failed, works = caplog.messages

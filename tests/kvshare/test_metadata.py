@@ -123,8 +123,8 @@ def test_a_store_that_cannot_be_emptied_means_memory(
 
     def without_room(*args: Any, **named: Any) -> DeltaTree:
         tree = opened(*args, **named)
-        if tree._storage is not None:
-            tree._storage._open_connection().execute("PRAGMA query_only = ON")
+        if tree._writer._storage is not None:
+            tree._writer._storage._open_connection().execute("PRAGMA query_only = ON")
         return tree
 
     monkeypatch.setattr(DeltaTree, "open", without_room)

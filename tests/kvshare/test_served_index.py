@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from qdrant_client import AsyncQdrantClient
 
@@ -123,3 +125,31 @@ async def test_without_the_extra_for_embeddings_the_log_says_what_to_install(
     await index.close()
     assert index.embedder is None
     assert "torch is not installed" in caplog.text
+
+
+async def test_an_index_whose_files_are_deleted_is_made_anew_and_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a restart: new files, one warning, and one line when it is whole."""
+    monkeypatch.setattr(served_index, "_LOOK_EVERY_S", 0.01)
+    index = index_of(tmp_path, backend="edge")
+    prompt = np.random.default_rng(1).integers(0, 500, 300).astype(np.int32)
+
+    async def refill() -> None:
+        await index.nominator.remember(1, "ns", prompt)
+
+    await index.open([])
+    index.refill = refill
+    try:
+        await refill()
+        shutil.rmtree(tmp_path / "index")
+        await eventually(lambda: "the index is whole again" in caplog.text)
+        another = np.concatenate([prompt[:3][::-1], prompt[3:]])
+        found = await index.nominator.nominate("ns", another, None, allow_dense=False)
+        assert [each.prompt_id for each in found.candidates] == [1]
+        assert (tmp_path / "index" / "shard" / "wal").exists()
+        kinds = {reading.part: reading.kind for reading in index.parts()}
+    finally:
+        await index.close()
+    assert set(kinds.values()) == {None}
+    assert caplog.text.count("the files of the index are gone") == 1

@@ -152,7 +152,7 @@ async def test_keys_are_asked_for_where_there_are_some(server: Server, guarded: 
         for path, methods in guarded_document["paths"].items()
         if any("security" in operation for operation in methods.values())
     }
-    is_open = {"/health", "/ready", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}"}
+    is_open = {"/health", "/ready", "/status", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}"}
     assert asking == guarded_document["paths"].keys() - is_open
     for path in asking - {"/v1/models/{model}"}:
         for method, operation in guarded_document["paths"][path].items():

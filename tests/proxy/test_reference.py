@@ -154,7 +154,11 @@ def exposed(circuits: Mapping[str, CircuitState]) -> Mapping[str, Mapping[str, s
     """Every metric of a server's registry: its name as it is scraped -> its labels -> their values."""
     found: dict[str, dict[str, set[str]]] = {}
     for status in statuses(circuits):
-        metrics = Metrics(status=partial(_same, status), num_inflight=lambda: 0)
+        metrics = Metrics(
+            status=partial(_same, status),
+            num_inflight=lambda: 0,
+            parts=lambda _: dict.fromkeys(ServedPart, PartState.OK),
+        )
         for decision in Decision:
             metrics.count(request(decision), endpoint="/v1/chat/completions", status=200)
         for family in metrics.registry.collect():

@@ -18,8 +18,8 @@ from vector_index import (
     PromptRecord,
     QdrantEdgeIndex,
 )
+from vector_index.backlog import Backlog
 from vector_index.errors import IndexUnavailableError
-from vector_index.indexer import Backlog
 
 FLOOR = 1000
 SETTINGS = NominatorSettings(search_timeout_s=5.0, write_timeout_s=60.0)

@@ -110,23 +110,20 @@ function byTenant(activity) {
   );
 }
 
-/** What does not work as it should, each with what it means. */
+/** `replica gpu-1`, or the part's word with a capital letter. */
+function labelOf(part) {
+  const label = part.name ? `${part.part} ${part.name}` : words(part.part);
+  return label[0].toUpperCase() + label.slice(1);
+}
+
+/** What does not work as it should, since when, and what to do. */
 export function found(status) {
   const lines = [];
   if (!status.ready) lines.push(`The engine is not ready: ${status.detail}.`);
+  for (const part of status.parts ?? []) {
+    if (part.state !== "ok") lines.push(`${labelOf(part)}, ${part.state} since ${clock(part.since)}: ${part.detail}. What to do: ${part.remedy}.`);
+  }
   if (status.num_isolation_denials) lines.push(`${counted(status.num_isolation_denials, "search result")} of another namespace were discarded. Report this.`);
-  if (status.index?.paused) lines.push(`The index is paused: ${status.index.paused}.`);
-  for (const [part, state] of Object.entries(status.index?.circuits ?? {})) {
-    if (state !== "closed") lines.push(`${words(part)} failed repeatedly and is left out for a while (${words(state)}).`);
-  }
-  for (const tier of status.tiers) if (tier.problem) lines.push(`Nothing is written to ${tier.name}: ${tier.problem}.`);
-  for (const replica of status.replicas) {
-    if (!replica.serves) lines.push(`Replica ${replica.name} takes no requests.`);
-    else if (!replica.shares) lines.push(`Replica ${replica.name} serves without sharing: its connector does not answer.`);
-  }
-  for (const load of status.control?.loads ?? []) {
-    if (load.rung) lines.push(`At ${load.load} requests at a time less is shared (${load.shared}): sharing made them slower.`);
-  }
   const failures = status.fallbacks.reduce((sum, row) => sum + row.count, 0);
   if (failures) lines.push(`${counted(failures, "request")} did without a part since the start: ${status.fallbacks.map((row) => `${words(row.component)} (${words(row.reason)}) ${count(row.count)}`).join(", ")}.`);
   return lines;

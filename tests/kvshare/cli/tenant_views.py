@@ -14,7 +14,51 @@ USED = {
     "completion_tokens": 12_345_678,
     "saved_s": 12_345.67,
 }
+_NOW = {
+    "requests": 12_345,
+    "requests_per_s": 205.75,
+    "failed": 123,
+    "prompt_tokens": 234_567_890,
+    "reused_tokens": 123_456_789,
+    "hit_share": 0.526,
+    "saved_s": 12_345.67,
+    "spent_s": 123.45,
+}
+TOP = {
+    **_NOW,
+    "version": "0.3.0",
+    "model": "SmolLM2-135M-Instruct",
+    "now": 1.8e9,
+    "window_s": 60.0,
+    "num_tenants": 12,
+    "num_running": 128,
+    "num_waiting": 1024,
+    "num_nodes": 123_456,
+    "kv_bytes": 123_456_789_012,
+    "kv_budget_bytes": 234_567_890_123,
+    "tenants": [{**_NOW, "tenant": "north-america"}],
+    "slowest_lookups": [
+        {
+            "id": "0123456789abcdef0123456789abcdef",
+            "tenant": "north-america",
+            "lookup_s": 0.123,
+            "total_s": 12.34,
+            "prompt_tokens": 131_072,
+            "decision": "approx",
+            "reason": "deviates_too_much",
+        }
+    ],
+    "not_well": [
+        {
+            "part": "store",
+            "state": "reduced",
+            "since": 1.8e9,
+            "detail": "metadata of prompts are in memory, and lost with the process: it is full",
+        }
+    ],
+}
 TENANT_VIEWS: dict[str, Any] = {
+    "top": TOP,
     "usage": {
         "by": "key",
         "first_day": "2026-11-01",

@@ -86,7 +86,7 @@ def test_a_read_only_store_means_memory(tmp_path: Path) -> None:
         for num_cached in (0, 99):
             usage = server.complete(range(300, 400))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached
-        assert len(server.logged("in memory until the next start")) == 1
+        assert len(server.logged("in memory, and lost with the process")) == 1
         assert len(server.logged("the index is in a temporary folder")) == 1
         assert server.stop() == 0
 

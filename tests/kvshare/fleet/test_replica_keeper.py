@@ -231,11 +231,11 @@ def test_a_lost_replica_takes_only_its_own(keeper: ReplicaKeeper) -> None:
 def test_a_lost_replica_is_lost_on_a_full_disk_too(keeper: ReplicaKeeper) -> None:
     """Nothing needs to be stored for it: after a restart nobody claims its prompts."""
     store(keeper, 1)
-    assert keeper.tree._storage is not None
-    keeper.tree._storage._open_connection().execute("PRAGMA query_only = ON")
+    assert keeper.tree._writer._storage is not None
+    keeper.tree._writer._storage._open_connection().execute("PRAGMA query_only = ON")
     keeper.lose("a")
     assert keeper.tree.nodes() == ()
-    keeper.tree._storage._open_connection().execute("PRAGMA query_only = OFF")
+    keeper.tree._writer._storage._open_connection().execute("PRAGMA query_only = OFF")
 
 
 def test_a_prompt_of_the_last_run_gives_way_to_the_same_one(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_what_is_no_file_of_ours_is_not_read(make: Callable[[Path], None], tmp_p
 def test_a_file_that_cannot_be_read_stays_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be another user's, and nothing is written over it."""
+    """It may be another user's, and nothing is written over it. Once it can be read, it is gone on with."""
     write(tmp_path)
     before = (tmp_path / COSTS_FILE).read_bytes()
 
@@ -181,25 +181,30 @@ def test_a_file_that_cannot_be_read_stays_as_it_is(
         assert not kept.use(HERE)
         cost.observe_prefill(1000, 9.0)
         kept.save()
+        assert "Permission denied" in str(kept.problem)
     assert (tmp_path / COSTS_FILE).read_bytes() == before
-    assert "Permission denied" in caplog.text
+    cost.observe_prefill(1000, 9.0)
+    kept.save()
+    assert kept.problem is None
+    assert (tmp_path / COSTS_FILE).read_bytes() != before
+    assert not caplog.records
 
 
-def test_a_folder_that_cannot_be_written_is_logged_once(
+def test_a_folder_that_cannot_be_written_is_a_problem_until_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often it is tried, and no warning: the store there gives one. Once it can be written, it is."""
+    """The list of parts shows and logs it; once it can be written, it is."""
     caplog.set_level(logging.INFO)
     kept = KeptCosts(str(tmp_path / "later"), cost := fresh())
     kept.use(HERE)
     for seconds in (0.5, 0.6):
         cost.observe_prefill(1000, seconds)
         kept.save()
-    (record,) = caplog.records
-    assert record.levelname == "INFO"
-    assert "are not kept" in record.getMessage()
+    assert kept.problem == "No such file or directory"
+    assert not caplog.records
     (tmp_path / "later").mkdir()
     kept.save()
+    assert kept.problem is None
     assert KeptCosts(str(tmp_path / "later"), fresh()).use(HERE)
 
 

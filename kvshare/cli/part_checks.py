@@ -1,0 +1,33 @@
+"""`kvshare doctor` on the parts of a running server: which are not well, since when, and what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kvshare.cli.checks import Check, found
+from kvshare.cli.client import AdminClient
+from kvshare.errors import KVShareError
+
+_TIMEOUT_S = 3.0
+
+
+def check_parts(url: str, key: str | None) -> list[Check]:
+    """As the server lists them; nothing for one that does not answer, which another check says."""
+    try:
+        document = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).status()
+        listed = document["parts"]
+        return [_problem(part) for part in listed if part["state"] != "ok"] or [
+            found("part.well", num_parts=len(listed), url=url)
+        ]
+    except (KVShareError, KeyError, TypeError):
+        return []
+
+
+def _problem(part: Mapping[str, Any]) -> Check:
+    label = " ".join(filter(None, [part["part"], part.get("name")]))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part["since"]))
+    return found(
+        f"part.{part['state']}", label=label, detail=part["detail"], since=since, remedy=part["remedy"]
+    )

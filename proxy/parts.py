@@ -1,0 +1,57 @@
+"""
+How all parts of a server are, in one list: those of its engine, and those that only the front knows. For
+probes, operators and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvshare.parts import PartReading, PartState, PartStatus, ServedPart
+from kvshare.requests import SharingMode
+from kvshare.status import EngineStatus
+from proxy.context import ServerContext
+
+
+def part_statuses(server: ServerContext, status: EngineStatus) -> tuple[PartStatus, ...]:
+    """The list. `status`: the engine's, of now."""
+    return server.part_history.seen((*_of_front(server), *status.parts))
+
+
+def part_documents(parts: tuple[PartStatus, ...], *, with_details: bool) -> list[dict[str, Any]]:
+    """JSON-ready. Without details, which may name addresses and files, for those who have no key."""
+    return [_document(each, with_details=with_details) for each in parts]
+
+
+def worst_states(parts: tuple[PartStatus, ...]) -> dict[ServedPart, PartState]:
+    """Of each part: of replicas that of the worst."""
+    order, worst = list(PartState), dict[ServedPart, PartState]()
+    for each in parts:
+        worst[each.part] = max(each.state, worst.get(each.part, PartState.OK), key=order.index)
+    return worst
+
+
+def _document(part: PartStatus, *, with_details: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"part": part.part, "state": part.state, "since": round(part.since, 3)}
+    if part.name is not None:
+        document["name"] = part.name
+    if part.remedy is not None:
+        document["remedy"] = part.remedy
+    if with_details and part.detail is not None:
+        document["detail"] = part.detail
+    return document
+
+
+def _of_front(server: ServerContext) -> Iterator[PartReading]:
+    most = server.settings.sharing.max_mode
+    kinds = {SharingMode.OFF: "switched off", SharingMode.EXACT: "exact only"}
+    yield PartReading(ServedPart.SHARING, kinds.get(SharingMode(most)), f"sharing.max_mode is {most}")
+    problem = server.usage.problem
+    yield PartReading(ServedPart.USAGE, None if problem is None else "not written", problem or "")
+    live = server.live
+    if live.problem is not None:
+        yield PartReading(ServedPart.SETTINGS, "wrong", live.problem)
+    else:
+        later = ", ".join(live.needs_restart)
+        yield PartReading(ServedPart.SETTINGS, "to restart" if later else None, later)

@@ -1,0 +1,81 @@
+"""A running embedded engine gets well without a restart: its folder was unusable, or its files are gone."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshare import runtime
+from kvshare.embedded.engine import EmbeddedEngine
+from kvshare.parts import ServedPart
+from tests.kvshare.embedded.test_restart import DONOR, asked, edited, objects, running
+from tests.kvshare.embedded.tiny_engine import prompt, stored
+
+
+def kinds(engine: EmbeddedEngine) -> dict[ServedPart, str | None]:
+    return {reading.part: reading.kind for reading in engine.status().parts}
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  the engine does not say when it has looked
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_LOOK_EVERY_S", 0.05)
+
+
+async def test_a_folder_that_can_be_used_later_is_used(tmp_path: Path) -> None:
+    """Meanwhile all is in memory; afterwards metadata and KV are on disk, and outlive the engine."""
+    blocker = tmp_path / "file"
+    blocker.write_text("no folder")  # in the place of a folder: root may write into read-only ones
+    async with running(blocker / "store") as engine:
+        await stored(engine, DONOR)
+        before = await asked(engine, edited())
+        assert (kinds(engine)[ServedPart.STORE], kinds(engine)[ServedPart.DISK]) == (
+            "in memory",
+            "not written",
+        )
+        blocker.unlink()
+        await eventually(lambda: kinds(engine)[ServedPart.STORE] is None)
+        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
+        await eventually(lambda: len(objects(blocker)) > 0)
+    async with running(blocker / "store") as engine:
+        again = await asked(engine, edited())
+        assert engine.status().tiers[1].num_hits >= 1
+    assert (again.text, again.report.num_cached) == (before.text, before.report.num_cached)
+
+
+async def test_a_store_that_is_deleted_is_written_anew(tmp_path: Path) -> None:
+    """Metadata and KV: prompts that are in memory are served, and later ones outlive the engine."""
+    folder = tmp_path / "store"
+    async with running(folder) as engine:
+        await stored(engine, DONOR)
+        before = await asked(engine, edited())
+        shutil.rmtree(folder)
+        await eventually(lambda: (folder / "tree.sqlite3").exists())
+        assert (await asked(engine, edited())).text == before.text
+        later = prompt(200, seed=5)
+        await stored(engine, later)
+        await eventually(lambda: len(objects(folder)) > 0)
+        assert kinds(engine)[ServedPart.STORE] is None
+    async with running(folder) as engine:
+        assert (await asked(engine, later)).report.num_cached > 0
+
+
+async def test_without_a_folder_nothing_is_wrong(tmp_path: Path) -> None:
+    """`store.path: null` is a choice: no part is less than well, and nothing is written anywhere."""
+    in_memory: dict[str, Any] = {"store.path": None}
+    async with running(tmp_path, **in_memory) as engine:
+        await stored(engine, DONOR)
+        assert (await asked(engine, edited())).report.num_cached > 0
+        found = kinds(engine)
+    assert found.pop(ServedPart.MODEL) in ("cautious", None)
+    assert set(found.values()) == {None}
+    assert ServedPart.DISK not in found
+    assert not objects(tmp_path)

@@ -1,0 +1,90 @@
+"""The list of parts: since when each is as it is, and what the log has of it."""
+
+import logging
+
+import pytest
+
+from kvshare.parts import PROBLEMS, PartHistory, PartReading, PartState, ServedPart, in_words
+
+WELL = PartReading(ServedPart.STORE)
+FULL = PartReading(ServedPart.STORE, "not written", "the disk is full")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_every_problem_has_a_state_a_finding_and_a_remedy() -> None:
+    """Of every part, in states that are not ok; so each reading of it can be shown."""
+    assert set(PROBLEMS) == set(ServedPart)
+    for kinds in PROBLEMS.values():
+        for problem in kinds.values():
+            assert problem.state is not PartState.OK
+            assert problem.text
+            assert problem.remedy
+
+
+def test_a_part_has_been_as_it_is_since_its_state_changed() -> None:
+    """Not since its last reading; another detail is no other state."""
+    now = 100.0
+    history = PartHistory(clock=lambda: now)
+    assert [each.since for each in history.seen([WELL])] == [100.0]
+    now = 160.0
+    (full,) = history.seen([FULL])
+    assert (full.state, full.since) == (PartState.OFF, 160.0)
+    now = 170.0
+    (full,) = history.seen([PartReading(ServedPart.STORE, "not written", "it is read-only")])
+    assert (full.since, full.detail) == (160.0, "no prompt is stored: it is read-only")
+    now = 180.0
+    (well,) = history.seen([WELL])
+    assert (well.state, well.since, well.detail, well.remedy) == (PartState.OK, 180.0, None, None)
+
+
+def test_parts_are_listed_in_one_order_and_replicas_by_name() -> None:
+    """However they were read."""
+    readings = [
+        PartReading(ServedPart.USAGE),
+        PartReading(ServedPart.REPLICA, name="b"),
+        PartReading(ServedPart.INDEX),
+        PartReading(ServedPart.REPLICA, "silent", name="a"),
+    ]
+    seen = PartHistory().seen(readings)
+    assert [each.label for each in seen] == ["replica a", "replica b", "index", "usage"]
+
+
+def test_what_nobody_else_logs_is_one_warning_and_one_line_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However often it is read; the warning says what to do."""
+    history = PartHistory()
+    problem = PartReading(ServedPart.USAGE, "not written", "No space left on device")
+    for reading in (
+        PartReading(ServedPart.USAGE),
+        problem,
+        problem,
+        PartReading(ServedPart.USAGE),
+        PartReading(ServedPart.USAGE),
+    ):
+        history.seen([reading])
+    begun, over = warnings(caplog)
+    assert "usage of keys and tenants is not kept: No space left on device. free space" in begun
+    assert over == "usage: it is well again"
+
+
+def test_what_others_log_is_not_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """The store's keeper has a warning of its own."""
+    history = PartHistory()
+    for reading in (WELL, FULL, WELL):
+        history.seen([reading])
+    assert not warnings(caplog)
+
+
+def test_one_line_says_what_is_wrong_without_addresses() -> None:
+    """For those who have no key: details may name hosts and files."""
+    readings = [
+        PartReading(ServedPart.REPLICA, "no connector", "http://10.0.0.7:8001/info: refused", "gpu-1"),
+        WELL,
+        PartReading(ServedPart.INDEX, "paused", "1.0 MB of disk are free"),
+    ]
+    words = in_words(PartHistory().seen(readings))
+    assert words == "replica gpu-1: it serves without sharing; the index is paused"
