@@ -125,7 +125,9 @@ $(CORE_STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 $(SERVE_STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV)/: some minutes, 2 GB (on Linux more, if pip's torch brings CUDA)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: torch, most of it"
 	$(PIP_INSTALL) torch
+	@echo "2 of 2: KVShare and its libraries"
 	$(PIP_INSTALL) -e '.[embedded]' openai
 	touch $@
 

@@ -18,9 +18,8 @@ def check_parts(url: str, key: str | None) -> list[Check]:
     try:
         document = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).status()
         listed = document["parts"]
-        return [_problem(part) for part in listed if part["state"] != "ok"] or [
-            found("part.well", num_parts=len(listed), url=url)
-        ]
+        well = found("part.well", num_parts=len(listed), url=url)
+        return [_problem(part) for part in listed if part["state"] != "ok"] or [well]
     except (KVShareError, KeyError, TypeError):
         return []
 
@@ -29,5 +28,9 @@ def _problem(part: Mapping[str, Any]) -> Check:
     label = " ".join(filter(None, [part["part"], part.get("name")]))
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part["since"]))
     return found(
-        f"part.{part['state']}", label=label, detail=part["detail"], since=since, remedy=part["remedy"]
+        "part.off" if part["state"] == "off" else "part.reduced",
+        label=label,
+        detail=part["detail"],
+        since=since,
+        remedy=part["remedy"],
     )

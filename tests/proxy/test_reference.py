@@ -12,6 +12,7 @@ import pytest
 
 from kvshare.engine import Finished
 from kvshare.errors import ErrorCode
+from kvshare.parts import PartState, ServedPart
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.sharing.control.blocks import Arm

@@ -15,7 +15,7 @@ import pytest
 from transformers import LlamaConfig
 from yarl import URL
 
-from kvshare.cli import checks, control_check, doctor, server_checks, store_checks
+from kvshare.cli import checks, control_check, doctor, part_checks, server_checks, store_checks
 from kvshare.cli.checks import CheckState
 from kvshare.settings import Settings, load_settings
 from tests.kvshare.cli.family import write_store
@@ -216,7 +216,7 @@ def test_every_finding_can_be_told() -> None:
     asked = {f"control.{kind}": {"problem"} for kind in ("silent", "locked", "unknown")}
     for name, _ in server_checks._JUDGED.values():
         asked |= {f"{name}.good": {"value"}, f"{name}.bad": {"value"}}
-    for module in (checks, control_check, doctor, server_checks, store_checks):
+    for module in (checks, control_check, doctor, part_checks, server_checks, store_checks):
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("found"):
                 words = {str(word.arg) for word in call.keywords}
