@@ -44,7 +44,7 @@ from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.kept_costs import KeptCosts
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
-from kvshare.sharing.tenant_budget import bytes_by_tenant
+from kvshare.sharing.tenant_budget import bytes_by_tenant, group_tenants
 from kvshare.status import EngineStatus
 from kvshare.telemetry import Component, FallbackReason
 from kvshare.tenants import Tenants
@@ -182,6 +182,7 @@ async def open_runtime(
 
         def save() -> None:
             kept_costs.save()
+            group_tenants(tree, tenants)
             tenants.forget_all_but(tree.namespaces())
             tenants.save(settings.store.path)
 

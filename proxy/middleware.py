@@ -16,7 +16,7 @@ from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.connection import check_expectation
 from proxy.context import SERVER, ServerContext
-from proxy.errors import HttpError, is_anthropic, to_reply
+from proxy.errors import HttpError, speaks_anthropic, to_reply
 from proxy.request_log import log_failure, log_request
 from proxy.request_record import RECORD, RequestFailure, RequestRecord
 
@@ -62,12 +62,12 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         return
     record = request[RECORD]
     response.headers["X-Request-Id"] = record.request_id
-    if is_anthropic(request.path):
+    if speaks_anthropic(request):
         response.headers["Request-Id"] = record.request_id
     if record.admission.is_counted:
         allowance = request.app[SERVER].live.quotas.allowance(record.admission.caller.tenant)
         if allowance is not None:
-            response.headers.update(allowance.headers(is_anthropic=is_anthropic(request.path)))
+            response.headers.update(allowance.headers(is_anthropic=speaks_anthropic(request)))
     if record.body.rules:
         response.headers["X-KVShare-Rules"] = ",".join(record.body.rules)
     if record.preparation.mode is not None:
@@ -101,7 +101,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         record.admission.failure = RequestFailure.of(exc, reply)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(record.request_id, exc)
-        return reply.to_response(request.path, record.request_id)
+        return reply.to_response(anthropic_id=record.request_id if speaks_anthropic(request) else None)
 
 
 def _admit(request: web.Request, server: ServerContext) -> bool:

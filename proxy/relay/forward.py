@@ -175,7 +175,7 @@ class RelayedRequest:
             raw += chunk
         record = self.request[RECORD]
         record.answer.broken_off = _failure_of(raw)
-        answer = reply_of(response.status, raw).to_response(self.request.path, record.request_id)
+        answer = reply_of(response.status, raw).to_response(anthropic_id=record.request_id)
         for name, value in headers_to_client(response.headers).items():
             if name.lower() not in ("content-type", "content-length", "content-encoding"):
                 answer.headers.add(name, value)
