@@ -8,8 +8,9 @@ The node of least worth is evicted first; of equal nodes the one used least rece
 to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
 copied for other texts, this is least recently used.
 
-Nodes compete for room with the others of a scope: all, their namespace, or a group that it was put into, such as
-a memory, or all that one tenant has. A group may have any number of namespaces, and a namespace be in several.
+Nodes compete for room with the others of a scope: all, their namespace, or a group that it was put into, such
+as a memory, or all that one tenant has. A group may have any number of namespaces, and a namespace be in
+several.
 """
 
 from collections import defaultdict

@@ -14,6 +14,7 @@ from proxy.lifecycle import Lifecycle
 from proxy.live_settings import LiveSettings
 from proxy.metrics import Metrics
 from proxy.request_history import RequestHistory
+from proxy.tracing import Tracer
 from proxy.usage import UsageLedger
 
 
@@ -28,6 +29,7 @@ class ServerContext:
     history: RequestHistory
     usage: UsageLedger
     activity: Activity = field(default_factory=Activity)
+    tracer: Tracer | None = None
 
     @property
     def settings(self) -> Settings:

@@ -19,6 +19,7 @@ from proxy.context import SERVER, ServerContext
 from proxy.errors import HttpError, speaks_anthropic, to_reply
 from proxy.request_log import log_failure, log_request
 from proxy.request_record import RECORD, RequestFailure, RequestRecord
+from proxy.trace_context import TraceContext
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -26,6 +27,7 @@ CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics an
 _FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
 # Routes that ask for no key. The dashboard's files hold no data.
 _OPEN = ("/health", "/ready", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
+_TRACED = "/v1/"  # probes and operators' routes are not
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
 _MAX_COMPARED = 100  # characters of a path
@@ -37,7 +39,11 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     server = request.app[SERVER]
     unique_id, given = uuid.uuid4().hex, request.headers.get("X-Request-Id", "")
     request_id = given if _REQUEST_ID.fullmatch(given) else unique_id
-    record = request[RECORD] = RequestRecord(request_id, unique_id)
+    span, trace = None, TraceContext.of(request.headers)
+    if server.tracer is not None and request.path.startswith(_TRACED):
+        span = server.tracer.begin(request.method, request.headers)
+        trace = span.context
+    record = request[RECORD] = RequestRecord(request_id, unique_id, trace)
     status = CLIENT_CLOSED
     try:
         response = await _answer(request, handler, server)
@@ -52,6 +58,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             server.history.end(record, endpoint, status)
             server.activity.count(record, status)
         log_request(record, endpoint, status, request.remote or "-")
+        if span is not None:
+            span.end(record, endpoint, status)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -62,6 +70,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         return
     record = request[RECORD]
     response.headers["X-Request-Id"] = record.request_id
+    if record.trace is not None:
+        response.headers["traceresponse"] = record.trace.header
     if speaks_anthropic(request):
         response.headers["Request-Id"] = record.request_id
     if record.admission.is_counted:

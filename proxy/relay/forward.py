@@ -102,6 +102,8 @@ class RelayedRequest:
         record.answer.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
+        if record.trace is not None:  # vLLM's spans are below ours
+            headers["traceparent"] = record.trace.header
         headers.update(replica.headers)
         path = upstream_path(request.rel_url.raw_path_qs)
         added: dict[str, bytes] = {}  # the salt and the ticket of this try
