@@ -5,9 +5,10 @@
     quotas      beside the other tenant, which has limits
     unlimited   beside the other tenant without any
 
-The quiet tenant asks about its documents in turn, so that it reuses their KV as long as that is stored. The other one sends unrelated prompts at a fixed rate, whatever becomes of them. The server is
-`kvshare serve` in a process of its own, new for each arm; the memory for KV has room for the documents and
-some seventy of the flood's prompts. Whether sharing pays is no question here.
+The quiet tenant asks about its documents in turn, so that it reuses their KV as long as that is stored. The
+other one sends unrelated prompts at a fixed rate, whatever becomes of them. The server is `kvshare serve` in
+a process of its own, new for each arm; the memory for KV has room for the documents and some seventy of the
+flood's prompts. Whether sharing pays is no question here.
 """
 
 from __future__ import annotations
