@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opentelemetry import trace
@@ -25,13 +25,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvshare import __version__
 from proxy.request_record import RequestRecord
 from proxy.trace_context import TraceContext
-from proxy.tracing import stages_of
 
 log = logging.getLogger(__name__)
 
 _PATH = "/v1/traces"
 _TIMEOUT_S = 5.0
 _LIBRARY = ("opentelemetry.exporter", "opentelemetry.sdk")  # they log each failure, with tracebacks
+
+_ORDER = (
+    *("body", "tokenize", "wait", "prefix", "fingerprint", "embedding", "plan", "fetch"),
+    *("ticket", "write", "recompute", "engine"),
+)
+"""Stages as a request passes them. `engine` and `recompute` end with the first token."""
 
 
 class OtelTracer:
@@ -93,7 +98,7 @@ class OtelSpan:
 
     def _add_stages(self, record: RequestRecord) -> None:
         context, began_ns = trace.set_span_in_context(self._span), self._began_ns
-        for stage, seconds in stages_of(record):
+        for stage, seconds in _stages_of(record):
             ended_ns = began_ns + round(seconds * 1e9)
             self._tracer.start_span(stage, context=context, start_time=began_ns).end(ended_ns)
             began_ns = ended_ns
@@ -120,6 +125,23 @@ class _Reported(SpanExporter):
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._exporter.force_flush(timeout_millis)
+
+
+def _stages_of(record: RequestRecord) -> Iterator[tuple[str, float]]:
+    """
+    The stages of a request in their order, with their seconds. The last is `first token`: from the end of the
+    others until there was one.
+    """
+    seconds = dict(record.preparation.stages)
+    for finished in record.answer.finished.values():
+        seconds |= finished.stage_seconds  # of several prompts, which are computed side by side, the last
+    total = 0.0
+    for stage in _ORDER:
+        if stage in seconds:
+            total += seconds[stage]
+            yield stage, seconds[stage]
+    if record.answer.first_token_s is not None and record.answer.first_token_s > total:
+        yield "first token", record.answer.first_token_s - total
 
 
 def _attributes(record: RequestRecord, method: str, endpoint: str, status: int) -> dict[str, Any]:

@@ -7,19 +7,13 @@ in the log and in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvshare.extras import require
 from kvshare.settings import TracingSettings
 from proxy.request_record import RequestRecord
 from proxy.trace_context import TraceContext
-
-_ORDER = (
-    *("body", "tokenize", "wait", "prefix", "fingerprint", "embedding", "plan", "fetch"),
-    *("ticket", "write", "recompute", "engine"),
-)
-"""Stages as a request passes them. `engine` and `recompute` end with the first token."""
 
 
 class RequestSpan(Protocol):
@@ -54,20 +48,3 @@ def tracer_of(settings: TracingSettings) -> Tracer | None:
     from proxy.otel_spans import OtelTracer
 
     return OtelTracer(settings.endpoint, sample_share=settings.sample_share)
-
-
-def stages_of(record: RequestRecord) -> Iterator[tuple[str, float]]:
-    """
-    The stages of a request in their order, with their seconds. The last is `first token`: from the end of the
-    others until there was one.
-    """
-    seconds = dict(record.preparation.stages)
-    for finished in record.answer.finished.values():
-        seconds |= finished.stage_seconds  # of several prompts, which are computed side by side, the last
-    total = 0.0
-    for stage in _ORDER:
-        if stage in seconds:
-            total += seconds[stage]
-            yield stage, seconds[stage]
-    if record.answer.first_token_s is not None and record.answer.first_token_s > total:
-        yield "first token", record.answer.first_token_s - total
