@@ -8,8 +8,9 @@ The node of least worth is evicted first; of equal nodes the one used least rece
 to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
 copied for other texts, this is least recently used.
 
-Nodes compete for room with the others of a scope: all, their namespace, or the memory that it was put into. A
-memory may hold any number of namespaces.
+Nodes compete for room with the others of a scope: all, their namespace, or a group that it was put into, such
+as a memory, or all that one tenant has. A group may have any number of namespaces, and a namespace be in
+several.
 """
 
 from collections import defaultdict
@@ -31,21 +32,31 @@ class EvictionOrder:
         self._heaps: defaultdict[str | None, list[tuple[_Rank, NodeId]]] = defaultdict(list)
         self._num_copied: defaultdict[NodeId, float] = defaultdict(float)  # tokens, see `record_copies`
         self._floors: dict[str | None, float] = {}
-        self._memory_of: dict[str, str] = {}  # namespace -> the memory that it was put into
+        self._groups_of: dict[str, tuple[str, ...]] = {}  # of a namespace those that it was put into
         self._places = count()
 
-    def put_into(self, memory: str, namespace: str) -> None:
-        """The namespace's nodes compete with all others of this memory from now on. It cannot be moved."""
-        if namespace in self._memory_of:
-            return
-        self._memory_of[namespace] = memory
+    def put_into(self, group: str, namespace: str) -> bool:
+        """
+        The namespace's nodes compete with all others of this group, too, from now on.
+
+        Returns: whether it was not in it before. It cannot be taken out
+        """
+        groups = self.groups_of(namespace)
+        if group in groups:
+            return False
+        self._groups_of[namespace] = (*groups, group)
         for node_id, rank in self._ranks.get(namespace, {}).items():
-            self._ranks[memory][node_id] = rank
-            heappush(self._heaps[memory], (rank, node_id))
+            self._ranks[group][node_id] = rank
+            heappush(self._heaps[group], (rank, node_id))
+        return True
+
+    def groups_of(self, namespace: str) -> tuple[str, ...]:
+        """The groups that the namespace was put into."""
+        return self._groups_of.get(namespace, ())
 
     def forget(self, namespace: str) -> None:
         """Called when a namespace has no nodes left: clients may name any number of them."""
-        self._memory_of.pop(namespace, None)
+        self._groups_of.pop(namespace, None)
         self._floors.pop(namespace, None)
 
     def record_copies(self, node_id: NodeId, num_tokens: int) -> None:
@@ -110,5 +121,4 @@ class EvictionOrder:
                 self._heaps.pop(scope, None)
 
     def _scopes(self, node: Node) -> tuple[str | None, ...]:
-        memory = self._memory_of.get(node.namespace)
-        return (None, node.namespace) if memory is None else (None, node.namespace, memory)
+        return (None, node.namespace, *self.groups_of(node.namespace))

@@ -100,6 +100,7 @@ class Forest:
         self._references: dict[SegmentId, int] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
         self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
+        self._bytes_of_groups: Counter[str] = Counter()  # those that have any
         self.lineage = Lineage()
         self.eviction_order = EvictionOrder()
 
@@ -118,6 +119,15 @@ class Forest:
     def totals(self, namespace: str | None = None) -> Totals:
         """Of all nodes, or those of one namespace."""
         return self._totals.get(namespace) or Totals()
+
+    def put_into(self, group: str, namespace: str) -> None:
+        """A namespace belongs to a group from now on: in the order of eviction, and in what it has."""
+        if self.eviction_order.put_into(group, namespace):
+            self._add_bytes(group, self.totals(namespace).stats().num_bytes)
+
+    def bytes_of_groups(self) -> Counter[str]:
+        """Of each group that has KV, the bytes of its namespaces. Not to be changed."""
+        return self._bytes_of_groups
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
         """The segments that no node refers to after this change, and the sum of their bytes."""
@@ -152,8 +162,7 @@ class Forest:
         unclaimed = {segment.segment_id for segment in change.put_segments}
         for segment in change.put_segments:
             self.segments[segment.segment_id] = segment
-            for totals in self._totals_with(segment.namespace):
-                totals.add_segment(segment)
+            self._count_segment(segment, 1)
         for node in change.put_nodes:
             self._put(node, change.parents.get(node.node_id), unclaimed)
         # The newest first: in a purge, children go before their parents, so that none has to be moved.
@@ -161,8 +170,7 @@ class Forest:
             self._drop(node_id)
         for segment_id in change.dropped_segments:
             segment = self.segments.pop(segment_id)
-            for totals in self._totals_with(segment.namespace):
-                totals.add_segment(segment, -1)
+            self._count_segment(segment, -1)
             self.forget_if_empty(segment.namespace)
 
     def forget_if_empty(self, namespace: str) -> None:
@@ -222,6 +230,17 @@ class Forest:
         for totals in self._totals_with(node.namespace):
             totals.replace_node(node, None, grown)
         self.eviction_order.remove(node)
+
+    def _count_segment(self, segment: Segment, sign: int) -> None:
+        for totals in self._totals_with(segment.namespace):
+            totals.add_segment(segment, sign)
+        for group in self.eviction_order.groups_of(segment.namespace):
+            self._add_bytes(group, sign * segment.num_bytes)
+
+    def _add_bytes(self, group: str, num_bytes: int) -> None:
+        self._bytes_of_groups[group] += num_bytes
+        if not self._bytes_of_groups[group]:
+            del self._bytes_of_groups[group]
 
     def _totals_with(self, namespace: str) -> tuple[Totals, Totals]:
         return self._totals[None], self._totals[namespace]

@@ -101,7 +101,7 @@ class TreeReader:
         """
         The node to evict first, not pinned nor in `without`, if any.
 
-        `scopes`: of these memories or namespaces; None: of all.
+        `scopes`: of these groups or namespaces; None: of all.
         """
         with self._lock:
             node_id = self._forest.eviction_order.first(scopes, without)
@@ -114,6 +114,15 @@ class TreeReader:
     def stats(self, namespace: str | None = None) -> TreeStats:
         """Figures over all nodes, or those of one namespace; needs no lock and no counting."""
         return self._forest.totals(namespace).stats()
+
+    def bytes_of(self, group: str) -> int:
+        """KV bytes of all namespaces of a group; needs no lock and no counting."""
+        return self._forest.bytes_of_groups()[group]
+
+    def bytes_of_groups(self) -> dict[str, int]:
+        """Of each group that has KV, its bytes."""
+        with self._lock:
+            return dict(self._forest.bytes_of_groups())
 
     def owned_bytes(self, node_id: NodeId) -> int:
         """KV bytes that only this node refers to: what its eviction would free."""

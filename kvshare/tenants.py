@@ -73,6 +73,7 @@ class Tenants:
     def __init__(self) -> None:
         self._owners: dict[str, NamespaceOwner] = {}
         self._recent: set[str] = set()  # noted since the last `forget_all_but`
+        self._noted: set[str] = set()  # noted since the last `take_noted`
         self._lock = threading.Lock()
         self._max_bytes: MaxBytes = lambda tenant: None
         self.problem: str | None = None  # why the file could not be written; the list of parts shows it
@@ -89,11 +90,20 @@ class Tenants:
             return
         with self._lock:
             self._recent.add(namespace)
+            self._noted.add(namespace)
             self._owners[namespace] = named(owner)
 
     def owner_of(self, namespace: str) -> NamespaceOwner | None:
         """None where no request of it came, so that its tenant is not known."""
         return self._owners.get(namespace)
+
+    def take_noted(self) -> list[tuple[str, NamespaceOwner]]:
+        """The namespaces that requests, or the file, have named since the last call."""
+        if not self._noted:
+            return []
+        with self._lock:
+            noted, self._noted = self._noted, set()
+            return [(digest, self._owners[digest]) for digest in noted if digest in self._owners]
 
     def namespaces_of(self, tenant: str) -> tuple[str, ...]:
         """All that are known of a tenant: shared, private and divided ones, in every memory."""
@@ -109,6 +119,7 @@ class Tenants:
         with self._lock:
             keep = {digest for digest in self._owners if digest in stored or digest in self._recent}
             self._owners = {digest: self._owners[digest] for digest in keep}
+            self._noted &= keep
             self._recent.clear()
 
     def load(self, folder: str | Path | None) -> None:
@@ -128,6 +139,7 @@ class Tenants:
             return
         with self._lock:
             known = {digest: NamespaceOwner(**row.model_dump()) for digest, row in rows.items()}
+            self._noted.update(known)
             self._owners = known | self._owners
 
     def save(self, folder: str | Path | None) -> None:

@@ -35,6 +35,7 @@ from proxy.openapi import routes as openapi
 from proxy.parts import part_statuses, worst_states
 from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
+from proxy.tracing import tracer_of
 from proxy.usage import UsageLedger
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,11 @@ def build_app(settings: Settings, engine: Engine, source: SettingsSource | None 
     live = LiveSettings(settings, engine, source)
     usage = UsageLedger(settings.store.path)
     live.on_change(lambda: metrics.name_tenants(live.keyring.tenants()))
-    server = ServerContext(live, engine, lifecycle, metrics, RequestHistory(), usage)
+    tracer = tracer_of(settings.tracing)
+    server = ServerContext(live, engine, lifecycle, metrics, RequestHistory(), usage, tracer=tracer)
     app = _application(server, serves_clients=True, serves_admins=settings.server.admin_port is None)
+    if tracer is not None:
+        app.on_cleanup.append(lambda _: asyncio.to_thread(tracer.close))
     app.cleanup_ctx.append(lambda _: _usage_kept(usage))
     app.cleanup_ctx.append(lambda _: lifecycle.engine_running())
     app.cleanup_ctx.append(lambda _: _parts_watched(server))

@@ -30,7 +30,7 @@ _METHODS = "GET, POST, PUT, PATCH, DELETE"
 _REQUESTED = re.compile(r"[A-Za-z0-9!#$&'*+.^_`|~, -]{1,2048}")  # field names with commas
 _EXPOSED = ", ".join(
     [
-        *("X-Request-Id", "Request-Id", "Retry-After", "retry-after-ms"),
+        *("X-Request-Id", "Request-Id", "traceresponse", "Retry-After", "retry-after-ms"),
         *(f"x-ratelimit-{part}-requests" for part in ("limit", "remaining", "reset")),
         *(f"anthropic-ratelimit-requests-{part}" for part in ("limit", "remaining", "reset")),
         *("X-KVShare-Request", "X-KVShare-Decision", "X-KVShare-Plan", "X-KVShare-Reason", "X-KVShare-Rules"),

@@ -15,6 +15,7 @@ from proxy.lifecycle import Lifecycle
 from proxy.live_settings import LiveSettings
 from proxy.metrics import Metrics
 from proxy.request_history import RequestHistory
+from proxy.tracing import Tracer
 from proxy.usage import UsageLedger
 
 
@@ -30,6 +31,7 @@ class ServerContext:
     usage: UsageLedger
     activity: Activity = field(default_factory=Activity)
     part_history: PartHistory = field(default_factory=PartHistory)
+    tracer: Tracer | None = None
 
     @property
     def settings(self) -> Settings:

@@ -41,6 +41,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _ANTHROPIC_ROUTES = "/v1/messages"  # and what is below it
+_MODELS = "/v1/models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class ErrorReply:
         error = {"type": error_type, "message": self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
-    def to_response(self, path: str = "/", request_id: str = "") -> web.Response:
-        """In the words of the API that `path` belongs to: OpenAI's, if to none."""
-        body = self.anthropic_body(request_id) if is_anthropic(path) else self.body
+    def to_response(self, *, anthropic_id: str | None = None) -> web.Response:
+        """In OpenAI's words; with a request's id in Anthropic's, which name it."""
+        body = self.body if anthropic_id is None else self.anthropic_body(anthropic_id)
         return web.Response(
             status=self.status,
             body=json.dumps(body).encode(),
@@ -84,6 +85,12 @@ class ErrorReply:
 def is_anthropic(path: str) -> bool:
     """Whether the clients of this path are Anthropic's, whether or not there is such a route."""
     return path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
+
+
+def speaks_anthropic(request: web.Request) -> bool:
+    """Whether it is answered in Anthropic's words: by its path, and the list of models by a header."""
+    is_list = request.path == _MODELS or request.path.startswith(f"{_MODELS}/")
+    return is_anthropic(request.path) or (is_list and "anthropic-version" in request.headers)
 
 
 class HttpError(KVShareError):

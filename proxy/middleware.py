@@ -16,9 +16,10 @@ from kvshare.errors import ErrorCode
 from proxy.auth import add_cors_headers, is_for_operators, preflight
 from proxy.connection import check_expectation
 from proxy.context import SERVER, ServerContext
-from proxy.errors import HttpError, is_anthropic, to_reply
+from proxy.errors import HttpError, speaks_anthropic, to_reply
 from proxy.request_log import log_failure, log_request
 from proxy.request_record import RECORD, RequestFailure, RequestRecord
+from proxy.trace_context import TraceContext
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -26,6 +27,7 @@ CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics an
 _FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
 # Routes that ask for no key. The dashboard's files hold no data.
 _OPEN = ("/health", "/ready", "/status", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
+_TRACED = "/v1/"  # probes and operators' routes are not
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
 _MAX_COMPARED = 100  # characters of a path
@@ -37,7 +39,11 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     server = request.app[SERVER]
     unique_id, given = uuid.uuid4().hex, request.headers.get("X-Request-Id", "")
     request_id = given if _REQUEST_ID.fullmatch(given) else unique_id
-    record = request[RECORD] = RequestRecord(request_id, unique_id)
+    span, trace = None, TraceContext.of(request.headers)
+    if server.tracer is not None and request.path.startswith(_TRACED):
+        span = server.tracer.begin(request.method, request.headers)
+        trace = span.context
+    record = request[RECORD] = RequestRecord(request_id, unique_id, trace)
     status = CLIENT_CLOSED
     try:
         response = await _answer(request, handler, server)
@@ -52,6 +58,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
             server.history.end(record, endpoint, status)
             server.activity.count(record, status)
         log_request(record, endpoint, status, request.remote or "-")
+        if span is not None:
+            span.end(record, endpoint, status)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -62,12 +70,14 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         return
     record = request[RECORD]
     response.headers["X-Request-Id"] = record.request_id
-    if is_anthropic(request.path):
+    if record.trace is not None:
+        response.headers["traceresponse"] = record.trace.header
+    if speaks_anthropic(request):
         response.headers["Request-Id"] = record.request_id
     if record.admission.is_counted:
         allowance = request.app[SERVER].live.quotas.allowance(record.admission.caller.tenant)
         if allowance is not None:
-            response.headers.update(allowance.headers(is_anthropic=is_anthropic(request.path)))
+            response.headers.update(allowance.headers(is_anthropic=speaks_anthropic(request)))
     if record.body.rules:
         response.headers["X-KVShare-Rules"] = ",".join(record.body.rules)
     if record.preparation.mode is not None:
@@ -101,7 +111,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
         record.admission.failure = RequestFailure.of(exc, reply)
         if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
             log_failure(record.request_id, exc)
-        return reply.to_response(request.path, record.request_id)
+        return reply.to_response(anthropic_id=record.request_id if speaks_anthropic(request) else None)
 
 
 def _admit(request: web.Request, server: ServerContext) -> bool:

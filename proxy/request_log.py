@@ -30,6 +30,8 @@ def log_request(record: RequestRecord, endpoint: str, status: int, client: str) 
     fields: dict[str, Any] = {"request_id": record.request_id}
     if record.request_id != record.unique_id:
         fields["id"] = record.unique_id
+    if record.trace is not None:
+        fields["trace"] = record.trace.trace_id
     fields |= {"key": record.admission.caller.name, "endpoint": endpoint, "status": status}
     fields |= {} if record.preparation.mode is None else _generated(record)
     if record.body.rules:

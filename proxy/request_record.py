@@ -26,6 +26,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from proxy.auth import ANONYMOUS, LOCAL, Caller
 from proxy.errors import ErrorReply
+from proxy.trace_context import TraceContext
 
 LOOKUP_STAGES = ("prefix", "fingerprint", "embedding", "plan", "fetch")
 
@@ -110,6 +111,7 @@ class RequestRecord:
 
     request_id: str  # the client's, if it gave one
     unique_id: str  # ours: no other request has it
+    trace: TraceContext | None = None  # of its own span, or without tracing of the client's
     started: float = field(default_factory=perf_counter)
     admission: AdmissionRecord = field(default_factory=AdmissionRecord)
     body: BodyRecord = field(default_factory=BodyRecord)

@@ -27,6 +27,8 @@ def status_document(server: ServerContext) -> dict[str, Any]:
         "now": time(),
         "limits": {
             "mode": SharingMode.least(settings.sharing.mode, settings.sharing.max_mode),
+            "default_mode": settings.sharing.mode,
+            "max_mode": settings.sharing.max_mode,
             "max_deviation": settings.sharing.max_deviation,
             "max_risk": settings.sharing.max_risk,
             "min_prompt_tokens": settings.sharing.min_prompt_tokens,

@@ -101,7 +101,7 @@ class _File(BaseModel):
 
 
 class UsageLedger:
-    """The sums of one server. All methods but `load` and `save` run on the event loop."""
+    """The sums of one server. `load`, `save` and sums run in threads, all else on the event loop."""
 
     def __init__(
         self, folder: str | None, *, today: Callable[[], date] = lambda: datetime.now(UTC).date()
@@ -124,7 +124,11 @@ class UsageLedger:
 
     async def document(self, question: UsageQuestion) -> dict[str, Any]:
         """Rows by key, tenant or day: most prompt tokens first, or days in order. And the total."""
-        return await asyncio.to_thread(_document, dict(self._rows), question)
+        return await asyncio.to_thread(self._document, question)
+
+    def _document(self, question: UsageQuestion) -> dict[str, Any]:
+        """Called in a thread. One C call copies the rows, so that none is added meanwhile."""
+        return _document(self._rows.copy(), question)
 
     def by_tenant(self) -> dict[str, Used]:
         """All days together."""

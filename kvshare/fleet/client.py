@@ -182,13 +182,17 @@ class VllmClient(_Client):
         """Raises UpstreamError unless vLLM accepts requests."""
         await self._read("/health")
 
-    async def models(self) -> ServedModels:
-        """The base models: those without a parent. An adapter names its base model as parent."""
+    async def list_models(self) -> list[Mapping[str, Any]]:
+        """All that vLLM lists, adapters too."""
         document = await self._json("/v1/models")
         entries = document.get("data") if isinstance(document, Mapping) else None
         if not isinstance(entries, list):
             raise self._failed("/v1/models", "expected a list of models")
-        base = [entry for entry in entries if isinstance(entry, Mapping) and not entry.get("parent")]
+        return [entry for entry in entries if isinstance(entry, Mapping)]
+
+    async def models(self) -> ServedModels:
+        """The base models: those without a parent. An adapter names its base model as parent."""
+        base = [entry for entry in await self.list_models() if not entry.get("parent")]
         lengths = [entry["max_model_len"] for entry in base if isinstance(entry.get("max_model_len"), int)]
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
 

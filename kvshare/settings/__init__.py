@@ -31,6 +31,7 @@ from kvshare.settings.sections import (
     Settings,
     SharingSettings,
     StoreSettings,
+    TracingSettings,
     VllmSettings,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "SharingSettings",
     "StoreSettings",
     "TenantSettings",
+    "TracingSettings",
     "VllmSettings",
     "access_of",
     "default_config_path",

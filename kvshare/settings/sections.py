@@ -234,6 +234,11 @@ class LoggingSettings(Section):
     json_lines: bool = Field(alias="json")
 
 
+class TracingSettings(Section):
+    endpoint: Annotated[str, AfterValidator(_base_url)] | None
+    sample_share: float = Field(ge=0, le=1)
+
+
 class Settings(Section):
     """Every setting. The defaults are in config.yaml, beside this file or at the repository's root."""
 
@@ -250,3 +255,4 @@ class Settings(Section):
     index: IndexSettings
     rules: Annotated[tuple[RuleSettings, ...], AfterValidator(_with_different_names)] = Field(strict=False)
     logging: LoggingSettings
+    tracing: TracingSettings

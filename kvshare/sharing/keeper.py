@@ -33,7 +33,7 @@ from kvshare.metadata import problem_of
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.budget import bytes_of, check_pins, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.tenant_budget import budget_of
+from kvshare.sharing.tenant_budget import budget_of, group_of
 from kvshare.status import TierStatus
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry
 from kvshare.tenants import Tenants
@@ -139,8 +139,12 @@ class PromptKeeper(Generic[TierT]):
 
     def _insert(self, draft: NodeDraft, *, memory: str | None = None) -> Insertion:
         """Store a node. If the tree raises, drop the draft's segments and raise the error again."""
+        owner = self.tenants.owner_of(draft.namespace)
+        groups = () if memory is None else (memory,)
         try:
-            insertion = self.tree.insert(draft, memory=memory)
+            insertion = self.tree.insert(
+                draft, groups=groups if owner is None else (*groups, group_of(owner.tenant))
+            )
         except BaseException:
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
@@ -209,7 +213,7 @@ class PromptKeeper(Generic[TierT]):
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
         Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
-        `scopes`: the memory that has this budget, or the namespaces; None: there is one memory for all.
+        `scopes`: the group that has this budget, of a memory or a tenant; None: there is one memory for all.
         Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
@@ -239,7 +243,7 @@ class PromptKeeper(Generic[TierT]):
         budget = budget_of(self.tree, self.tenants, namespace)
         if budget is None:
             return True
-        return self._make_room(num_bytes, budget, held, budget.namespaces, EvictionCause.QUOTA)
+        return self._make_room(num_bytes, budget, held, (group_of(budget.tenant),), EvictionCause.QUOTA)
 
     def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
         """Those that stay when this budget needs room."""

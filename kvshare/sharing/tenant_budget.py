@@ -1,32 +1,50 @@
-"""The KV of one tenant as a memory with a limit of its own: above it, the tenant's own prompts leave."""
+"""
+The KV of one tenant as a memory with a limit of its own: above it, the tenant's own prompts leave.
+
+All namespaces of a tenant are one group of the delta tree, which knows the bytes of a group and which of its
+prompts leaves first, however many namespaces there are.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from delta_tree import DeltaTree, SegmentId, UnknownSegmentError
 from kvshare.tenants import Tenants
 
+_PREFIX = "tenant\0"  # no replica, whose prompts are a group, too, is named so
+
 
 @dataclass(frozen=True, slots=True)
 class TenantBudget:
-    """A `Budget`: all KV of these namespaces, in every memory and on disk."""
+    """A `Budget`: all KV of a tenant, in every memory and on disk."""
 
     tree: DeltaTree
-    namespaces: Collection[str]
+    tenants: Tenants
+    tenant: str
     max_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.tree.stats(namespace).num_bytes for namespace in self.namespaces)
+        return self.tree.bytes_of(group_of(self.tenant))
 
     def __contains__(self, segment_id: SegmentId) -> bool:
         try:
-            return self.tree.segment(segment_id).namespace in self.namespaces
+            owner = self.tenants.owner_of(self.tree.segment(segment_id).namespace)
         except UnknownSegmentError:
             return False
+        return owner is not None and owner.tenant == self.tenant
+
+
+def group_of(tenant: str) -> str:
+    """The group of the tree that all namespaces of a tenant are put into."""
+    return _PREFIX + tenant
+
+
+def group_tenants(tree: DeltaTree, tenants: Tenants) -> None:
+    """Put namespaces whose tenants have become known into the groups of these."""
+    for namespace, owner in tenants.take_noted():
+        tree.put_into(group_of(owner.tenant), namespace)
 
 
 def budget_of(tree: DeltaTree, tenants: Tenants, namespace: str) -> TenantBudget | None:
@@ -35,13 +53,12 @@ def budget_of(tree: DeltaTree, tenants: Tenants, namespace: str) -> TenantBudget
     max_bytes = None if owner is None else tenants.max_bytes(owner.tenant)
     if owner is None or max_bytes is None:
         return None
-    return TenantBudget(tree, frozenset(tenants.namespaces_of(owner.tenant)), max_bytes)
+    group_tenants(tree, tenants)
+    return TenantBudget(tree, tenants, owner.tenant, max_bytes)
 
 
-def bytes_by_tenant(tree: DeltaTree, tenants: Tenants) -> Counter[str]:
-    """The bytes of KV of each tenant whose namespaces are known."""
-    sums: Counter[str] = Counter()
-    for namespace, owner in tenants.all().items():
-        if num_bytes := tree.stats(namespace).num_bytes:
-            sums[owner.tenant] += num_bytes
-    return sums
+def bytes_by_tenant(tree: DeltaTree, tenants: Tenants) -> dict[str, int]:
+    """The bytes of KV of each tenant that is known and has any."""
+    group_tenants(tree, tenants)
+    found = tree.bytes_of_groups().items()
+    return {group.removeprefix(_PREFIX): size for group, size in found if group.startswith(_PREFIX)}

@@ -16,6 +16,8 @@ from pydantic import BeforeValidator, model_validator
 import kvshare
 from kvshare.engine import GeneratingEngine
 from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
+from proxy.anthropic_models import model_of, page_of
+from proxy.errors import speaks_anthropic
 from proxy.generate.chat.template import TemplateBody
 from proxy.generate.fields import Body, Name, TokenIds, Whole, refuse_unsupported
 from proxy.generate.requests import ENGINE, check_model, read_body
@@ -27,13 +29,17 @@ MAX_TEXTS = 2048  # as with OpenAI
 
 async def served(request: web.Request) -> web.Response:
     """GET /v1/models"""
-    return web.json_response({"object": "list", "data": [_card(request.app[ENGINE])]})
+    cards = [_card(request.app[ENGINE])]
+    if speaks_anthropic(request):
+        return web.json_response(page_of(cards, request.query))
+    return web.json_response({"object": "list", "data": cards})
 
 
 async def served_by_name(request: web.Request) -> web.Response:
     """GET /v1/models/{model}"""
     check_model(request.app[ENGINE], request.match_info["model"].rstrip("/"))
-    return web.json_response(_card(request.app[ENGINE]))
+    card = _card(request.app[ENGINE])
+    return web.json_response(model_of(card) if speaks_anthropic(request) else card)
 
 
 async def version(request: web.Request) -> web.Response:

@@ -102,6 +102,8 @@ class RelayedRequest:
         record.answer.reports = {} if report is None else {0: report}
         headers = headers_to_upstream(request.headers)
         headers["X-Request-Id"] = record.request_id
+        if record.trace is not None:  # vLLM's spans are below ours
+            headers["traceparent"] = record.trace.header
         headers.update(replica.headers)
         path = upstream_path(request.rel_url.raw_path_qs)
         added: dict[str, bytes] = {}  # the salt and the ticket of this try
@@ -175,7 +177,7 @@ class RelayedRequest:
             raw += chunk
         record = self.request[RECORD]
         record.answer.broken_off = _failure_of(raw)
-        answer = reply_of(response.status, raw).to_response(self.request.path, record.request_id)
+        answer = reply_of(response.status, raw).to_response(anthropic_id=record.request_id)
         for name, value in headers_to_client(response.headers).items():
             if name.lower() not in ("content-type", "content-length", "content-encoding"):
                 answer.headers.add(name, value)

@@ -20,13 +20,15 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.errors import NoReplicaError, RequestError, UpstreamError
+from kvshare.errors import ModelNotFoundError, NoReplicaError, RequestError, UpstreamError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.routed_request import Execution, Incoming, RoutedRequest
 from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import class_and_place
+from proxy.anthropic_models import model_of, page_of
 from proxy.context import SERVER
+from proxy.errors import speaks_anthropic
 from proxy.relay.dialects import DIALECTS, Dialect, ReadPrompt, Unplannable, prompt_of
 from proxy.relay.formats import formats_of
 from proxy.relay.forward import RelayedRequest
@@ -53,14 +55,39 @@ def add_routes(
 ) -> None:
     """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
     app[ENGINE] = engine
-    app.router.add_get("/v1/models", pass_through)
+    app.router.add_get("/v1/models", models)
     if serves_clients:
+        app.router.add_get("/v1/models/{model:.+}", model)
         for path in DIALECTS:
             app.router.add_post(path, generate)
             app.router.add_post(f"{path}/", generate)
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models: as vLLM lists them, and in Anthropic's form for its clients."""
+    if not speaks_anthropic(request):
+        return await pass_through(request)
+    return web.json_response(page_of(await _listed(request), request.query))
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models/{model}: for Anthropic's clients from the list; else whatever vLLM says."""
+    if not speaks_anthropic(request):
+        return await pass_through(request)
+    name, cards = request.match_info["model"].rstrip("/"), await _listed(request)
+    if (card := next((card for card in cards if card["id"] == name), None)) is None:
+        raise ModelNotFoundError(name, served=", ".join(str(card["id"]) for card in cards))
+    return web.json_response(model_of(card))
+
+
+async def _listed(request: web.Request) -> list[Mapping[str, Any]]:
+    """The models of one replica: all serve the same. Raises NoReplicaError, UpstreamError."""
+    async with request.app[SERVER].lifecycle.running():
+        cards = await request.app[ENGINE].fleet.idlest().vllm.list_models()
+    return [card for card in cards if isinstance(card.get("id"), str)]
 
 
 async def pass_through(request: web.Request) -> web.StreamResponse:

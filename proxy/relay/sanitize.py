@@ -40,7 +40,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
     """
     host authorization x-api-key api-key cookie content-length content-encoding expect cache-control
-    x-request-id x-data-parallel-rank
+    x-request-id x-data-parallel-rank traceparent
     """.split()  # noqa: SIM905
 )
 _CORS = "access-control-"

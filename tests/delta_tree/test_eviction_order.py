@@ -155,6 +155,21 @@ def test_namespaces_of_one_memory_are_one_order() -> None:
     assert order.first(None, ()) == 2
 
 
+def test_a_namespace_is_in_several_groups() -> None:
+    """Each has its own order: what leaves first in one may not be in the other."""
+    order = EvictionOrder()
+    for number, namespace in ((1, "a"), (2, "b"), (3, "c")):
+        order.record_use(node(number, namespace))
+    assert [order.put_into(group, "b") for group in ("memory", "tenant", "memory")] == [True, True, False]
+    order.put_into("tenant", "a")
+    order.put_into("memory", "c")
+    assert (order.groups_of("b"), order.groups_of("d")) == (("memory", "tenant"), ())
+    assert order.first(["memory"], ()) == 2
+    assert order.first(["tenant"], ()) == 1
+    order.record_use(node(2, "b"))
+    assert order.first(["memory"], ()) == 3
+
+
 def test_an_emptied_namespace_leaves_nothing() -> None:
     """Clients may name any number of them."""
     order = EvictionOrder()
@@ -168,5 +183,5 @@ def test_an_emptied_namespace_leaves_nothing() -> None:
         order.forget(one.namespace)
     assert not order._ranks
     assert not order._heaps
-    assert not order._memory_of
+    assert not order._groups_of
     assert not order._floors

@@ -16,6 +16,7 @@ from kvshare.extras import OF_EMBEDDING, missing_modules
 from kvshare_lab.bench import (
     burst,
     connections,
+    flood,
     grammar,
     parity,
     plan,
@@ -152,6 +153,18 @@ async def test_numbers_of_streams_are_read_strictly(streams: str) -> None:
     """Before the model is loaded."""
     with pytest.raises(ConfigError, match="expected numbers with commas"):
         await grammar.run(model="demo", streams=streams)
+
+
+async def test_a_flood_with_and_without_quotas() -> None:
+    """With limits most of it is refused; the quiet tenant is always answered."""
+    document = await flood.run(rate=20.0, seconds=2.0, concurrency=1)
+    arms = document["arms"]
+    assert arms["alone"]["flood_by_status"] == {}
+    assert arms["quotas"]["flood_by_status"]["429"] > 0
+    assert set(arms["unlimited"]["flood_by_status"]) <= {"200", "429"}
+    assert [arm["errors"] for arm in arms.values()] == [0, 0, 0]
+    assert arms["alone"]["hit_rate"] > 0.9
+    assert set(document["relative"]) == {"quotas", "unlimited"}
 
 
 @pytest.mark.slow

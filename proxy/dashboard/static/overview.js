@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { bars } from "./chart.js";
 import { el } from "./dom.js";
 import { brief, bytes, clock, count, counted, percent, seconds, words } from "./format.js";
+import { switches } from "./sharing.js";
 import { choices, figures, head, panel, table } from "./table.js";
 import { KINDS, countsOf, legend, reused, shares, total } from "./tokens.js";
 
@@ -26,6 +27,7 @@ export const overview = {
       el("section", { class: "panel" }, summary(activity.total, status)),
       activity.total.requests ? overTime(activity) : nothing(),
       activity.total.requests ? byTenant(activity) : null,
+      switches(status.limits, again),
     ];
   },
 };

@@ -10,30 +10,43 @@ import { countsOf, legend, positions, reused, shares, summed, total } from "./to
 
 const FORMS = [["chat", "Chat message"], ["completions", "Completion"], ["body", "JSON body of a request"]];
 const MODES = [["", "as the server does"], ["approx", "approx"], ["exact", "exact"], ["off", "off"]];
-const asked = { text: "", form: "chat", mode: "" };
+const asked = { text: "", form: "chat", mode: "", whose: "" };
 
 export const why = {
   title: "Why",
-  load: async (id) => ({ status: await ask("status"), request: id ? await opened(id) : null }),
-  draw: ({ status, request }) => (request ? served(request, status) : pasted(status)),
+  load: async (id) => ({
+    status: await ask("status"),
+    request: id ? await opened(id) : null,
+    owners: id ? [] : ownersOf(await ask("tenants")),
+  }),
+  draw: ({ status, request, owners }) => (request ? served(request, status) : pasted(status, owners)),
 };
 
 /* A prompt that is pasted */
 
-function pasted(status) {
+/** Whose stored prompts a prompt can be planned from: value and text of each. Private keys have a space of their own. */
+export function ownersOf({ tenants }) {
+  const rows = tenants.flatMap(({ tenant, keys }) => [
+    keys.some((key) => key.scope === "tenant") ? [new URLSearchParams({ tenant }).toString(), tenant] : null,
+    ...keys.filter((key) => key.scope === "private").map(({ name }) => [new URLSearchParams({ tenant, key: name }).toString(), `${tenant}, key ${name}`]),
+  ]);
+  return [["", "the tenant of your key"], ...rows.filter(Boolean)];
+}
+
+function pasted(status, owners) {
   const result = el("div", { class: "results", id: "result" });
   const field = (name, label, control) => el("div", { class: "field" }, el("label", { for: name }, label), control);
   const select = (name, entries) =>
     el("select", { id: name, on: { change: (event) => { asked[name] = event.target.value; } } }, entries.map(([value, text]) => el("option", { value, selected: value === asked[name] }, text)));
-  const text = el("textarea", { id: "text", required: true, spellcheck: "false", placeholder: "Paste a prompt of your tenant …" });
+  const text = el("textarea", { id: "text", required: true, spellcheck: "false", placeholder: "Paste a prompt …" });
   text.value = asked.text;
   const button = el("button", { type: "submit", class: "main" }, "Explain");
   const form = el(
     "form",
     { class: "panel", on: { submit: (event) => { event.preventDefault(); asked.text = text.value; explain(status, result, button); } } },
     field("text", "Prompt", text),
-    el("div", { class: "row" }, field("form", "Sent as", select("form", FORMS)), field("mode", "Mode", select("mode", MODES)), button),
-    el("p", { class: "small muted" }, "Planned for the tenant of your key; nothing is computed or stored. To open a request that was served, choose it in ", el("a", { href: "#live" }, "Live"), "."),
+    el("div", { class: "row" }, field("form", "Sent as", select("form", FORMS)), field("mode", "Mode", select("mode", MODES)), owners.length > 1 ? field("whose", "As for", select("whose", owners)) : null, button),
+    el("p", { class: "small muted" }, "Planned from what that tenant has stored; nothing is computed or stored. To open a request that was served, choose it in ", el("a", { href: "#live" }, "Live"), "."),
   );
   return [head("Why", "Which stored prompts a prompt would be built from, and what kept it from sharing more."), form, result];
 }
@@ -42,7 +55,7 @@ async function explain(status, result, button) {
   button.disabled = true;
   try {
     const { api, body } = bodyOf(asked, status.model);
-    const document = await command(`explain?${new URLSearchParams({ api, texts: "true" })}`, body);
+    const document = await command(`explain?${new URLSearchParams([...new URLSearchParams(asked.whose), ["api", api], ["texts", "true"]])}`, body);
     fill(result, explained(document, status));
     announce(verdict(document));
   } catch (error) {

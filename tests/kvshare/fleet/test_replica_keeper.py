@@ -17,6 +17,7 @@ from kvshare.errors import RequestError
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.namespace import Owner
+from kvshare.sharing.tenant_budget import group_of
 from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment
 from tests.kvshare.fleet.reports import offer, prompt, whole
@@ -88,8 +89,8 @@ def test_prompts_of_any_number_of_namespaces_share_a_replicas_memory(keeper: Rep
     other = offer(keeper, whole(), prompt(1), replica="b", namespace="salt b", max_bytes=1500)
     assert other is not None
     order = keeper.tree._forest.eviction_order
-    assert set(order._memory_of) == {"salt 37", "salt 38", "salt 39", "salt b"}
-    assert set(order._ranks) == {None, "a", "b", *order._memory_of}
+    assert set(order._groups_of) == {"salt 37", "salt 38", "salt 39", "salt b"}
+    assert set(order._ranks) == {None, "a", "b", group_of("acme"), *order._groups_of}
     assert set(order._floors) == {"a"}
 
 

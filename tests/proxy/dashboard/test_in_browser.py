@@ -168,7 +168,7 @@ async def test_the_keyboard_reaches_everything(dashboard: Dashboard) -> None:
     await dashboard.show("overview")
     await tab.run("document.activeElement.blur(); window.getSelection().removeAllRanges()")
     reached: list[str] = []
-    for _ in range(12):
+    for _ in range(16):
         await tab.press("Tab")
         reached.append(await tab.run("document.activeElement.innerText.trim()"))
         if reached[-1] == "Memory":

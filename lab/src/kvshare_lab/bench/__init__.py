@@ -8,6 +8,7 @@ of medians.
     parity.py, ttft.py, restart.py, burst.py, grammar.py     the embedded engine
     plan.py, index.py, replay.py                 the sharing core, without a model
     proxy.py, connections.py                     the HTTP front and the relay
+    flood.py                                     two tenants of one server
     pairs.py, agents.py, papers.py               answers, and what is reused
     harness.py          a running engine or server, timed requests, arms that take turns
     figures.py          percentiles, intervals, memory, sizes of files
