@@ -31,8 +31,9 @@ from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, ReplicaInfo
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
 from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
