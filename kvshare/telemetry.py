@@ -72,6 +72,10 @@ class Counts:
     evictions: Counter[EvictionCause] = field(default_factory=Counter)
     # By what was planned, what was computed, and why less was shared than planned.
     executions: Counter[tuple[Decision, Decision, Reason | None]] = field(default_factory=Counter)
+    # Of answers that were decoded speculatively, by what was computed: steps after the first token, and
+    # tokens that these gave.
+    answer_steps: Counter[Decision] = field(default_factory=Counter)
+    answer_tokens: Counter[Decision] = field(default_factory=Counter)
     unshared: Counter[Reason] = field(default_factory=Counter)  # requests that could not be planned
     tickets: Counter[TicketEvent] = field(default_factory=Counter)
     num_isolation_denials: int = 0
@@ -100,6 +104,11 @@ class Telemetry:
     def executed(self, planned: Decision, done: Decision, reason: Reason | None) -> None:
         """A replica reported what it made of a plan."""
         self._add(self._counts.executions, (planned, done, reason))
+
+    def answered(self, done: Decision, *, num_steps: int, num_tokens: int) -> None:
+        """A replica reported how many steps an answer took, which it decoded speculatively."""
+        self._add(self._counts.answer_steps, done, num_steps)
+        self._add(self._counts.answer_tokens, done, num_tokens)
 
     def unshared(self, reason: Reason) -> None:
         """A request could not be planned."""

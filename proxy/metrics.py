@@ -247,6 +247,8 @@ def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
     executions = counts.executions.items()
     plans = [((planned, done, reason or ""), count) for (planned, done, reason), count in executions]
     yield "kvshare_plans_executed", plans
+    for name, counted in (("steps", counts.answer_steps), ("tokens", counts.answer_tokens)):
+        yield f"kvshare_speculative_{name}", [((done,), count) for done, count in counted.items()]
     events: list[tuple[tuple[str, ...], float]] = [
         *(((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()),
         *(((str(event),), count) for event, count in counts.tickets.items()),
