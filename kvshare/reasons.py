@@ -35,6 +35,7 @@ class Reason(StrEnum):
     LOOKUP_FAILED = auto()
     # Only in front of vLLM.
     NO_CONNECTOR = auto()
+    SPECULATION = auto()
     REPLICA_GONE = auto()
     # The relay does not plan these requests.
     MALFORMED = auto()

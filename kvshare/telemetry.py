@@ -74,6 +74,10 @@ class Counts:
     # By what was planned, what was computed, and why less was shared than planned.
     executions: Counter[tuple[Decision, Decision, Reason | None]] = field(default_factory=Counter)
     vllm_seconds: Counter[str] = field(default_factory=Counter)  # that replicas report, by stage
+    # Of answers that were decoded speculatively, by what was computed: steps after the first token, and
+    # tokens that these gave.
+    answer_steps: Counter[Decision] = field(default_factory=Counter)
+    answer_tokens: Counter[Decision] = field(default_factory=Counter)
     unshared: Counter[Reason] = field(default_factory=Counter)  # requests that could not be planned
     tickets: Counter[TicketEvent] = field(default_factory=Counter)
     num_isolation_denials: int = 0
@@ -110,6 +114,11 @@ class Telemetry:
         self._add(self._counts.executions, (planned, done, reason))
         with self._lock:
             self._counts.vllm_seconds.update(stage_seconds or {})
+
+    def answered(self, done: Decision, *, num_steps: int, num_tokens: int) -> None:
+        """A replica reported how many steps an answer took, which it decoded speculatively."""
+        self._add(self._counts.answer_steps, done, num_steps)
+        self._add(self._counts.answer_tokens, done, num_tokens)
 
     def unshared(self, reason: Reason) -> None:
         """A request could not be planned."""

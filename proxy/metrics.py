@@ -268,6 +268,8 @@ def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
     yield "kvshare_plans_executed", plans
     if status.replicas:
         yield "kvshare_vllm_stage_seconds", [((stage,), counts.vllm_seconds[stage]) for stage in stages.ALL]
+    for name, counted in (("steps", counts.answer_steps), ("tokens", counts.answer_tokens)):
+        yield f"kvshare_speculative_{name}", [((done,), count) for done, count in counted.items()]
     events: list[tuple[tuple[str, ...], float]] = [
         *(((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()),
         *(((str(event),), count) for event, count in counts.tickets.items()),

@@ -18,11 +18,11 @@ from kvshare.vllm_protocol.messages import (
     Journal,
     JournalEvent,
     Prefilled,
-    ReplicaInfo,
     StoredSegment,
     Ticket,
     digest_of,
 )
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 BYTES_PER_TOKEN = 64
 
@@ -33,6 +33,8 @@ class ConnectorBehaviour:
 
     protocol: int = PROTOCOL
     refusals: tuple[str, ...] = ()
+    speculation: str = ""  # the method; then each answer takes two steps after its first token
+    passing: str = ""
     token: str | None = None  # of the control server
     rank: int | None = None  # that the connector says it is
     stores: bool = True
@@ -107,6 +109,8 @@ class FakeConnector:
             decision="full" if not used else "exact" if is_exact else "approx",
             reason=None if fits else "prompt_mismatch",
             num_computed=len(tokens) - num_copied,
+            num_answer_steps=2 if self.behaviour.speculation else 0,
+            num_answer_tokens=5 if self.behaviour.speculation else 0,
             stage_seconds={"write": 0.001, "pass": 0.01, "save": 0.001},
         )
         if fits and ticket.store and self.behaviour.stores:
@@ -167,6 +171,8 @@ class FakeConnector:
             max_model_len=4096,
             device=self.behaviour.device,
             max_disk_bytes=self.behaviour.max_disk_bytes,
+            speculation=self.behaviour.speculation,
+            passing=self.behaviour.passing,
             data_parallel_rank=self.behaviour.rank,
             data_parallel_size=1 if self.behaviour.rank is None else 2,
         )

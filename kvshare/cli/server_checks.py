@@ -23,7 +23,8 @@ from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongS
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.grammar_pool.vllm_formats import has_xgrammar
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import PROTOCOL, ReplicaInfo
+from kvshare.vllm_protocol.messages import PROTOCOL
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare.vllm_protocol.versions import TESTED, only_read, untested
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Itera
         yield found("model.elsewhere", model=info.model)
     for refusal in info.refusals:
         yield found("sharing.none", reason=refusal)
+    if info.passing:
+        yield found("sharing.passing", reason=info.passing)
     if info.shares:
         yield found("sharing.all" if info.can_move_keys else "sharing.prefixes")
     for warning in info.warnings:

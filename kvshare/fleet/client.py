@@ -26,8 +26,9 @@ from kvshare.errors import UpstreamError, WrongServerError
 from kvshare.fleet.token_lists import TokenList, read_entries
 from kvshare.settings import VllmSettings
 from kvshare.vllm_protocol.json_fields import Message, WireError
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, Journal, ReplicaInfo
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, Journal
 from kvshare.vllm_protocol.places import HeldSegments
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 _KEEP_ALIVE_S = 2.0  # less than uvicorn's 5: a connection must not be used while vLLM closes it
 API_KEY_VARIABLE = "KVSHARE_VLLM_API_KEY"

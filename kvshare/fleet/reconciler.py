@@ -31,8 +31,9 @@ from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled, ReplicaInfo
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
 from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Reconciler:
         self._in_flight = in_flight
         self._measurement = measurement
         self._disks = disks
+        self._control = runtime.control
         self._fingerprint: str | None = None  # of the model whose calibration is used
         self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
         self._replicas = {replica.name: replica for replica in fleet.replicas}
@@ -247,4 +249,8 @@ class Reconciler:
                 *(request.incoming.unique_id, planned, finished.decision),
                 *(finished.num_computed, finished.reason),
             )
+        if finished.num_answer_steps:
+            steps, tokens = finished.num_answer_steps, finished.num_answer_tokens
+            self._keeper.telemetry.answered(Decision(finished.decision), num_steps=steps, num_tokens=tokens)
+            self._control.note_steps(request.treatment, tokens, steps)
         observe(self._sharing.cost, request.routed, request.progress, finished)

@@ -14,10 +14,12 @@ from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.namespace import Namespace, Owner
 from kvshare.parts import PartReading, ServedPart
+from kvshare.reasons import Reason
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import Queue, Rates
-from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped, ReplicaInfo
+from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped
 from kvshare.vllm_protocol.places import Moved
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,11 @@ class Replica:
     @property
     def serves(self) -> bool:
         return self.models is not None and self.refusal is None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether its vLLM decodes speculatively."""
+        return self.info is not None and bool(self.info.speculation)
 
     @property
     def shares(self) -> bool:
@@ -135,6 +142,14 @@ class Fleet:
     def sharing(self) -> list[Replica]:
         """The serving replicas that plans may be made for."""
         return [replica for replica in self.serving() if replica.shares]
+
+    @property
+    def why_none_shares(self) -> Reason:
+        """The reason of requests that find no replica that shares."""
+        infos = [replica.info for replica in self.serving() if replica.info is not None]
+        if any(info.passing and not info.refusals for info in infos):
+            return Reason.SPECULATION
+        return Reason.NO_CONNECTOR
 
     def idlest(self, *, without: Collection[Replica] = ()) -> Replica:
         """The serving replica with fewest requests. Raises NoReplicaError."""

@@ -30,6 +30,7 @@ from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import Component, FallbackReason
+from kvshare.vllm_protocol.messages import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Router:
                 await self._in_flight.wait_reconciled(
                     incoming.owner, prompt.token_ids, timeout_s=_RECONCILE_S
                 )
-                reason = Reason.NO_CONNECTOR  # unless there is a lookup
+                reason = self._fleet.why_none_shares  # unless there is a lookup
             try:
                 route = await self._find_or_wait(incoming)
                 request.progress.lookup_seconds = route.lookup.stage_seconds
@@ -103,8 +104,21 @@ class Router:
                 log.warning("planning failed, the request is served unshared; please report this: %s", what)
                 self._sharing.telemetry.fallback(Component.PLANNING, FallbackReason.ERROR)
                 reason = Reason.LOOKUP_FAILED
-        request.routed = Routed(NoPlan(reason))
-        return self._fleet.idlest()
+        replica = self._fleet.idlest()
+        request.routed = Routed(NoPlan(reason), self._comparing(request, replica))
+        return replica
+
+    def _comparing(self, request: RoutedRequest, replica: Replica) -> Ticket | None:
+        """
+        A ticket that shares and stores nothing: the replica reports how many steps the answer takes, with
+        which those of shared ones are compared. Only of the controller's experiments, and with drafts.
+        """
+        prompt, is_experiment = request.incoming.prompt, request.treatment.refusal is not None
+        if prompt is None or not is_experiment or not replica.shares or not replica.speculates:
+            return None
+        namespace = replica.namespace(request.incoming.owner).digest
+        plan, ticket_id = NoPlan(Reason.EXPERIMENT), uuid.uuid4().hex
+        return ticket_for(plan, prompt.token_ids, ticket_id=ticket_id, namespace=namespace, store=False)
 
     def reroute(self, request: RoutedRequest, tried: Sequence[Replica]) -> Replica:
         """
@@ -134,7 +148,7 @@ class Router:
 
     async def find(self, incoming: Incoming) -> Route:
         """Look a prompt up in every replica that shares. Changes nothing."""
-        sharing, unshared = self._fleet.sharing(), Lookup(NoPlan(Reason.NO_CONNECTOR))
+        sharing, unshared = self._fleet.sharing(), Lookup(NoPlan(self._fleet.why_none_shares))
         if not sharing:
             return Route(None, unshared)
         alone = len(sharing) == 1

@@ -26,7 +26,8 @@ from kvshare.sharing.cost import LOAD, PASS, PREFILL
 from kvshare.sharing.kept_costs import Fingerprint
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Estimate
-from kvshare.vllm_protocol.messages import FinishedReport, ReplicaInfo, StoredSegment
+from kvshare.vllm_protocol.messages import FinishedReport, StoredSegment
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvshare.fleet.reconciler import Reconciler
 from kvshare.fleet.replica import NAMESPACE_FIELDS, Fleet, Replica
 from kvshare.safe_logging import classes_and_places
 from kvshare.settings import VllmSettings
-from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
 
@@ -179,5 +179,7 @@ def _log_connected(replica: Replica, info: ReplicaInfo) -> None:
     log.info("replica %s: connected, %d segments (%s)", replica.name, info.num_segments, versions)
     for refusal in info.refusals:
         log.warning("replica %s shares nothing: %s", replica.name, refusal)
+    if info.passing:
+        log.warning("replica %s: requests pass unshared: %s", replica.name, info.passing)
     for warning in info.warnings:
         log.warning("replica %s: %s", replica.name, warning)

@@ -14,5 +14,6 @@ KVShare inside a stock `vllm serve`: the only package that imports vllm.
 
 vLLM calls `connector.py` in both: it opens with a table of the calls. `metadata.py` has what the two sides
 send each other. `plugin.py` registers the connector by name, `config.py` reads its settings, `workers.py`
-gives it the model, and `beside.py` puts it next to another connector.
+gives it the model, `speculation.py` says what its drafts are made from, and `beside.py` puts it next to
+another connector.
 """

@@ -153,7 +153,6 @@ def _model(config: VllmConfig) -> dict[str, bool]:
         "multi-head latent attention (MLA) is not supported: vLLM's CPU kernels only compute whole prompts, "
         "and GPU kernels were not tested": model.use_mla,
         "models without text as input are not supported": model.is_multimodal_raw_input_only_model,
-        "speculative decoding is not supported": config.speculative_config is not None,
     }
 
 

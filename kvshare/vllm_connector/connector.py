@@ -63,6 +63,7 @@ from kvshare.vllm_connector.config import ConnectorSettings, unsupported_reasons
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
+from kvshare.vllm_connector.speculation import why_unshared
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -104,16 +105,21 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(vllm_config, settings, problems)
-        elif not problems:
+        elif not problems and why_unshared(vllm_config) is None:
             group = kv_cache_config.kv_cache_groups[0]
             self._worker = ConnectorWorker(vllm_config, settings, group.kv_cache_spec, group.layer_names)
 
     # --- worker side ------------------------------------------------------------------------------------
 
-    def attach_model(self, model: torch.nn.Module, adapters: Any = None) -> None:
-        """Called once by our worker class, before the first request, with vLLM's manager of LoRA adapters."""
+    def attach_model(
+        self, model: torch.nn.Module, adapters: Any = None, draft: torch.nn.Module | None = None
+    ) -> None:
+        """
+        Called once by our worker class, before the first request, with vLLM's manager of LoRA adapters and
+        the model that drafts, if there is one.
+        """
         if self._worker is not None:
-            self._worker.attach_model(model, adapters)
+            self._worker.attach_model(model, adapters, draft)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._is_alone and has_kv_transfer_group() and get_kv_transfer_group() is not self:

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from kvshare.vllm_connector.beside import KVShareMultiConnector
 from kvshare.vllm_connector.config import known_reasons
 from kvshare.vllm_connector.connector import KVShareConnector
+from kvshare.vllm_connector.speculation import draft_model_of, drafts_by_model, why_unshared
 from kvshare.vllm_connector.worker.device import RESERVED_BYTES
 
 if current_platform.is_cpu():
@@ -44,7 +45,9 @@ class KVShareWorker(PlatformWorker):
         Nothing, where it is known by now that nothing is shared.
         """
         available = int(super().determine_available_memory())
-        takes_some = current_platform.is_cuda_alike() and not known_reasons(self.vllm_config)
+        config = self.vllm_config
+        shares = not known_reasons(config) and why_unshared(config) is None
+        takes_some = current_platform.is_cuda_alike() and shares
         return available - RESERVED_BYTES if takes_some else available
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> Any:
@@ -126,8 +129,9 @@ def with_users_of_kv(config: KVCacheConfig, layers: Mapping[str, Any]) -> KVCach
 def _attach(worker: KVShareWorker) -> None:
     """Give the model to the connector, once."""
     if not worker.is_attached and (connector := _connector()) is not None:
-        adapters = getattr(worker.model_runner, "lora_manager", None)
-        connector.attach_model(worker.model_runner.get_model(), adapters)
+        runner = worker.model_runner
+        draft = draft_model_of(runner) if drafts_by_model(worker.vllm_config) else None
+        connector.attach_model(runner.get_model(), getattr(runner, "lora_manager", None), draft)
         worker.is_attached = True
 
 

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -196,6 +196,8 @@ class FinishedReport(Message):
     into vLLM's blocks, "blocks" those of other blocks, "pass" computes placeholders, "save" copies KV out;
     "hidden" is what of "write" went on beside "pass", "waited" what "pass" waited for it. `first_token_s`:
     from its first blocks to its first token, with loads and placeholders; None without one, or if preempted.
+    `num_answer_steps`: where vLLM decodes speculatively, the steps after the first token, which gave
+    `num_answer_tokens`; else both are 0.
     """
 
     ticket_id: Text
@@ -211,9 +213,13 @@ class FinishedReport(Message):
     repaired: tuple[WireSpan, ...] = ()
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
+    num_answer_steps: Number = 0
+    num_answer_tokens: Number = 0
     kind: Literal["finished"] = "finished"
 
-    _optional = frozenset({"first_token_s", "num_from_blocks", "disk_bytes"})
+    _optional = frozenset(
+        {"first_token_s", "num_from_blocks", "disk_bytes", "num_answer_steps", "num_answer_tokens"}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,52 +245,6 @@ class Journal(Message):
     last: Number  # sequence number of the newest event
     gap: Flag
     events: tuple[Annotated[JournalEvent, Field(discriminator="kind")], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaInfo(Message):
-    """`GET /info`: the abilities and the KV layout of a vLLM with the connector."""
-
-    epoch: Text
-    model: Text
-    versions: Mapping[str, str]  # vllm, kvshare, torch
-    refusals: tuple[str, ...]  # why this replica cannot share; empty if it can
-    warnings: tuple[str, ...]  # problems that do not prevent sharing
-    can_move_keys: Flag
-    namespace_fields: Mapping[str, str]  # model, revision, tokenizer, dtype, kv_layout, rope
-    bytes_per_token: Number
-    max_bytes: Number
-    num_bytes: Number
-    num_segments: Number
-    max_model_len: Number
-    fingerprint: str = ""  # of the model, to find its calibration
-    can_choose: Flag = True  # whether it can choose repairs after a probe pass
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
-    data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
-    data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
-    device: str = ""  # of its ranks, in words
-    max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
-    num_disk_segments: Number = 0
-
-    _protocol = PROTOCOL
-    _optional = frozenset(
-        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
-        | {"max_disk_bytes", "num_disk_segments"}
-    )
-
-    @property
-    def shares(self) -> bool:
-        return not self.refusals
-
-    @property
-    def budget_bytes(self) -> int:
-        """How much of that the proxy uses, see `budget_of`."""
-        return budget_of(self.most_bytes)
-
-    @property
-    def most_bytes(self) -> int:
-        """That it may hold: in memory, or on its disk, which has what is in memory, too."""
-        return max(self.max_bytes, self.max_disk_bytes)
 
 
 def budget_of(max_bytes: int) -> int:

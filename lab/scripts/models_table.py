@@ -101,7 +101,8 @@ def recipes() -> str:
     speculating = shared - own["offer_speculative_decoding"]
     return (
         f"{shared} of vLLM's {total} recipes for generative models ({shared / total:.0%}), and {speculating} "
-        f"({speculating / total:.0%}) if those that offer speculative decoding have it on"
+        f"({speculating / total:.0%}) if those that offer speculative decoding have it on by heads, as EAGLE "
+        "and MTP; with drafts from the text or of a draft model none is lost"
     )
 
 

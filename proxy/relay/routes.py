@@ -191,7 +191,7 @@ async def _rendered(
     began = time.perf_counter()
     try:
         if not engine.fleet.sharing():  # nothing can be planned: rendering would only take time
-            raise Unplannable(Reason.NO_CONNECTOR)
+            raise Unplannable(engine.fleet.why_none_shares)
         read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except (
         *(Unplannable, UpstreamError, NoReplicaError),

@@ -83,6 +83,7 @@ def counted() -> Telemetry:
     telemetry.replica_failed("replica-1")
     telemetry.evicted(EvictionCause.LOST)
     telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE, {"write": 0.1})
+    telemetry.answered(Decision.APPROX, num_steps=2, num_tokens=5)
     telemetry.unshared(Reason.MULTIMODAL)
     telemetry.ticket(TicketEvent.EXPIRED)
     return telemetry
@@ -198,6 +199,8 @@ _FIXED = {
     ("kvshare_plans_executed_total", "planned"): [*Decision],
     ("kvshare_plans_executed_total", "executed"): [*Decision],
     ("kvshare_vllm_stage_seconds_total", "stage"): stages.ALL,
+    ("kvshare_speculative_steps_total", "executed"): [*Decision],
+    ("kvshare_speculative_tokens_total", "executed"): [*Decision],
     ("kvshare_control_requests_total", "arm"): [*Arm],
     ("kvshare_engine_events_total", "event"): [*TicketEvent, "tickets:pending", "unshared:REASON"],
 }

@@ -7,6 +7,7 @@ Watches whether sharing pays on the whole server, and shares less where it does 
     load_level.py   one load: its rung, and when that changes
     rungs.py        how much is shared on each rung
     contest.py      more sharing against less; sequential.py: the test of one measure
+    acceptance.py   whether drafts are accepted as often with sharing, where the engine decodes speculatively
     repeats.py      which prompts are likely to be copied
 """
 

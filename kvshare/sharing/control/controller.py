@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from delta_tree import TokenIds
 from kvshare.reasons import Reason
 from kvshare.settings import ControlSettings
+from kvshare.sharing.control.acceptance import Acceptance
 from kvshare.sharing.control.blocks import Arm, TimeBlock
 from kvshare.sharing.control.load_level import LoadLevel, RungChange
 from kvshare.sharing.control.repeats import Repeats
@@ -65,6 +66,7 @@ class Controller:
         self._num_running = 0
         self._changes = {"reduced": 0, "returned": 0}
         self._repeats = Repeats()
+        self._acceptance = Acceptance(settings.confidence)
 
     @contextmanager
     def take(self, num_tokens: int, num_in_flight: int) -> Iterator[Treatment]:
@@ -88,6 +90,29 @@ class Controller:
             return True
         reused = num_reused / max(1, len(token_ids))
         return self._repeats.is_worth_saving(namespace, token_ids, reused=reused)
+
+    def note_steps(self, treatment: Treatment, num_tokens: int, num_steps: int) -> None:
+        """
+        So many steps gave an answer so many tokens, where the engine decodes speculatively.
+
+        Nothing is shared at any load that was seen, once it is sure that sharing takes more steps.
+        """
+        if treatment.block is None:
+            return
+        now, may_share = self._clock(), treatment.refusal is None
+        with self._lock:
+            more_steps = self._acceptance.add(num_tokens, num_steps, may_share=may_share)
+            if more_steps is None:
+                return
+            for level in self._levels.values():
+                if level.stop(now):
+                    self._changes["reduced"] += 1
+            self._block = None
+        log.warning(
+            "sharing stops: drafts are accepted less often with it, answers take %.0f %% more steps; it is "
+            "tried from time to time. See docs/operating.md for what to do",
+            100 * more_steps,
+        )
 
     def status(self) -> ControlStatus:
         """What is shared at each load that was seen, and what that rests on."""

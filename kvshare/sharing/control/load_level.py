@@ -152,6 +152,19 @@ class LoadLevel:
             self._rest(self.rung.higher, now)
         return self._move(self.rung.higher, self.against_higher) if found is Finding.FASTER else None
 
+    def stop(self, now: float) -> bool:
+        """
+        Nothing is shared from now on but in trials, whatever the times say. Returns whether that is new.
+        """
+        self._rest(Rung.NOTHING.higher, now)
+        was_shared = self.rung is not Rung.NOTHING
+        if was_shared:
+            self.rung = Rung.NOTHING
+            self.epoch += 1
+            self._begin()
+        self._trial_left = 0
+        return was_shared
+
     def _rest(self, lost: Rung, now: float) -> None:
         self._tried_from[lost] = now + min(_MOST_REST_S, _REST_S * 2 ** min(20, self._num_lost[lost]))
         self._num_lost[lost] += 1

@@ -23,8 +23,8 @@ from kvshare.loopback import is_loopback
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_protocol.json_fields import Message, WireError
-from kvshare.vllm_protocol.messages import ReplicaInfo
 from kvshare.vllm_protocol.places import HeldSegments
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger("vllm.kvshare.control")
 

@@ -25,7 +25,9 @@ from kvshare.vllm_connector.scheduler.control_server import ControlServer
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS, ReplicaInfo
+from kvshare.vllm_connector.speculation import method_of, why_unshared
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare.vllm_protocol.versions import installed_version, only_read, untested
 
 log = logging.getLogger("vllm.kvshare")
@@ -56,6 +58,7 @@ class SchedulerSide:
         # 0 means any free port, on every rank.
         port = settings.control_port and settings.control_port + (self._rank or 0)
         self._unsupported = list(unsupported)
+        self._passing = why_unshared(config)
         self._vllm_version = installed_version() or "unknown"
         about_version = untested(self._vllm_version) or only_read(self._vllm_version)
         self._warnings = [about_version] if about_version is not None else []
@@ -89,7 +92,7 @@ class SchedulerSide:
         self._handshakes = workers
         self.scheduler.use(workers, step_tokens=self._step_tokens())
         if not self._unsupported:
-            if len(workers) < self._config.parallel_config.world_size:
+            if len(workers) < self._config.parallel_config.world_size and self._passing is None:
                 self._unsupported.append(_NO_MODEL.format(WORKER_CLASS))
             self._unsupported += dict.fromkeys(
                 message for worker in workers for message in worker.unsupported
@@ -101,8 +104,12 @@ class SchedulerSide:
             problems = "; ".join(self._unsupported)
             log.error("kvshare: nothing is shared, requests are served without it: %s", problems)
             return
+        if self._passing is not None:
+            log.warning("kvshare: requests pass unshared: %s", self._passing)
+            return
         if any(worker.has_disk for worker in workers):
             self.scheduler.disk.begin(workers[0].on_disk)
+        self.scheduler.times.steps.is_on = bool(method_of(self._config))
         assert self._control is not None  # or its address would be among the reasons
         self.scheduler.share()
         backend, port = workers[0].attention_backend, self._control.port
@@ -116,7 +123,7 @@ class SchedulerSide:
         """The answer to `GET /info`. Thread-safe."""
         config, names = self._config, self._config.model_config.served_model_name
         unsupported = tuple(self._unsupported)
-        is_starting = not self.scheduler.shares and not unsupported
+        is_starting = not (self.scheduler.shares or unsupported or self._passing)
         if is_starting:
             unsupported = ("starting: the workers have not reported yet",)
         return ReplicaInfo(
@@ -144,6 +151,8 @@ class SchedulerSide:
             max_disk_bytes=self.segments.disk.max_bytes if self.scheduler.disk.is_on else 0,
             num_disk_segments=len(self.segments.disk),
             data_parallel_rank=self._rank,
+            speculation=method_of(config),
+            passing=self._passing or "",
             data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),
         )
 

@@ -1,6 +1,6 @@
 """
 How long the prefills of requests take in vLLM: from their first blocks to their first token, with their loads
-and without waiting for blocks before.
+and without waiting for blocks before. `answer_steps.py` counts what comes after it.
 
 The proxy sees the first token of a streamed answer only; this is for the others. vLLM plans its next step
 when it has read what the last one sampled: with the token, or with the end of the request, comes its time.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvshare.vllm_connector.scheduler.answer_steps import AnswerSteps
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -30,9 +32,11 @@ class PrefillTimes:
 
     def __init__(self) -> None:
         self._running: dict[str, _Prefill] = {}
+        self.steps = AnswerSteps()
 
     def begin(self, request: Request, ticketed: TicketedRequest) -> None:
         """It got blocks. One that got them before was preempted, and is computed twice."""
+        self.steps.begin(request, ticketed)
         if ticketed.was_admitted:
             self._running.pop(request.request_id, None)
         else:
@@ -40,6 +44,7 @@ class PrefillTimes:
 
     def look(self) -> None:
         """Note the times of those that have their first token by now. Called before each step."""
+        self.steps.look()
         now = time.perf_counter()
         done = [each for each in self._running.values() if each.request.num_output_tokens]
         for each in done:
@@ -49,4 +54,5 @@ class PrefillTimes:
     def end(self, request: Request) -> None:
         """The request has ended, maybe with its first token, maybe without one."""
         self.look()
+        self.steps.end(request)
         self._running.pop(request.request_id, None)

@@ -10,7 +10,7 @@ it ends (`closing`) its blocks stay. A request that is `done` is reported to the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -27,13 +27,9 @@ from kvshare.vllm_protocol.messages import (
     Ticket,
     WireCopy,
     WireSpan,
-    digest_of,
 )
-from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from kvshare.vllm_connector.metadata import LoadResult
 
 
@@ -63,37 +59,6 @@ TRANSITIONS = transitions(TABLE, State, Event)
 _RETAINABLE = (None, Reason.NOT_PRIVATE, Reason.ROTATION_UNKNOWN)
 
 
-def why_unshared(
-    request: Request,
-    ticket: Ticket,
-    token_ids: TokenIds,
-    *,
-    may_move_keys: bool,
-    media_tokens: Set[int] = frozenset(),
-) -> Reason | None:
-    """
-    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt.
-
-    `media_tokens` mark places of media. A prompt without media may still hold one, and models may give it
-    other positions then.
-    """
-    if request.lora_request is not None:
-        return Reason.LORA
-    if request.mm_features or any((token_ids == token).any() for token in media_tokens):
-        return Reason.MULTIMODAL
-    if request.pooling_params is not None:
-        return Reason.POOLING
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
-        return Reason.NOT_TOKENS
-    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest_of(token_ids)):
-        return Reason.PROMPT_MISMATCH
-    if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
-        return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
-    if not may_move_keys and any(copy.shift for copy in ticket.copies):
-        return Reason.ROTATION_UNKNOWN
-    return None
-
-
 @dataclass(slots=True)
 class TicketedRequest:
     """Each method that changes the state is an event of the table; AssertionError if that forbids it."""
@@ -117,6 +82,8 @@ class TicketedRequest:
     num_from_blocks: int = 0  # tokens of its load that are not copied from host memory
     disk_bytes: int = 0  # of its load, read from disk before
     was_late: bool = False  # that
+    num_answer_steps: int = 0  # after the first token, where vLLM decodes speculatively
+    num_answer_tokens: int = 0  # that they gave
     first_token_s: float | None = None  # since it got blocks; None if it was preempted meanwhile
 
     @property
@@ -259,6 +226,8 @@ class TicketedRequest:
             disk_bytes=self.disk_bytes,
             stage_seconds=dict(self.stage_seconds),
             first_token_s=self.first_token_s,
+            num_answer_steps=self.num_answer_steps,
+            num_answer_tokens=self.num_answer_tokens,
         )
         retention = self.retention
         used, repaired = tuple(sorted(retention.copies)), _wire(retention.repaired)

@@ -32,10 +32,10 @@ from kvshare.vllm_connector.scheduler.joining import Joining
 from kvshare.vllm_connector.scheduler.load_sources import LoadSources
 from kvshare.vllm_connector.scheduler.loaded_parts import load_request, num_placeholders
 from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
-from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
+from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 from kvshare.vllm_connector.scheduler.saving import Saving
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
-from kvshare.vllm_connector.scheduler.ticket_reader import TicketReader
+from kvshare.vllm_connector.scheduler.ticket_reader import TicketReader, why_unshared
 from kvshare.vllm_connector.scheduler.waiting import Waiting
 from kvshare.vllm_protocol.stages import WRITE
 
@@ -65,7 +65,7 @@ class ConnectorScheduler:
         self.joining = Joining()
         self._num_steps = 0
         self._closing: dict[str, tuple[Request, tuple[int, ...]]] = {}  # ended, with blocks that stay
-        self._prefill_times = PrefillTimes()
+        self.times = PrefillTimes()
 
     def use(self, workers: Sequence[WorkerHandshake], *, step_tokens: int = 0) -> None:
         """
@@ -140,7 +140,7 @@ class ConnectorScheduler:
         ticketed = self._requests.get(request.request_id)
         if ticketed is None or (request.num_computed_tokens and not num_external):
             return  # vLLM calls this again after an asynchronous load
-        self._prefill_times.begin(request, ticketed)
+        self.times.begin(request, ticketed)
         end = ticketed.num_found + num_external
         ticket = ticketed.ticket
         held = self.sources.readable(ticket, end=end)
@@ -170,7 +170,7 @@ class ConnectorScheduler:
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """All requests since the last call; `step` is what vLLM itself has scheduled."""
-        self._prefill_times.look()
+        self.times.look()
         self._waiting.arrive(step.preempted_req_ids or ())
         self.saving.save_prompts(self._requests, step)
         drops = self.drops.take()
@@ -202,7 +202,7 @@ class ConnectorScheduler:
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """The request has ended or was aborted. Returns whether its blocks must stay until they are saved."""
-        self._prefill_times.end(request)
+        self.times.end(request)
         self._waiting.end(request.request_id)
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:

@@ -1,15 +1,20 @@
-"""Reads the tickets that requests bring along."""
+"""Reads the tickets that requests bring along, and says which plans must not be carried out."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Set
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.v1.request import Request
-
+from delta_tree import TokenIds
+from kvshare.reasons import Reason
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket
+from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket, digest_of
+from kvshare.vllm_protocol.salts import private_salt
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -42,3 +47,34 @@ class TicketReader:
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         return ReadTicket(ticket, is_first)
+
+
+def why_unshared(
+    request: Request,
+    ticket: Ticket,
+    token_ids: TokenIds,
+    *,
+    may_move_keys: bool,
+    media_tokens: Set[int] = frozenset(),
+) -> Reason | None:
+    """
+    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt.
+
+    `media_tokens` mark places of media. A prompt without media may still hold one, and models may give it
+    other positions then.
+    """
+    if request.lora_request is not None:
+        return Reason.LORA
+    if request.mm_features or any((token_ids == token).any() for token in media_tokens):
+        return Reason.MULTIMODAL
+    if request.pooling_params is not None:
+        return Reason.POOLING
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
+        return Reason.NOT_TOKENS
+    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest_of(token_ids)):
+        return Reason.PROMPT_MISMATCH
+    if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
+        return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
+    if not may_move_keys and any(copy.shift for copy in ticket.copies):
+        return Reason.ROTATION_UNKNOWN
+    return None

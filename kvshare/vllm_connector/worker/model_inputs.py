@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.layers import LoRAMapping
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 
@@ -23,8 +23,11 @@ from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 class ModelInputs:
     """Makes the arguments of one model."""
 
-    def __init__(self, model: Any, config: VllmConfig, device: torch.device) -> None:
-        own = config.model_config
+    def __init__(
+        self, model: Any, config: VllmConfig, device: torch.device, *, own: ModelConfig | None = None
+    ) -> None:
+        """`own`: of a model that is not the one of `config`."""
+        own = own or config.model_config
         self._model = model
         self._may_get_media = bool(own.supports_multimodal_inputs)
         self._takes_embeddings = self._may_get_media or bool(own.enable_prompt_embeds)

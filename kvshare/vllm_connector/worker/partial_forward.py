@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from kvshare.vllm_connector.worker.attention_hooks import Watch, hooked
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.metadata_builders import metadata_builders
 from kvshare.vllm_connector.worker.model_inputs import ModelInputs, base_model
+from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
 
@@ -74,23 +76,28 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> 
 
 
 class PartialForward:
-    """Computes runs with vLLM's model. It has its own metadata builder, because those keep state."""
+    """
+    Computes runs with vLLM's model, and then with the one that drafts, if there is one.
+
+    It has its own metadata builder, because those keep state.
+    """
 
     _may_use_kernels = True
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        models: Models,
         cache: PagedCache,
         vllm_config: VllmConfig,
         spec: KVCacheSpec,
-        *,
-        adapters: Any = None,
     ) -> None:
-        """`adapters`: vLLM's manager of LoRA adapters, if it has one."""
-        self._model = model
-        self._adapters = adapters
-        self._model_inputs = ModelInputs(model, vllm_config, cache.kv_layout.device)
+        self._adapters = models.adapters
+        device = cache.kv_layout.device
+        self._target = models.target, ModelInputs(models.target, vllm_config, device)
+        self._draft: tuple[torch.nn.Module, ModelInputs] | None = None
+        if models.draft is not None:
+            own = vllm_config.speculative_config.draft_model_config
+            self._draft = models.draft, ModelInputs(models.draft, vllm_config, device, own=own)
         self._cache = cache
         self._config = vllm_config
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -186,18 +193,25 @@ class PartialForward:
         token_ids, positions, slots, metadata = self._inputs(runs)
         own = [(builder.build(0, metadata), names) for builder, names in self._builders]
         of_layers = {name: built for built, names in own for name in names}
+        context = partial(
+            set_forward_context,
+            of_layers,
+            self._config,
+            num_tokens=len(token_ids),
+            slot_mapping=dict.fromkeys(of_layers, slots),
+        )
+        model, inputs = self._target
         with (
             torch.inference_mode(),
             base_model(self._adapters, len(token_ids), len(runs)),
-            self._model_inputs.notes_set_aside(len(token_ids)),
-            set_forward_context(
-                of_layers,
-                self._config,
-                num_tokens=len(token_ids),
-                slot_mapping=dict.fromkeys(of_layers, slots),
-            ),
+            inputs.notes_set_aside(len(token_ids)),
+            context(),
         ):
-            self._model(intermediate_tensors=None, **self._model_inputs.arguments(token_ids, positions))
+            model(intermediate_tensors=None, **inputs.arguments(token_ids, positions))
+        if self._draft is not None:  # its rows are for the same tokens, in the same slots of its own layers
+            model, inputs = self._draft
+            with torch.inference_mode(), context():
+                model(**inputs.arguments(token_ids, positions))
 
     def _inputs(
         self, runs: Sequence[Run]

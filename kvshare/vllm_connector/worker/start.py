@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -25,7 +24,8 @@ from kvshare.vllm_connector.worker.block_copy_test import BlockCopyTest
 from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device, name_of_this_device
 from kvshare.vllm_connector.worker.mixed_cache import paged_cache
-from kvshare.vllm_connector.worker.model import frequency_tables, loaded_parameters, weights_digest
+from kvshare.vllm_connector.worker.model import loaded_parameters, weights_digest
+from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.ranks import (
@@ -77,18 +77,18 @@ class WorkerStart:
         """The most tokens that loads may compute in one step."""
         return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
 
-    def attach(self, model: torch.nn.Module, adapters: Any = None) -> Attached:
+    def attach(self, models: Models) -> Attached:
         """Raises MemoryError, and whatever a model causes that is made otherwise than expected."""
         cache, forward = on_all_ranks(
-            partial(self._read_model, model, adapters), "another rank could not be prepared"
+            partial(self._read_models, models), "another rank could not be prepared"
         )
-        return Attached(cache, forward, self._allocate(cache.kv_layout))
+        return Attached(cache, forward, self._allocate(cache.kv_layout, has_draft=models.draft is not None))
 
-    def verify(self, model: torch.nn.Module, attached: Attached) -> WorkerHandshake:
+    def verify(self, models: Models, attached: Attached) -> WorkerHandshake:
         """Run the self-test, which overwrites blocks."""
         cache = attached.cache
         with as_one("the self-test"):
-            findings = self._run_self_test(model, attached)
+            findings = self._run_self_test(models, attached)
         layout = cache.kv_layout
         keys = layout.planes[0]
         return WorkerHandshake(
@@ -105,28 +105,30 @@ class WorkerStart:
             dtype=str(layout.dtype).removeprefix("torch."),
             attention_backend=f"{attached.forward.backend_name}/{cache.layout}",
             bytes_per_token=layout.bytes_per_token,
-            weights=weights_digest(model),
+            weights="-".join(map(weights_digest, models.each)),
             fingerprint=model_fingerprint(
-                loaded_parameters(model), num_layers=layout.num_layers, head_dim=keys.dim
+                loaded_parameters(models.target),
+                num_layers=models.num_target_layers(attached.cache.layers),
+                head_dim=keys.dim,
             ),
             device=name_of_this_device(),
         )
 
-    def _read_model(self, model: torch.nn.Module, adapters: Any) -> tuple[PagedCache, PartialForward]:
+    def _read_models(self, models: Models) -> tuple[PagedCache, PartialForward]:
         layers = self.config.compilation_config.static_forward_context
         cache = paged_cache(
-            {name: layers[name] for name in self.layer_names},
+            models.in_order({name: layers[name] for name in self.layer_names}),
             block_size=self.spec.block_size,
             dtype=self.config.model_config.dtype,
         )
-        return cache, PartialForward(model, cache, self.config, self.spec, adapters=adapters)
+        return cache, PartialForward(models, cache, self.config, self.spec)
 
-    def _allocate(self, layout: KVLayout) -> SegmentStore:
+    def _allocate(self, layout: KVLayout, *, has_draft: bool = False) -> SegmentStore:
         """With an arena that ranks share, if they can. All ranks call it together."""
         keys, *others = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"
-        num_heads, first_head, is_mixed = None, 0, len(others) > 1
+        num_heads, first_head, is_mixed = None, 0, len(others) > 1 or has_draft
         check_host_memory(arena_bytes(max_bytes))
         # Layers that differ in KV heads are divided among the ranks in different ways.
         buffer = None if is_mixed else shared_memory(arena_bytes(max_bytes), str(transfer.engine_id))
@@ -146,7 +148,7 @@ class WorkerStart:
 
         return on_all_ranks(place, "another rank could not take its memory")
 
-    def _run_self_test(self, model: torch.nn.Module, attached: Attached) -> Findings:
+    def _run_self_test(self, models: Models, attached: Attached) -> Findings:
         cache, model_config = attached.cache, self.config.model_config
         self_test = SelfTest(
             cache,
@@ -161,7 +163,7 @@ class WorkerStart:
         problem = self_test.check_listening()
         can_listen = all(agreed([problem is None]))
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
-        tables, unsupported = frequency_tables(model)
+        tables, unsupported = models.frequency_tables()
         verifications = self_test.movements(tables)
         cache.set_movements([(k.movement, v.movement) for k, v in verifications])
         if not all(agreed([cache.kv_layout.can_move])):

@@ -36,6 +36,7 @@ from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, Worke
 from kvshare.vllm_connector.worker.device import device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
+from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.placeholders import Placeholders
 from kvshare.vllm_connector.worker.ranks import agreed, num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
@@ -80,12 +81,15 @@ class ConnectorWorker:
         assert self._parts is not None, "a model is attached"
         return self._parts
 
-    def attach_model(self, model: torch.nn.Module, adapters: Any = None) -> None:
+    def attach_model(
+        self, model: torch.nn.Module, adapters: Any = None, draft: torch.nn.Module | None = None
+    ) -> None:
         """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
         try:
             # Stays even if the test fails: CUDA knows its memory.
-            self._attached = self._start.attach(model, adapters)
-            handshake = self._start.verify(model, self._attached)
+            models = Models(model, draft, adapters)
+            self._attached = self._start.attach(models)
+            handshake = self._start.verify(models, self._attached)
             self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
             self.use(self._attached, can_listen=self.handshake.can_listen)
         except Exception as exc:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvshare import __version__
-from kvshare.vllm_protocol.messages import ReplicaInfo
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 GIB = 2**30
 MODEL = "some/model"

@@ -226,6 +226,14 @@ def test_refusals_and_warnings_are_told_each(start: Start) -> None:
     ]
 
 
+def test_requests_that_pass_unshared_are_no_failure(start: Start) -> None:
+    """vLLM serves them, and the method of speculative decoding was the operator's choice."""
+    info = replace(INFO, speculation="eagle3", passing="speculative decoding by eagle3")
+    checks = run_vllm_checks(start(vllm()).url, start(connector(info)).url)
+    told = [(check.state, check.detail) for check in checks if check.name == "sharing"]
+    assert told == [("warn", "speculative decoding by eagle3")]
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"can_move_keys": False}, {"sharing": "warn"}),
     ({"versions": {"kvshare": "0.0.1"}}, {"kvshare": "warn"}),

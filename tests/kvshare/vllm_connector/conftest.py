@@ -22,6 +22,7 @@ from tests.kvshare.vllm_connector.in_process_vllm import (
     copies_of,
     random_text,
 )
+from tests.kvshare.vllm_connector.registered_kernels import registered_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,7 +87,8 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
             current.pop()[1].close()
         path = name if isinstance(name, Path) else checkpoint(name)
         name_torchvision()  # before a model is loaded, and after transformers has looked for it
-        current.append((wanted, Vllm(path, **options)))
+        with registered_once():
+            current.append((wanted, Vllm(path, **options)))
         return current[0][1]
 
     yield begin

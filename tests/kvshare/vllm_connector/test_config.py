@@ -60,7 +60,6 @@ def config(**changes: Any) -> SimpleNamespace:
         ({"is_hybrid": True}, "hybrid"),
         ({"attention_chunk_size": 8192}, "chunks of 8192"),
         ({"is_attention_free": True}, "recurrent"),
-        ({"speculative": object()}, "speculative"),
         ({"cache_dtype": "nvfp4"}, "quantised KV caches (nvfp4)"),
         ({"cache_dtype": "int8_per_token_head"}, "quantised KV caches (int8_per_token_head)"),
         ({"cache_dtype": "fp8_per_token_head"}, "quantised KV caches (fp8_per_token_head)"),
@@ -81,6 +80,36 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
     assert unsupported_reasons(config(), cache) == []
     (message,) = unsupported_reasons(config(**changes), cache)
     assert word in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"method": "ngram"}, None),
+        ({"method": "suffix"}, None),
+        ({"method": "draft_model"}, None),
+        ({"method": "draft_model", "max_model_len": 2048}, "takes 2048 tokens"),
+        ({"method": "draft_model", "use_heterogeneous_vocab": True}, "vocabulary"),
+        ({"method": "draft_model", "parallel_drafting": True}, "in parallel"),
+        ({"method": "draft_model", "is_multimodal_model": True}, "media"),
+        ({"method": "eagle3"}, "by eagle3"),
+        ({"method": "mtp"}, "hidden states"),
+        ({"method": "a new one"}, "hidden states"),
+    ],
+)
+def test_what_may_be_shared_with_a_method_of_speculation(changes: dict[str, Any], word: str | None) -> None:
+    """None of them refuses the server: with some requests pass unshared."""
+    from kvshare.vllm_connector.config import known_reasons
+    from kvshare.vllm_connector.speculation import why_unshared
+
+    draft = {"max_model_len": 4096, "is_multimodal_model": False}
+    fields = {"method": "", "use_heterogeneous_vocab": False, "parallel_drafting": False} | changes
+    draft |= {name: changes[name] for name in draft.keys() & changes.keys()}
+    given = config(speculative=SimpleNamespace(**fields, draft_model_config=SimpleNamespace(**draft)))
+    given.model_config.max_model_len = 4096
+    assert known_reasons(given) == []
+    reason = why_unshared(given)
+    assert reason is None if word is None else word in str(reason)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
@@ -107,7 +136,15 @@ def test_kv_of_eight_bits_is_supported(monkeypatch: pytest.MonkeyPatch, dtype: s
     assert "fnuz" in message
 
 
-@pytest.mark.parametrize(("changes", "left"), [({}, False), ({"is_hybrid": True}, True)])
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({}, False),
+        ({"is_hybrid": True}, True),
+        ({"speculative": SimpleNamespace(method="ngram")}, False),
+        ({"speculative": SimpleNamespace(method="eagle3")}, True),
+    ],
+)
 def test_a_model_that_shares_nothing_keeps_its_memory(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], left: bool
 ) -> None:
@@ -136,7 +173,7 @@ def test_our_kernels_are_compiled_before_vllm_watches_for_that(monkeypatch: pyte
     for warm_up in (workers.KVShareWorker._maybe_activate_jit_monitor, lambda _: None):
         monkeypatch.setattr(base, "compile_or_warm_up_model", warm_up)
         worker = object.__new__(workers.KVShareWorker)
-        worker.model_runner = SimpleNamespace(get_model=object)
+        worker.model_runner, worker.vllm_config = SimpleNamespace(get_model=object), config()
         worker.compile_or_warm_up_model()
     assert calls == ["attach", "watch", "attach"]
 

@@ -17,7 +17,6 @@ from kvshare.vllm_protocol.messages import (
     Dropped,
     FinishedReport,
     Journal,
-    ReplicaInfo,
     StoredSegment,
     Ticket,
     WireCopy,
@@ -26,6 +25,7 @@ from kvshare.vllm_protocol.messages import (
     digest_of,
 )
 from kvshare.vllm_protocol.places import HeldSegments, Moved
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare.vllm_protocol.salts import private_salt
 
 ids = st.integers(1, 2**63 - 1).map(SegmentId)

@@ -34,8 +34,9 @@ from kvshare.tenants import owner_of_key
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.ranks import num_ranks
-from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, ReplicaInfo, budget_of
+from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, budget_of
 from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare_lab.device.admission import Controlled
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.gpu import SimulatedGpu

@@ -17,5 +17,5 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
 servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py,
-restart.py, and gpu/, which reports several parts.
+restart.py, acceptance.py, and gpu/, which reports several parts.
 """

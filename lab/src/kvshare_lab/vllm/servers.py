@@ -53,6 +53,7 @@ class VllmOptions:
     enforce_eager: bool = False  # True: the model is not compiled, which takes a minute or two at every start
     attention_backend: str | None = None  # None: vLLM's choice
     device_memory: float | None = None  # share of a GPU's memory; None: vLLM's default
+    speculation: Mapping[str, Any] | None = None  # vLLM's speculative_config
     checks_syncs: bool = False  # warn of each wait of the host for the GPU
 
     @property
@@ -67,6 +68,7 @@ class VllmOptions:
             "--block-size": self.block_size,
             "--attention-backend": self.attention_backend,
             "--gpu-memory-utilization": self.device_memory,
+            "--speculative-config": None if self.speculation is None else json.dumps(self.speculation),
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
         eager = ["--enforce-eager"] if self.enforce_eager else []

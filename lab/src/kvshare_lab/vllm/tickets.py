@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from delta_tree import Span, TokenIds
 from kvshare.errors import EngineError
@@ -53,10 +54,11 @@ class TicketWriter:
         store: bool = False,
         max_tokens: int = 1,
         num_top: int = 0,
+        extra: Mapping[str, Any] | None = None,
     ) -> tuple[Answer, FinishedReport]:
         """
         Send a prompt with a plan, and with a salt that no other request has. Returns the connector's report,
-        too. `store`: the connector is to store the prompt.
+        too. `store`: the connector is to store the prompt. `extra`: further keys of the body.
 
         Raises:  EngineError if there is no report in time
         """
@@ -70,11 +72,12 @@ class TicketWriter:
             store=store,
         )
         own = ticket.ticket_id
-        extra = {
+        body = {
+            **(extra or {}),
             "kv_transfer_params": {TICKET_KEY: ticket.to_json()},
             "cache_salt": own if ticket.is_exact else private_salt(own),
         }
-        answer = await self.shared.complete(prompt, max_tokens=max_tokens, num_top=num_top, extra=extra)
+        answer = await self.shared.complete(prompt, max_tokens=max_tokens, num_top=num_top, extra=body)
         for _ in range(_MAX_POLLS):
             await self.watch.look()
             for event in self.watch.seen:

@@ -6,6 +6,7 @@ Workers are what the test makes of them: copies, loads and saves end when it say
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket, WireCopy, digest_of
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.scheduler.speculating import speculating
 from tests.kvshare.vllm_connector.worker.small_worker import one_rank
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 BLOCKS, BLOCK_SIZE, STEP_TOKENS, LONGEST = 37, 4, 48, 32
 BYTES_PER_TOKEN = 4
+REJECTED = "a draft that was not accepted"
 Stamp = tuple[str, int, int]  # who has written it, in which of its steps, at which position
 
 
@@ -55,9 +58,12 @@ def _config() -> tuple[VllmConfig, Any]:
 
 
 class ScheduledMemory:
-    """One vLLM. `copies_blocks`: what its workers say they can."""
+    """
+    One vLLM. `copies_blocks`: what its workers say they can. `num_drafts`: tokens that are drafted for each
+    step of an answer, of which chance accepts the first ones.
+    """
 
-    def __init__(self, *, copies_blocks: bool) -> None:
+    def __init__(self, *, copies_blocks: bool, num_drafts: int = 0) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -67,9 +73,12 @@ class ScheduledMemory:
         from kvshare.vllm_connector.metadata import WorkerHandshake, WorkerReport
 
         config, kv_cache = _config()
+        config = speculating(config, num_drafts)
         with set_current_vllm_config(config):
             structured = StructuredOutputManager(config)
             self.vllm = Scheduler(config, kv_cache, structured, block_size=BLOCK_SIZE, log_stats=False)
+        self.vllm.num_lookahead_tokens = num_drafts  # as with a draft model, which writes rows there
+        self._num_drafts, self._chance = num_drafts, random.Random(5)
         init_none_hash(get_hash_fn_by_name("sha256"))
         self._hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name("sha256"))
         self.vllm.connector.set_xfer_handshake_metadata_pp_aware(
@@ -89,7 +98,7 @@ class ScheduledMemory:
         self.num_saved_late = 0
         self.report: WorkerReport = WorkerReport()
         self.sent: list[Request] = []
-        self.num_from_blocks = self.num_waits = self.num_steps = 0
+        self.num_rejected = self.num_from_blocks = self.num_waits = self.num_steps = 0
         add = self.ours.unsaved.add
         self.ours.unsaved.add = lambda segment_ids: self._leave(add, list(segment_ids))  # type: ignore[method-assign]
         self.vllm._preempt_request = partial(self._preempt, self.vllm._preempt_request)
@@ -175,6 +184,7 @@ class ScheduledMemory:
         output = self._output(sampled, finished_sending)
         self.report = WorkerReport()
         self.vllm.update_from_output(scheduled, output)
+        self._draft(scheduled)
         self._check_saved(read_late)
         return scheduled
 
@@ -184,7 +194,7 @@ class ScheduledMemory:
         for segment_id in segment_ids:
             place = self.ours.donors.whole(segment_id)
             assert place is not None
-            self.segments[segment_id] = self._stamps(*place)
+            self.segments[segment_id] = self._retained(*place)
 
     def _check_saved(self, read: Mapping[SegmentId, list[Stamp]]) -> None:
         """What was read as late as can be is right, or dropped."""
@@ -195,6 +205,12 @@ class ScheduledMemory:
 
     def _stamps(self, block_ids: Any, span: Span) -> list[Stamp]:
         return [self.memory[_slot(block_ids, position)] for position in range(span.start, span.end)]
+
+    def _retained(self, block_ids: Any, span: Span) -> list[Stamp]:
+        """The same of what a segment is made of now."""
+        found = self._stamps(block_ids, span)
+        assert all(who != REJECTED for who, _, _ in found), "a draft that was not accepted is retained"
+        return found
 
     def begin(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
@@ -222,9 +238,23 @@ class ScheduledMemory:
             request: Request = self.vllm.requests[name]
             (block_ids,) = self.vllm.kv_cache_manager.get_block_ids(name)
             after = request.num_computed_tokens  # vLLM has advanced it
+            num_drafted = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            num_accepted = self._chance.randint(0, num_drafted)
+            end = after - num_drafted + num_accepted
             for position in range(after - num_tokens, after):
-                self._write(name, block_ids, position)
-            yield name, [7] if after >= request.num_tokens else []
+                self._write(name if position < end else REJECTED, block_ids, position)
+            for position in range(after, min(after + self._num_drafts, len(block_ids) * BLOCK_SIZE)):
+                self._write(REJECTED, block_ids, position)  # drafts that are checked in the next step
+            self.num_rejected += num_drafted - num_accepted
+            yield name, [7] * (1 + num_accepted) if after >= request.num_tokens else []
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
+        """What is drafted for the next step."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        if self._num_drafts:
+            names = list(scheduled.num_scheduled_tokens)
+            self.vllm.update_draft_token_ids(DraftTokenIds(names, [[7] * self._num_drafts for _ in names]))
 
     def _write(self, name: str, block_ids: Any, position: int) -> None:
         self.memory[_slot(block_ids, position)] = (name, self.num_steps, position)
@@ -236,7 +266,7 @@ class ScheduledMemory:
                 continue
             self.saving[save.request_id] = save.has_ended or self.saving.get(save.request_id, False)
             for segment_id, span in save.spans:
-                self.segments[segment_id] = self._stamps(save.block_ids, span)
+                self.segments[segment_id] = self._retained(save.block_ids, span)
 
     def _output(self, sampled: Mapping[str, list[int]], finished_sending: set[str]) -> ModelRunnerOutput:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput

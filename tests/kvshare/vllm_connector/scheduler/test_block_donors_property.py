@@ -28,10 +28,12 @@ class Donors(RuleBasedStateMachine):
     What is read from blocks is what was saved, until the end of the copies. Then nothing is held any more.
     """
 
+    num_drafts = 0  # for each step
+
     @initialize()
     def start(self) -> None:
-        self.tested = ScheduledMemory(copies_blocks=True)
-        self.stock = ScheduledMemory(copies_blocks=False)
+        self.tested = ScheduledMemory(copies_blocks=True, num_drafts=self.num_drafts)
+        self.stock = ScheduledMemory(copies_blocks=False, num_drafts=self.num_drafts)
         self.both = (self.tested, self.stock)
         self.num_sent = 0
         for length in (22, 37):
@@ -172,3 +174,13 @@ class Donors(RuleBasedStateMachine):
 
 TestDonors = Donors.TestCase
 TestDonors.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+
+
+class DonorsWithDrafts(Donors):
+    """The same with speculative decoding: what was rejected is never saved, nor copied from a block."""
+
+    num_drafts = 3
+
+
+TestDonorsWithDrafts = DonorsWithDrafts.TestCase
+TestDonorsWithDrafts.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

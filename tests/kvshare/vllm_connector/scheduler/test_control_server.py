@@ -28,7 +28,8 @@ def serve() -> Iterator[Serve]:
     from kvshare.vllm_connector.scheduler.event_log import EventLog
     from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
     from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
-    from kvshare.vllm_protocol.messages import Dropped, ReplicaInfo
+    from kvshare.vllm_protocol.messages import Dropped
+    from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
     servers: list[ControlServer] = []
 
@@ -94,7 +95,8 @@ def test_two_proxies_that_take_turns_are_logged(
 
 def test_routes_answer(serve: Serve) -> None:
     """info, journal, segments and drop speak the documents that the proxy reads."""
-    from kvshare.vllm_protocol.messages import Dropped, Journal, ReplicaInfo
+    from kvshare.vllm_protocol.messages import Dropped, Journal
+    from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
     server = serve()
     info = ReplicaInfo.from_json(call(server, "/info")[1])

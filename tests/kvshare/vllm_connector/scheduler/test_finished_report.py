@@ -6,7 +6,8 @@ import pytest
 
 from delta_tree import token_ids
 from kvshare.reasons import Reason
-from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest, why_unshared
+from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
+from kvshare.vllm_connector.scheduler.ticket_reader import why_unshared
 from kvshare.vllm_protocol.messages import Ticket, digest_of
 from tests.kvshare.vllm_connector.scheduler.ticketed_requests import (
     OUTPUT,

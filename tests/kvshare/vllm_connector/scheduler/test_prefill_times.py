@@ -86,7 +86,7 @@ def test_one_without_a_token_has_none(now: Callable[[float], None]) -> None:
     scheduler = new_scheduler()
     request = admitted(scheduler)
     assert reported(scheduler, request) is None
-    assert not scheduler._prefill_times._running
+    assert not scheduler.times._running
     other = admitted(scheduler, "other")
     now(1.5)
     other.append_output_token_ids([7])

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
@@ -135,7 +136,7 @@ class Setting:
         self.cache = PagedCache(
             {layer.layer_name: layer for layer in self.model.layers}, block_size=case.block_size
         )
-        self.forward = PartialForward(self.model, self.cache, self.config, spec)
+        self.forward = PartialForward(Models(self.model), self.cache, self.config, spec)
 
     def dense(self, token_ids: Sequence[int]) -> Dense:
         """What one pass over all tokens gives."""

@@ -1,0 +1,54 @@
+"""
+How many tokens each step of an answer gives, where vLLM decodes speculatively: what its drafts are worth.
+
+Only tokens that were accepted reach a request, all of a step at once, and between two steps that are planned
+vLLM hears of one. So a step is counted when the request has more tokens than before. The first token comes
+from the prompt, and its step drafts nothing yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvshare.vllm_connector.scheduler.request_state import TicketedRequest
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    request: Request
+    ticketed: TicketedRequest
+    num_seen: int = 0  # tokens
+
+
+class AnswerSteps:
+    """Of the running requests with a ticket. Counts nothing until it is on. On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._running: dict[str, _Answer] = {}
+
+    def begin(self, request: Request, ticketed: TicketedRequest) -> None:
+        """It got blocks, maybe once more."""
+        if self.is_on:
+            self._running.setdefault(request.request_id, _Answer(request, ticketed))
+
+    def look(self) -> None:
+        """Note what the last step gave. Called before each step."""
+        for answer in self._running.values():
+            _note(answer)
+
+    def end(self, request: Request) -> None:
+        """The request has ended. Its last tokens have been noted."""
+        self._running.pop(request.request_id, None)
+
+
+def _note(answer: _Answer) -> None:
+    num_tokens = answer.request.num_output_tokens
+    if answer.num_seen and num_tokens > answer.num_seen:
+        answer.ticketed.num_answer_steps += 1
+        answer.ticketed.num_answer_tokens += num_tokens - answer.num_seen
+    answer.num_seen = num_tokens

@@ -1,0 +1,73 @@
+"""
+Speculative decoding: what vLLM's drafts are made from, and whether KV is shared while it is on.
+
+    drafts from       methods                     what a copied position needs besides the target's KV
+    text              ngram, suffix               nothing
+    a model's own KV  draft_model                 the rows of the draft's layers: saved, moved and computed as
+                                                  the target's are, since they have slots in the same blocks
+    hidden states     EAGLE, MTP, Medusa, others  the target's hidden states, which it does not have
+
+With drafts of the last kind requests pass unshared: a head that attends to rows that were never computed
+proposes tokens that are rejected, and the answer takes more steps than sharing has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_FROM_TEXT = ("ngram", "ngram_gpu", "suffix")
+_BY_MODEL = "draft_model"
+
+
+def method_of(config: VllmConfig) -> str:
+    """The method's name in vLLM; empty where speculative decoding is off."""
+    speculative = config.speculative_config
+    return "" if speculative is None else str(speculative.method)
+
+
+def drafts_by_model(config: VllmConfig) -> bool:
+    return method_of(config) == _BY_MODEL
+
+
+def why_unshared(config: VllmConfig) -> str | None:
+    """Why requests pass unshared with this method, and what to change; None if they need not."""
+    method = method_of(config)
+    if not method or method in _FROM_TEXT:
+        return None
+    if method != _BY_MODEL:
+        return (
+            f"speculative decoding by {method} drafts from the target's hidden states, which copied text "
+            "does not have (ngram, suffix and draft_model can be shared with)"
+        )
+    limits = _limits_of_model(config)
+    return f"the draft model's KV is not shared: {'; '.join(limits)}" if limits else None
+
+
+def _limits_of_model(config: VllmConfig) -> Sequence[str]:
+    speculative, target = config.speculative_config, config.model_config
+    draft = speculative.draft_model_config
+    checks = {
+        "its vocabulary is another one (use_heterogeneous_vocab)": bool(speculative.use_heterogeneous_vocab),
+        "it drafts in parallel (parallel_drafting), which was not tested": bool(
+            speculative.parallel_drafting
+        ),
+        "models that take media were not tested with one": bool(
+            target.is_multimodal_model or draft.is_multimodal_model
+        ),
+        f"it takes {draft.max_model_len} tokens, and the target {target.max_model_len} (set max_model_len of "
+        "speculative_config and of vLLM to the same)": draft.max_model_len < target.max_model_len,
+    }
+    return [message for message, applies in checks.items() if applies]
+
+
+def draft_model_of(runner: Any) -> torch.nn.Module | None:
+    """The model that drafts, of either of vLLM's model runners; None where it has none."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    return model if isinstance(model, torch.nn.Module) else None

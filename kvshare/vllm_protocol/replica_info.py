@@ -1,0 +1,58 @@
+"""What a vLLM with the connector says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
+from kvshare.vllm_protocol.messages import PROTOCOL, budget_of
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo(Message):
+    """`GET /info`: the abilities and the KV layout of a vLLM with the connector."""
+
+    epoch: Text
+    model: Text
+    versions: Mapping[str, str]  # vllm, kvshare, torch
+    refusals: tuple[str, ...]  # why this replica cannot share; empty if it can
+    warnings: tuple[str, ...]  # problems that do not prevent sharing
+    can_move_keys: Flag
+    namespace_fields: Mapping[str, str]  # model, revision, tokenizer, dtype, kv_layout, rope
+    bytes_per_token: Number
+    max_bytes: Number
+    num_bytes: Number
+    num_segments: Number
+    max_model_len: Number
+    fingerprint: str = ""  # of the model, to find its calibration
+    can_choose: Flag = True  # whether it can choose repairs after a probe pass
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what `kvshare doctor` compares
+    data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
+    data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
+    device: str = ""  # of its ranks, in words
+    max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
+    num_disk_segments: Number = 0
+    speculation: str = ""  # vLLM's name of the method of speculative decoding, where it is on
+    passing: str = ""  # why requests pass unshared, though nothing is wrong
+
+    _protocol = PROTOCOL
+    _optional = frozenset(
+        {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
+        | {"max_disk_bytes", "num_disk_segments", "speculation", "passing"}
+    )
+
+    @property
+    def shares(self) -> bool:
+        return not (self.refusals or self.passing)
+
+    @property
+    def budget_bytes(self) -> int:
+        """How much of that the proxy uses, see `budget_of`."""
+        return budget_of(self.most_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """That it may hold: in memory, or on its disk, which has what is in memory, too."""
+        return max(self.max_bytes, self.max_disk_bytes)

@@ -1,0 +1,155 @@
+"""
+`kvshare bench acceptance`: whether drafts are accepted as often after a shared prefill as after a full one.
+
+One vLLM with the connector and speculative decoding, a small random model, tickets made here and no proxy. A
+prompt is stored; then the same prompt with some tokens replaced is answered twice: computed in full, and with
+the KV of what it has in common. `tokens_a_step` is what a step after the first token gives, by the
+connector's report: accepted drafts and the one token that each step adds.
+    ngram   drafts from the text; the answer has two tokens only, so that it repeats itself
+    draft   the draft model is the target itself, so that a full prefill's drafts are all accepted
+`passed`: a full prefill gives at least 1.8 tokens a step, and shared ones .97 of its own. `answer_s`: medians
+of the seconds until the whole answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from delta_tree import Span, TokenIds
+from kvshare.errors import ConfigError
+from kvshare.fleet.client import ControlClient
+from kvshare.http_client import session as http_session
+from kvshare.vllm_protocol.messages import FinishedReport, WireCopy
+from kvshare_lab.bench.random_models import write_model
+from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.client import Answer, Client
+from kvshare_lab.vllm.prompts import unrelated_prompt
+from kvshare_lab.vllm.session import Watch
+from kvshare_lab.vllm.stack import BenchConfig, StackOptions, document
+from kvshare_lab.vllm.tickets import TicketWriter, copies_of
+
+ENOUGH, LEAST = 1.8, 0.97  # tokens a step of a full prefill; the share of them that a shared one must give
+_DRAFTS = 3  # tokens
+_TWO_TOKENS: Mapping[str, Any] = {"allowed_token_ids": [5, 9]}
+_CHANGED = 8  # tokens in the middle of each fifth of a prompt
+_CONTROL_TIMEOUT_S = 60.0
+_ARMS = ("full", "shared")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchConfig):
+    """`method`: ngram, or draft."""
+
+    method: str = "ngram"
+    tokens: int = 1000
+    answer: int = 100
+    repeats: int = 5
+
+    @property
+    def own_model(self) -> str:
+        return "small"
+
+    @property
+    def options(self) -> StackOptions:
+        length = self.tokens + self.answer + 1
+        vllm = replace(self.vllm, dtype="float32", max_model_len=length, enforce_eager=True)
+        return self.stack_of(vllm, kv_bytes=256 * 2**20)
+
+    def speculation(self, model: str) -> Mapping[str, Any]:
+        """vLLM's speculative_config. Raises ConfigError for a method that it has not."""
+        drafts = {"num_speculative_tokens": _DRAFTS}
+        if self.method == "ngram":
+            return {"method": "ngram", **drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        if self.method == "draft":
+            length = self.options.vllm.max_model_len
+            return {"method": "draft_model", **drafts, "model": model, "max_model_len": length}
+        raise ConfigError("--method", f"expected ngram or draft, got {self.method!r}")
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Tokens a step and seconds of both arms."""
+    options = config.options
+    with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
+        folder, model = Path(name), options.model
+        if options.has_random_weights:
+            length, own = options.vllm.max_model_len, folder / "model"
+            model = str(write_model(model, own, dtype="float32", max_model_len=length, seed=config.seed))
+        vllm, token = replace(options.vllm, speculation=config.speculation(model)), servers.new_token()
+        shared = servers.shared_vllm(model, folder, vllm, kv_bytes=options.kv_bytes, token=token)
+        with servers.running([shared]):
+            measured = asyncio.run(_measure(shared, token, config))
+    return {**document("acceptance", options, config), **measured}
+
+
+async def _measure(server: servers.Server, token: str, config: Config) -> dict[str, Any]:
+    assert server.control_url is not None, "it has the connector"
+    rng = np.random.default_rng(config.seed)
+    async with (
+        http_session(server.url, key=None) as session,
+        ControlClient(server.control_url, token=token, timeout_s=_CONTROL_TIMEOUT_S) as control,
+    ):
+        tickets = TicketWriter(Client(session), Watch(control), "acceptance")
+        await tickets.check()
+        found: dict[str, list[tuple[Answer, FinishedReport]]] = {arm: [] for arm in _ARMS}
+        for number in range(1 + config.repeats):  # the first of each arm warms the server up
+            prompt, edited, common = _edited(rng, config.tokens)
+            stored = await tickets.store(prompt)
+            copies = [copy for span in common for copy in copies_of(stored, span, span.start)]
+            arms: Sequence[tuple[str, Sequence[WireCopy]]] = (("full", ()), ("shared", copies))
+            for arm, own in arms[:: -1 if number % 2 else 1]:
+                answered = await _answer(tickets, edited, own, config)
+                if number:
+                    found[arm].append(answered)
+    return summary(found)
+
+
+async def _answer(
+    tickets: TicketWriter, prompt: TokenIds, copies: Sequence[WireCopy], config: Config
+) -> tuple[Answer, FinishedReport]:
+    extra = _TWO_TOKENS if config.method == "ngram" else {}
+    return await tickets.ask(prompt, copies, max_tokens=config.answer, extra=extra)
+
+
+def _edited(rng: np.random.Generator, num_tokens: int) -> tuple[TokenIds, TokenIds, list[Span]]:
+    """A prompt, the same with other tokens in five places, and what both have in common."""
+    prompt, other = (unrelated_prompt(rng, num_tokens) for _ in range(2))
+    edited, common, end = np.array(prompt), [], 0
+    for number in range(5):
+        start = (2 * number + 1) * num_tokens // 10
+        edited[start : start + _CHANGED] = other[start : start + _CHANGED]
+        common.append(Span(end, start))
+        end = start + _CHANGED
+    common.append(Span(end, num_tokens - 1))
+    return prompt, edited.astype(prompt.dtype), common
+
+
+def summary(found: Mapping[str, Sequence[tuple[Answer, FinishedReport]]]) -> dict[str, Any]:
+    """What both arms gave, and whether that is enough."""
+    rates = {arm: _tokens_a_step([report for _, report in answered]) for arm, answered in found.items()}
+    seconds = {
+        arm: median(answer.token_times_s[-1] for answer, _ in answered) for arm, answered in found.items()
+    }
+    ratio = rates["shared"] / rates["full"]
+    return {
+        "passed": rates["full"] >= ENOUGH and ratio >= LEAST,
+        "tokens_a_step": rates,
+        "accepted_share_of_full": ratio,
+        "answer_s": seconds,
+        "answer_s_ratio": seconds["shared"] / seconds["full"],
+        "num_computed": {
+            arm: median(report.num_computed for _, report in answered) for arm, answered in found.items()
+        },
+    }
+
+
+def _tokens_a_step(reports: Sequence[FinishedReport]) -> float:
+    steps = sum(report.num_answer_steps for report in reports)
+    return sum(report.num_answer_tokens for report in reports) / max(1, steps)
