@@ -39,14 +39,15 @@ def compose(
     max_generation: int,
     allow_approximate: bool,
     may_move: bool = True,
+    gives_reasons: bool = True,
 ) -> Composition:
     """
     Cover `target` with copies from the candidates; what remains are the gaps that must be computed.
 
     `max_donors` limits the donors of approximate copies. The exact prefix may come from one donor more,
     because it costs no fidelity. With `may_move` False, KV is copied only to the positions it was computed
-    for. Where `segment_of` raises UnknownSegmentError, the donor is left out. Among equally good donors the
-    first in `candidates` wins.
+    for. Without `gives_reasons`, which take time, the composition has none. Where `segment_of` raises
+    UnknownSegmentError, the donor is left out. Among equally good donors the first in `candidates` wins.
     Shapes:  target (T,) int32; a `Target` where the same prompt is composed again, with the same `min_run`
     """
     if not isinstance(target, Target):
@@ -61,7 +62,7 @@ def compose(
         Donor(node, place, target.tokens, content, may_move=may_move)
         for place, (node, content) in enumerate(zip(candidates, contents, strict=True))
     ]
-    layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors)
+    layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors, gives_reasons=gives_reasons)
     sharing = layout.sharing(allow_approximate)
     best = layout.place_best_donor(sharing)
     layout.place_exact_prefix(preferred=best)
@@ -72,7 +73,15 @@ def compose(
 class _Layout:
     """The new prompt while it is being covered."""
 
-    def __init__(self, target: Target, donors: Sequence[Donor], *, may_move: bool, max_donors: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        donors: Sequence[Donor],
+        *,
+        may_move: bool,
+        max_donors: int,
+        gives_reasons: bool,
+    ) -> None:
         self._shared, self._target = target, target.tokens
         self._may_move = may_move
         self._donors = donors
@@ -80,7 +89,7 @@ class _Layout:
         self._exact_length = max((donor.exact_length for donor in donors), default=0)
         self._rest = Span(self._exact_length, len(self._target))
         self._min_run = target.min_run
-        self._max_donors = max_donors
+        self._max_donors, self._gives_reasons = max_donors, gives_reasons
         self._looks: dict[Donor, Look] = {}  # of the usable ones
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(self._target), dtype=np.bool_)
@@ -108,7 +117,7 @@ class _Layout:
             donor.pair, donor.places = self._pair(look), look.places
             if look.shares:
                 found.append(donor)
-            if look.shares or look.shares_before:
+            if look.shares or (self._gives_reasons and self._shares_before(donor, look)):
                 donor.reason = DonorReason.NOTHING_LEFT
         return found
 
@@ -124,7 +133,7 @@ class _Layout:
             if look is None:
                 new.append(donor)
             else:
-                self._looks[donor] = self._first_look(donor, look) if look.is_new else look
+                self._looks[donor] = self._first_look(look) if look.is_new else look
         if not new:
             return
         hashes = hashes_of_all([donor.visible for donor in new], self._min_run)
@@ -132,17 +141,19 @@ class _Layout:
         if len(rest) >= self._min_run:
             passing = CandidateKGrams(hashes).narrow(self._sieve([rest]))
         for donor, own, places in zip(new, hashes, passing, strict=True):
-            self._looks[donor] = look = self._first_look(donor, Look(donor.visible, own, places))
+            self._looks[donor] = look = self._first_look(Look(donor.visible, own, places))
             self._shared.keep(look, rest.start, may_move=may_move)
 
-    def _first_look(self, donor: Donor, look: Look) -> Look:
-        pair, known = self._pair(look), lambda: self._shared.sorted_hashes
-        look.shares = pair.has_common_run(look.places, known)
-        if not look.shares:
-            look.shares_before = donor.exact_length >= self._min_run or pair.has_common_run(
-                self._shared.anywhere.passing(look.hashes), known
-            )
+    def _first_look(self, look: Look) -> Look:
+        look.shares = self._pair(look).has_common_run(look.places, lambda: self._shared.sorted_hashes)
         return look
+
+    def _shares_before(self, donor: Donor, look: Look) -> bool:
+        """Whether a donor shares a run anywhere in the prompt."""
+        if donor.exact_length >= self._min_run:
+            return True
+        places = self._shared.anywhere.passing(look.hashes)
+        return self._pair(look).has_common_run(places, lambda: self._shared.sorted_hashes)
 
     def place_best_donor(self, donors: Sequence[Donor]) -> Donor | None:
         """
@@ -207,7 +218,7 @@ class _Layout:
             num_tokens=len(self._target),
             exact_length=self._exact_length,
             copies=merge_copies(self._copies, exact_length=self._exact_length),
-            reasons=tuple(donor.reason for donor in self._donors),
+            reasons=tuple(donor.reason for donor in self._donors) if self._gives_reasons else (),
         )
 
     def _admits(self, donor: Donor) -> bool:

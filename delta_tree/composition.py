@@ -5,16 +5,21 @@ These are values only; compose.py finds a good composition.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
+from typing import NamedTuple
 
 from delta_tree.node import NodeId, SegmentId
 from delta_tree.spans import Span, gaps
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`length` tokens of a segment, from `offset` on, copied to `target_start` of the new prompt."""
+class Copy(NamedTuple):
+    """
+    `length` tokens of a segment, from `offset` on, copied to `target_start` of the new prompt.
+
+    A tuple, as plans of long prompts make thousands: a frozen dataclass takes three times as long to make.
+    """
 
     donor: NodeId
     segment_id: SegmentId
@@ -76,7 +81,7 @@ class Composition:
     num_tokens: int
     exact_length: int
     copies: tuple[Copy, ...]
-    reasons: tuple[DonorReason, ...] = ()  # by candidate, for `kvshare explain`
+    reasons: tuple[DonorReason, ...] = ()  # by candidate, for `kvshare explain`; none where not asked for
 
     @property
     def gaps(self) -> tuple[Span, ...]:
@@ -103,9 +108,9 @@ class Composition:
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
     """Sorted copies; adjacent ones are joined, but not across `exact_length`."""
     merged: list[Copy] = []
-    for copy in sorted(copies, key=lambda copy: copy.target_start):
+    for copy in sorted(copies, key=attrgetter("target_start")):
         if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:
-            merged[-1] = replace(merged[-1], length=merged[-1].length + copy.length)
+            merged[-1] = merged[-1]._replace(length=merged[-1].length + copy.length)
         else:
             merged.append(copy)
     return tuple(merged)

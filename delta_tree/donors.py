@@ -7,6 +7,7 @@ One candidate for one new prompt: which of its tokens may be copied, and how goo
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,8 +32,8 @@ class Content:
     reason: DonorReason  # BELOW_MIN_RUN until more is known, or why nothing may be copied
     visible: Ids  # token ids; _HIDDEN where a token may not be copied
     exact_length: int  # leading tokens of the new prompt that this candidate holds exact KV for
-    starts: Sequence[int] = ()
-    pieces: Sequence[tuple[int, int, int, Segment]] = ()  # start in the prompt, offset, length, segment
+    rows: Sequence[tuple[int, SegmentId, int, int]] = ()  # of its pieces, see `PieceTable.rows`
+    segments: Sequence[Segment] = ()  # of its pieces
 
 
 def content_of(
@@ -63,8 +64,8 @@ def content_of(
         reason=DonorReason.GENERATION if is_all_hidden else DonorReason.BELOW_MIN_RUN,
         visible=visible,
         exact_length=common_prefix_length(visible[: node.exact_length], target),
-        starts=[row[0] for row in rows],
-        pieces=[(row[0], row[2], row[3], segment) for row, segment in zip(rows, segments, strict=True)],
+        rows=rows,
+        segments=segments,
     )
 
 
@@ -80,7 +81,17 @@ class Donor:
         self.places: Places = np.empty(0, dtype=np.int64)  # of k-grams that may occur in open stretches
         self._target = target
         self._may_move = may_move
-        self._starts, self._pieces = content.starts, content.pieces
+        self._content = content
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        return [row[0] for row in self._content.rows]
+
+    @cached_property
+    def _pieces(self) -> Sequence[tuple[int, int, int, Segment]]:
+        """Start in the prompt, offset, length, segment. Only made for donors of which something is used."""
+        rows = zip(self._content.rows, self._content.segments, strict=True)
+        return [(start, offset, length, segment) for (start, _, offset, length), segment in rows]
 
     @property
     def usable(self) -> bool:
@@ -122,14 +133,14 @@ class Donor:
         for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
             stop = min(run.source_end - start, length)
-            yield Copy(
-                donor=self.node.node_id,
-                segment_id=segment.segment_id,
-                offset=offset + skip,
-                length=stop - skip,
-                target_start=run.target + start + skip - run.source,
-                source_position=segment.first_position + offset + skip,
-                donor_start=start + skip,
+            yield Copy(  # by position: there are thousands, and names take as long again
+                self.node.node_id,
+                segment.segment_id,
+                offset + skip,
+                stop - skip,
+                run.target + start + skip - run.source,  # in the new prompt
+                segment.first_position + offset + skip,  # where it was computed
+                start + skip,  # in the donor
             )
 
     def _runs(self, spans: list[Span]) -> list[Match]:

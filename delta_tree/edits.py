@@ -7,6 +7,7 @@ These are values that check themselves; align.py finds good scripts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,9 +53,12 @@ class Edit:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """An equal stretch: `length` tokens at `source` in one prompt and at `target` in another."""
+class Match(NamedTuple):
+    """
+    An equal stretch: `length` tokens at `source` in one prompt and at `target` in another.
+
+    A tuple, as `Copy` is.
+    """
 
     source: int
     target: int

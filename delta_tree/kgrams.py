@@ -20,7 +20,8 @@ _WIDE_TOKEN, _WIDE_BASE = 0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15
 _TOKEN, _BASE, _LAST = np.uint32(0x9E3779B1), 0x85EBCA6B, np.uint32(0xC2B2AE35)
 _SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
 _BLOCK = 1 << 14  # k-grams hashed at once, so that the arrays fit into the processor's cache
-_SIEVED_AT_ONCE = 1 << 16  # hashes, for the same reason
+_SIEVED_AT_ONCE = 1 << 14  # hashes, for the same reason
+_LONG = 1 << 13  # k-grams of a candidate from which on joining it to the others takes longer than a call
 _SIEVE_BITS = 18  # 256 KiB: beside a 2,000-token prompt 1 foreign k-gram in 80,000 passes
 _MAX_SIEVE_BITS = 22
 _SLOTS_PER_HASH = 16
@@ -95,13 +96,20 @@ class Sieve:
         asked = hashes if among is None else hashes[among]
         found: list[Places] = []
         for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
-            block = asked[start : start + _SIEVED_AT_ONCE]
-            passed = np.flatnonzero(self._present[low_slots(block, self._bits)])
-            for factor in self._factors:
-                passed = passed[self._present[self._high_slots(block[passed], factor)]]
-            found.append(passed + start)
+            found.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
         places = found[0] if len(found) == 1 else np.concatenate(found)
         return places if among is None else among[places]
+
+    def _passing(self, hashes: Hashes) -> Places:
+        passes = self._present.take(low_slots(hashes, self._bits))
+        if 2 * np.count_nonzero(passes) > len(hashes):  # of a near-duplicate: selecting takes longer then
+            for factor in self._factors:
+                passes &= self._present.take(self._high_slots(hashes, factor))
+            return np.flatnonzero(passes)
+        passed = np.flatnonzero(passes)
+        for factor in self._factors:
+            passed = passed[self._present.take(self._high_slots(hashes.take(passed), factor))]
+        return passed
 
     def _high_slots(self, hashes: Hashes, factor: np.uint32) -> npt.NDArray[np.intp]:
         return ((hashes * factor) >> np.uint32(32 - self._bits)).astype(np.intp)
@@ -123,14 +131,18 @@ def hashes_of_all(prompts: Sequence[Ids], k: int) -> list[Hashes]:
 
 class CandidateKGrams:
     """
-    The hashes of all candidates' k-grams in one array.
+    The hashes of all candidates' k-grams, those of short ones in one array.
 
     So a filter is a few numpy calls in all and not a few for each candidate: for prompts of some hundred
-    tokens the calls cost more than the computation.
+    tokens the calls cost more than the computation. For long ones the array would.
     """
 
     def __init__(self, hashes: Sequence[Hashes], places: Sequence[Places] | None = None) -> None:
         """`places`: by prompt, those that may pass; all by default."""
+        self._separate = [*hashes] if hashes and min(map(len, hashes)) >= _LONG else None
+        if self._separate is not None:
+            self._places: list[Places | None] = [None] * len(hashes) if places is None else [*places]
+            return
         self._joined = np.concatenate([*hashes, np.empty(0, dtype=np.uint32)])
         lengths = np.array([len(each) for each in hashes], dtype=np.int64)
         ends = np.cumsum(lengths)
@@ -147,6 +159,12 @@ class CandidateKGrams:
 
         The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
         """
+        if self._separate is not None:
+            found = [
+                sieve.passing(own, places) for own, places in zip(self._separate, self._places, strict=True)
+            ]
+            self._places = [*found]
+            return found
         self._passing = places = sieve.passing(self._joined, self._passing)
         cuts = places.searchsorted(self._bounds).tolist()
         starts = self._bounds[:, 0].tolist()

@@ -26,7 +26,6 @@ class Look:
     hashes: Hashes
     places: Places  # of k-grams that may occur in these positions
     shares: bool = False  # whether a k-gram does
-    shares_before: bool = False  # if none does: whether one occurs anywhere in the prompt
     is_new: bool = True  # whether `shares` is still to be found
     in_order: list[Match] | None = None  # the runs of an alignment, once it was made
 

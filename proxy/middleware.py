@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 import uuid
@@ -20,6 +21,7 @@ from proxy.errors import HttpError, speaks_anthropic, to_reply
 from proxy.request_log import log_failure, log_request
 from proxy.request_record import RECORD, RequestFailure, RequestRecord
 from proxy.trace_context import TraceContext
+from proxy.tracing import RequestSpan
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,7 +37,7 @@ _MAX_COMPARED = 100  # characters of a path
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer in any case, then count and log the request."""
+    """Answer in any case, then count and log the request, once its answer was handed to the socket."""
     server = request.app[SERVER]
     unique_id, given = uuid.uuid4().hex, request.headers.get("X-Request-Id", "")
     request_id = given if _REQUEST_ID.fullmatch(given) else unique_id
@@ -50,16 +52,23 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = CLIENT_CLOSED if record.answer.disconnected else response.status
         return response
     finally:
-        endpoint = _endpoint(request)
-        server.metrics.count(record, endpoint=endpoint, status=status)
-        if record.admission.is_counted:
-            server.usage.count(record, status)
-        if record.preparation.mode is not None:
-            server.history.end(record, endpoint, status)
-            server.activity.count(record, status)
-        log_request(record, endpoint, status, request.remote or "-")
-        if span is not None:
-            span.end(record, endpoint, status)
+        # aiohttp writes an answer that is not streamed when this has returned. What is called soon runs after
+        # that, and before anything that a client sends next is read.
+        asyncio.get_running_loop().call_soon(_note, server, request, status, span)
+
+
+def _note(server: ServerContext, request: web.Request, status: int, span: RequestSpan | None) -> None:
+    """Count and log a request that is over."""
+    endpoint, record = _endpoint(request), request[RECORD]
+    server.metrics.count(record, endpoint=endpoint, status=status)
+    if record.admission.is_counted:
+        server.usage.count(record, status)
+    if record.preparation.mode is not None:
+        server.history.end(record, endpoint, status)
+        server.activity.count(record, status)
+    log_request(record, endpoint, status, request.remote or "-")
+    if span is not None:
+        span.end(record, endpoint, status)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -13,7 +13,7 @@ docs/architecture.md names the writer of each field. No prompt text and no token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -162,6 +162,8 @@ def merged(reports: Iterable[SharingReport]) -> SharingReport:
     approximate plans; if there is none, the worst of those that were refused.
     """
     reports = list(reports)
+    if len(reports) == 1:  # nearly every request has one prompt, and asks for this several times
+        return replace(reports[0], donors=(), first_difference=None)
     decisions = {report.decision for report in reports}
     return SharingReport(
         num_exact=sum(report.num_exact for report in reports),

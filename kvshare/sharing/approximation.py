@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import filterfalse
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from delta_tree import (
     Composition,
@@ -35,6 +35,14 @@ from kvshare.sharing.risk import bound_of_inherited
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
 _DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # repaired tokens per stale token
+
+
+class _Outline(NamedTuple):
+    """A plan without its copies. Most of a plan's time is theirs, so only those are made that may be used."""
+
+    rule: RepairRule | Literal["none"]
+    plan: Plan
+    least_s: float  # it takes at least as long, estimated
 
 
 class Approximation:
@@ -62,6 +70,7 @@ class Approximation:
         self._common = {
             donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
+        self._gaps = uncovered((*self._exact, *self._foreign), size)
         self._known = placed(self._foreign)
         self._generations = {
             segment: segment_of(segment).generation
@@ -84,18 +93,37 @@ class Approximation:
         full, and carries nothing to later ones.
         """
         if self._shape is None:
-            return self._plan("none", Repairs(()))
+            return self._whole(self._outline("none", Repairs(())))
+        outlines = self._outlines(self._shape)
+        found: dict[int, Plan] = {}  # by place in `outlines`
+        fastest: int | None = None
+        for place in sorted(range(len(outlines)), key=lambda place: outlines[place].least_s):
+            if fastest is not None and outlines[place].least_s > found[fastest].estimate.shared_s:
+                break
+            found[place] = plan = self._whole(outlines[place])
+            if plan.num_copied and _bound(plan) <= self._max_deviation:
+                fastest = (
+                    place
+                    if fastest is None
+                    else min(fastest, place, key=lambda each: (found[each].estimate.shared_s, each))
+                )
+        if fastest is not None:
+            return found[fastest]
+        return self._otherwise([found[place] for place in range(len(outlines))])
+
+    def _outlines(self, shape: Shape) -> list[_Outline]:
         widened: Sequence[float] = _WIDENED
         if self._chooses:
             widened = () if self._settings.rule == "attention" else _WIDENED[:1]
         found = [self._by_place(factor) for factor in widened]
-        if self._chooses:
-            found.append(self._chosen(self._shape))
-        if fitting := [plan for plan in found if plan.num_copied and _bound(plan) <= self._max_deviation]:
-            return min(fitting, key=lambda plan: plan.estimate.shared_s)
+        return [*found, self._chosen(shape)] if self._chooses else found
+
+    def _otherwise(self, found: Sequence[Plan]) -> Plan:
+        """Where none of all these plans is within the limit."""
         if self._settled and not self._should_renew(found):
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
-            return replace(self._plan("none", without_moved), reason=Reason.DEVIATES_TOO_MUCH)
+            plan = self._whole(self._outline("none", without_moved))
+            return replace(plan, reason=Reason.DEVIATES_TOO_MUCH)
         return min(found, key=lambda plan: plan.deviation)
 
     def _should_renew(self, found: Sequence[Plan]) -> bool:
@@ -124,19 +152,19 @@ class Approximation:
             common=self._common,
         )
 
-    def _by_place(self, widened: float) -> Plan:
+    def _by_place(self, widened: float) -> _Outline:
         spans = repairs_by_place(self._moved, num_tokens=self._size, settings=self._settings, widened=widened)
-        return self._plan("windows", Repairs(spans))
+        return self._outline("windows", Repairs(spans))
 
-    def _chosen(self, shape: Shape) -> Plan:
-        """The plan with the smallest dose within the limit, or with the largest dose."""
+    def _chosen(self, shape: Shape) -> _Outline:
+        """That with the smallest dose within the limit, or with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
         fitting = (dose for dose in doses if self._bound("attention", dose) <= allowed)
         repairs = repairs_to_choose(
             self._moved, num_tokens=self._size, wanted=next(fitting, doses[-1]), settings=self._settings
         )
-        return self._plan("attention", repairs)
+        return self._outline("attention", repairs)
 
     def _expected(self, rule: RepairRule, repaired: float) -> float:
         """Expected KL in nats that this plan adds, as if all donors were exact."""
@@ -153,23 +181,33 @@ class Approximation:
     def _bound_of(self, inherited: float) -> float:
         return bound_of_inherited(inherited, self._max_risk)
 
-    def _plan(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> Plan:
-        size, settings = self._size, self._settings
+    def _outline(self, rule: RepairRule | Literal["none"], repairs: Repairs) -> _Outline:
         spans = merge([*repairs.spans, *self._tail])
-        copied = without(self._foreign, spans)
-        copies = (*self._exact, *copied)
         plan = Plan(
-            num_tokens=size,
+            num_tokens=self._size,
             exact_length=self._exact_length,
-            copies=copies,
-            placeholders=uncovered(copies, size),
+            copies=(),
+            placeholders=merge([*self._gaps, *spans]),
             repairs=spans,
-            generation=max(map(self._generation_after, copied), default=0),
-            estimate=Estimate(0.0, 0.0),  # set below, as it depends on what the plan computes
+            generation=0,
+            estimate=Estimate(0.0, 0.0),
             order=repairs.order,
         )
+        work = plan.work(num_extra_passes=self._rates.num_extra_passes)
+        return _Outline(rule, plan, self._rates.least(self._size, work).shared_s)
+
+    def _whole(self, outline: _Outline) -> Plan:
+        """The plan with its copies, estimate and prediction."""
+        size, settings, rates, rule = self._size, self._settings, self._rates, outline.rule
+        spans = outline.plan.repairs
+        copied = without(self._foreign, spans)
+        plan = replace(
+            outline.plan,
+            copies=(*self._exact, *copied),
+            generation=max(map(self._generation_after, copied), default=0),
+        )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
-        repaired, rates = plan.num_repaired - in_tail, self._rates
+        repaired = plan.num_repaired - in_tail
         work = plan.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
         inherited = self._inherited(copied)
         return replace(

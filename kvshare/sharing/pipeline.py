@@ -63,24 +63,21 @@ class Sharing:
         """
         `owns_index`: no other server writes to the index, so entries that the tree does not have are removed.
         `executor`: where plans are made; by default one thread, and a second one for long prompts.
-        `writer`: where uses are recorded; by default where plans are made.
+        `writer`: where uses are recorded; by default where plans are made. Also where what new rates mean
+        for lookups is found; by default on the way of a request.
         """
         self.keeper = keeper
-        self.tree = keeper.tree
-        self.tier = keeper.tier
-        self.telemetry = keeper.telemetry
+        self.tree, self.tier, self.telemetry = keeper.tree, keeper.tier, keeper.telemetry
         self.nominator = nominator
         nominator.on_embedded = cost.observe_embedding
         self.indexing = Indexing(keeper, nominator)
         self._limits = limits
         self.cost = cost
         self._owns_index = owns_index
-        self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-plan")
-        self._long_executor = executor or ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="kvshare-plan-long"
-        )
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="kvshare-plan")
+        self._long_executor = executor or ThreadPoolExecutor(1, thread_name_prefix="kvshare-plan-long")
         self._writer = writer or self._executor
-        self._worth = Worth(cost)
+        self._worth = Worth(cost, later=None if writer is None else partial(_submit, writer))
         self.fetching = Fetching(keeper.tier, cost, keeper.telemetry)
 
     @property
@@ -159,12 +156,7 @@ class Sharing:
 
         Runs in the writer's thread; the request does not wait for it. Never raises.
         """
-        if lookup.namespace:  # it was looked up
-            with suppress(RuntimeError):  # the server stops and the writer is closed
-                return self._writer.submit(self._note_use, lookup)
-        nothing: Future[None] = Future()
-        nothing.set_result(None)
-        return nothing
+        return _submit(self._writer, partial(self._note_use, lookup) if lookup.namespace else None)
 
     def _note_use(self, lookup: Lookup) -> None:
         self._worth.learn(lookup)
@@ -298,3 +290,11 @@ class Sharing:
                 continue
             nodes.append(node)
         return nodes
+
+
+def _submit(writer: Executor, work: Callable[[], None] | None) -> Future[None]:
+    nothing: Future[None] = Future()
+    nothing.set_result(None)
+    with suppress(RuntimeError):  # the server stops and the writer is closed
+        return nothing if work is None else writer.submit(work)
+    return nothing

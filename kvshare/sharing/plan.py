@@ -164,8 +164,9 @@ class Plan:
     @property
     def first_approximate(self) -> int:
         """Position of the first approximate KV; num_tokens if all is exact."""
-        starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
-        first = min(starts, default=self.num_tokens)
+        first = self.exact_length
+        for span in self.placeholders:  # what none of them covers is copied
+            first = max(first, span.end) if span.start <= first else first
         return first if self.exact_until is None else min(first, self.exact_until)
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:
@@ -238,9 +239,7 @@ def clip(copy: Copy, span: Span) -> Copy | None:
     if length == copy.length:
         return copy
     ahead = start - target_start
-    return Copy(
-        donor=copy.donor,
-        segment_id=copy.segment_id,
+    return copy._replace(
         offset=copy.offset + ahead,
         length=length,
         target_start=start,

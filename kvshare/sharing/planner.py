@@ -90,6 +90,7 @@ class _Search:
             min_run=self._limits.sharing.min_run,
             max_generation=self._limits.policy.max_generation,
             allow_approximate=self._approximate,
+            gives_reasons=False,
         )
 
     def _first_composition(self, donors: Sequence[Node]) -> Composition:

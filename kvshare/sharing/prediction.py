@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isfinite
 from operator import attrgetter
 from typing import Any, Self
@@ -171,8 +172,9 @@ class Calibration:
 
     def typical(self, values: Vector) -> NDArray[np.float64]:
         """The median KL of such plans. Shapes: (..., F) -> (...)"""
-        inside = np.clip(values, self.low, self.high)
-        weights = np.array(self.weights) + np.array(self.with_repairs) * inside[..., -1:]
+        weights, with_repairs, low, high = _columns(self.weights, self.with_repairs, self.low, self.high)
+        inside = np.minimum(np.maximum(values, low), high)
+        weights = weights + with_repairs * inside[..., -1:]
         found: NDArray[np.float64] = 10 ** (self.intercept + (inside * weights).sum(axis=-1))
         return found
 
@@ -222,6 +224,12 @@ class Calibration:
             return found
         except (KeyError, TypeError, ValueError) as exc:
             raise ValueError(f"not a calibration: {type(exc).__name__}: {exc}") from exc
+
+
+@lru_cache(maxsize=64)  # a model has one of each rule, a lab some more
+def _columns(*columns: tuple[float, ...]) -> Vector:
+    """(C, F) the columns as one array."""
+    return np.array(columns)
 
 
 def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:

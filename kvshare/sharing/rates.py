@@ -187,6 +187,10 @@ class Rates:
         load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.load_s(work.num_on_disk, place=DISK)
         return self._compare(num_tokens, work, load_s)
 
+    def least(self, num_tokens: int, work: PrefillWork) -> Estimate:
+        """The same if all that is reused comes from the fastest place; `estimate` never gives less."""
+        return self._compare(num_tokens, work, self.least_load_s(work.num_reused))
+
     def _compare(self, num_tokens: int, work: PrefillWork, load_s: float) -> Estimate:
         compute_s = self.seconds(work)
         shared_s = compute_s + self.queue.wait_for(load_s)

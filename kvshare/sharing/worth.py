@@ -52,8 +52,11 @@ class _Shortest(NamedTuple):
 class Worth:
     """Asked by the steps of sharing for one request. Thread-safe."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
+    def __init__(
+        self, cost: CostModel, *, later: Callable[[Callable[[], None]], object] | None = None
+    ) -> None:
+        """`later`: has a call made elsewhere; then no request waits until changed rates are worked out."""
+        self._cost, self._later = cost, later
         self._known: _Shortest | None = None  # computed once for the same rates
         # Of prompts of so many bits' length: how likely a search finds what a plan copies from.
         self._chances: dict[tuple[str, int], float] = {}
@@ -87,14 +90,26 @@ class Worth:
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
         rates, threshold, known = self._cost.rates, limits.threshold, self._known
-        if known is None or known.rates is not rates or known.threshold is not threshold:
-            hopeful = self._cost.hopeful()
-            found = (
-                hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
-                for computed in (0.0, _FEW_CHANGES)
-            )
-            lengths = (math.inf if length is None else length for length in found)
-            known = self._known = _Shortest(rates, threshold, *lengths)
+        if known is None or known.threshold is not threshold:
+            return self._found_shortest(rates, threshold)
+        if known.rates is not rates:
+            if self._later is None:
+                return self._found_shortest(rates, threshold)
+            self._known = known._replace(rates=rates)  # so that no other request asks for it
+            self._later(lambda: self._refresh(threshold))
+        return self._known or known
+
+    def _refresh(self, threshold: MinSaved) -> None:
+        self._found_shortest(self._cost.rates, threshold)
+
+    def _found_shortest(self, rates: Rates, threshold: MinSaved) -> _Shortest:
+        hopeful = self._cost.hopeful()
+        found = (
+            hopeful.break_even(computed=computed, threshold=threshold, with_lookup=True)
+            for computed in (0.0, _FEW_CHANGES)
+        )
+        lengths = (math.inf if length is None else length for length in found)
+        self._known = known = _Shortest(rates, threshold, *lengths)
         return known
 
     def search(self, num_tokens: int, limits: PlannerLimits) -> Search:

@@ -16,14 +16,15 @@ def ids(values: list[int]) -> TokenIds:
     return np.array(values, dtype=np.int32)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 2**16])
+@pytest.mark.parametrize(("at_once", "long"), [(1, 2**13), (2, 2**13), (2**16, 2**13), (2, 1)])
 @given(prompts, st.lists(st.integers(0, 2), max_size=20), st.integers(1, 6))
 def test_filtering_together_equals_filtering_each_alone(
-    at_once: int, stored: list[list[int]], target: list[int], k: int
+    at_once: int, long: int, stored: list[list[int]], target: list[int], k: int
 ) -> None:
     """Hashes and passing places are those of the prompt alone; no k-gram reaches into the next prompt."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SIEVED_AT_ONCE", at_once)
+        patch.setattr(module, "_LONG", long)  # long candidates are not joined
         check_candidates(stored, target, k)
 
 

@@ -1,5 +1,7 @@
 """Which copies a prompt is composed of, by examples."""
 
+from dataclasses import replace
+
 import pytest
 
 from delta_tree import (
@@ -8,6 +10,7 @@ from delta_tree import (
     Piece,
     PieceTable,
     Span,
+    compose,
     token_ids,
 )
 from tests.delta_tree.fake_prompts import NAMESPACE
@@ -188,3 +191,26 @@ def test_min_run_of_a_composition_must_be_positive() -> None:
     """A run of no tokens is no run."""
     with pytest.raises(ValueError, match="min_run"):
         StoredPrompts().compose([1], min_run=0)
+
+
+def test_without_reasons_a_composition_is_the_same() -> None:
+    """Only what they take is saved."""
+    prompts = StoredPrompts()
+    for start in (0, 40, 70):
+        prompts.add(list(range(start, start + 60)))
+    target = token_ids([*range(20, 100), *range(500, 520)])
+    told, untold = (
+        compose(
+            target,
+            prompts.nodes,
+            prompts.segments.__getitem__,
+            min_run=8,
+            max_donors=2,
+            max_generation=1,
+            allow_approximate=True,
+            gives_reasons=gives_reasons,
+        )
+        for gives_reasons in (True, False)
+    )
+    assert told.copies
+    assert untold == replace(told, reasons=())

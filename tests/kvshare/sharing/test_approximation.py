@@ -1,6 +1,7 @@
 """Which of a composition's approximate plans is used: repairs, doses, donors."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,9 +13,21 @@ from delta_tree import (
 from kvshare.sharing.calibration import cautious
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.planner import make_plan
 from kvshare.sharing.prediction import FEATURES, Calibration
+from kvshare.sharing.rates import BLOCKS, MEMORY, Estimate, LoadRate, Queue, Rates
 from kvshare.sharing.risk import REGIMES
-from tests.kvshare.sharing.judged_plans import LIMIT, SETTINGS, TOKENS, certified, judged, limits, planned
+from tests.kvshare.sharing.judged_plans import (
+    EDITED,
+    LIMIT,
+    RATES,
+    SETTINGS,
+    TOKENS,
+    certified,
+    judged,
+    limits,
+    planned,
+)
 from tests.kvshare.sharing.prompts import prompt, replaced, stored
 
 
@@ -27,6 +40,26 @@ def test_windows_where_they_are_enough(tree: DeltaTree) -> None:
     assert plan.prediction.rule == "windows"
     assert plan.prediction.repaired == 2 * SETTINGS.repair.edit_window
     assert plan.deviation == pytest.approx(LIMIT / 2)
+
+
+@pytest.mark.parametrize("block_s", [1e-12, 1e-9, 1e-3])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_plans_that_were_not_made_would_not_have_been_used(
+    tree: DeltaTree, monkeypatch: pytest.MonkeyPatch, in_blocks: bool, block_s: float
+) -> None:
+    """Whether each is the fastest follows from its outline, wherever its KV lies."""
+    node = stored(tree, TOKENS)
+    held = node.pieces.segment_ids if in_blocks else frozenset()
+    loads = {MEMORY: LoadRate(0.001, 1e-6), BLOCKS: LoadRate(0.0, block_s)}
+    rates = replace(RATES, loads=loads, queue=Queue(in_blocks=held), num_extra_passes=1, pass_s=0.01)
+    for nats in (0.1, 0.5, 2.0, 8.0):
+        given = limits(judged(LIMIT * 0.9), judged(LIMIT * nats, 0.5))
+        make = partial(make_plan, EDITED, [node], tree.segment, approximate=True, limits=given, rates=rates)
+        plan = make()
+        with monkeypatch.context() as patch:
+            # What nothing undercuts: all are made.
+            patch.setattr(Rates, "least", lambda *_: Estimate(0.0, -1.0))
+            assert make() == plan
 
 
 def test_the_smallest_choice_that_is_expected_to_do(tree: DeltaTree) -> None:
