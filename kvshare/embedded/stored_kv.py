@@ -7,17 +7,23 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from delta_tree import DeltaTree, Segment, SegmentId
+from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import MemoryTier
 from kvshare.metadata import open_emptied_tree, open_stored_tree
 from kvshare.runtime import Forgotten
-from kvshare.settings import StoreSettings
+from kvshare.settings import SharedTierSettings, StoreSettings
 from kvshare.sharing.memory_keeper import MemoryKeeper
 from kvshare.tiers import KV_FOLDER
+from kvshare.tiers.disk_and_shared import DiskAndShared
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.files import Files
 from kvshare.tiers.kv_object import ObjectForm
+from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.shared_prompts import PromptExchange
+from kvshare.tiers.shared_start import open_shared_tier
+from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.tier_stack import TierStack
 
 log = logging.getLogger(__name__)
@@ -25,7 +31,7 @@ log = logging.getLogger(__name__)
 
 class StoredKV:
     """
-    The store of one model. Both methods block, and are called once, in this order.
+    The store of one model. `open_tree` and `new_keeper` block, and are called once, in this order.
 
     `parts`: all on which it depends whether KV may be used, next to the layout; with other parts it is
     deleted.
@@ -40,19 +46,27 @@ class StoredKV:
         identity: str,
         parts: Sequence[str],
         files: Files | None = None,
+        shared_tier: SharedTierSettings | None = None,
     ) -> None:
-        """`layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored."""
+        """
+        `layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored.
+
+        Raises:  ConfigError, MissingExtraError if the shared store cannot be used as it is set up
+        """
         self._files = files
         self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
         self._identity, self._parts = identity, parts
         self._disk: DiskTier | None = None
+        self.shared_prompts: SharedPrompts | None = None  # once there is a keeper
+        self._shared: SharedTier | None = None
+        if layout is not None and shared_tier is not None and shared_tier.url is not None:
+            self._shared = open_shared_tier(shared_tier, ObjectForm.of(layout, parts))
 
     @property
-    def uses_disk(self) -> bool:
-        """Whether KV is written to disk, if that is possible."""
-        return (
-            self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
-        )
+    def reads_below(self) -> bool:
+        """Whether KV may be read from disk, or from a shared store."""
+        has_disk = self._settings.path is not None and self._settings.max_disk_bytes > 0
+        return self._layout is not None and (has_disk or self._shared is not None)
 
     def open_tree(self) -> tuple[DeltaTree, Forgotten]:
         """
@@ -90,10 +104,16 @@ class StoredKV:
         return tree, forgotten
 
     def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
-        """A keeper over memory, and over the disk if it can be used."""
-        kv_bytes = self._settings.kv_bytes
-        if self._disk is None:
+        """A keeper over memory, and over the disk and the shared store as far as they can be used."""
+        kv_bytes, rate = self._settings.kv_bytes, self._settings.disk_write_bytes_per_s
+        below: LowerTier | None = self._shared if self._disk is None else self._disk
+        if below is None:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
-        rate = self._settings.disk_write_bytes_per_s
-        stack = TierStack(kv_bytes, self._disk, write_bytes_per_s=rate)
-        return MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
+        if self._disk is not None and self._shared is not None:
+            below = DiskAndShared(self._disk, self._shared)
+        stack = TierStack(kv_bytes, below, write_bytes_per_s=rate)
+        keeper = MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
+        if self._shared is not None:
+            exchange = PromptExchange(self._shared.store)
+            self.shared_prompts = SharedPrompts(exchange, self._shared, keeper, below=below)
+        return keeper

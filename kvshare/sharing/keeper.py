@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from delta_tree import (
     Node,
     NodeDraft,
     NodeId,
+    SegmentId,
     TokenIds,
 )
 from kvshare.admin import Command, CommandResult, EvictionDocument, PinDocument, PinnedBytes
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # at a prompt that could not be read: a disk that hangs must not keep others from being stored
 
 TierT = TypeVar("TierT", bound=Tier)
+OnPurge = Callable[[Sequence[tuple[str, int]], Collection[SegmentId]], None]
 
 
 class PromptKeeper(Generic[TierT]):
@@ -57,6 +59,8 @@ class PromptKeeper(Generic[TierT]):
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
         self._num_unstored = 0  # prompts, since the store failed
+        # Called with what an administrator evicts, while its segments are still known.
+        self.on_purge: OnPurge = lambda removed, freed: None
 
     def note_use(self, plan: Plan) -> None:
         """
@@ -91,9 +95,17 @@ class PromptKeeper(Generic[TierT]):
             if result.to_pin:
                 check_pins(self.tree, result.to_pin, self._budgets())
                 self.tree.pin(*result.to_pin)
+            self.on_purge(result.removed_nodes, result.freed_segments)
             self.tier.drop(result.freed_segments)
         self._evicted.extend(result.removed_nodes)
         return result.document
+
+    def revoke(self, node_id: NodeId) -> None:
+        """Evict a prompt that an administrator of another server has deleted, pinned or not. Blocks."""
+        with self._writing:
+            if (node := self.tree.get(node_id)) is not None:
+                self.tree.unpin(node_id)
+                self._evict(node)
 
     def pins(self) -> PinnedBytes:
         """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""

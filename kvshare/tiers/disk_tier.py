@@ -16,7 +16,7 @@ import logging
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from kvshare.tiers.kv_object import (
     claimed,
     write_object,
 )
+from kvshare.tiers.lower_tier import BusyError, LowerTier
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,11 @@ FORM_NAME = re.compile(r"[0-9a-f]{16}")
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
 
 
-class BusyError(Exception):
-    """An object cannot be read now; it may be whole."""
-
-
 class DiskTier:
-    """`keep_free_bytes`: nothing is written with less of the disk free. Thread-safe."""
+    """A `LowerTier`. `keep_free_bytes`: nothing is written with less of the disk free. Thread-safe."""
+
+    name = "disk"
+    problem = None
 
     def __init__(
         self,
@@ -118,6 +118,10 @@ class DiskTier:
         self._garbage.extend(self._path(segment_id) for segment_id in self._found)
         self._found.clear()
 
+    @property
+    def parts(self) -> Sequence[LowerTier]:
+        return (self,)
+
     def ids(self) -> list[SegmentId]:
         with self._lock:
             return list(self._objects)
@@ -127,6 +131,10 @@ class DiskTier:
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._objects
+
+    def takes(self, segment: Segment) -> bool:
+        """All of them."""
+        return True
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """
@@ -201,6 +209,9 @@ class DiskTier:
         if path is not None:
             self._delete(path)
         return path is not None
+
+    def close(self) -> None:
+        """No file is open between calls."""
 
     @property
     def is_swept(self) -> bool:
