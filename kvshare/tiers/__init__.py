@@ -4,6 +4,7 @@ KV that outlives memory and the process: tiers below host memory, behind the int
     lower_tier.py    what memory asks of a tier below it
     files.py         what the disk is asked for; where tests put faults
     kv_object.py     the format: one segment as one immutable, self-describing file with checks
+    object_index.py  what the objects of a folder say of themselves, for a start of vLLM
     disk_tier.py     objects in one folder, within a budget
     write_problem.py why nothing is written now, once in the log
     write_behind.py  a thread that writes what requests have stored, next to them and with bounded bandwidth
@@ -24,4 +25,7 @@ counts after a start only where both are there, its row in the tree and all its 
 from typing import Final
 
 KV_FOLDER: Final = "kv"
-"""Of the objects, in the folder of the store."""
+"""Of the embedded engine's objects, in the folder of the store."""
+
+VLLM_KV_FOLDER: Final = "vllm-kv"
+"""Of the objects of a vLLM, in the folder that it is given, which may be that of a store."""

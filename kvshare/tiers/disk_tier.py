@@ -3,6 +3,7 @@ Segments as files in one folder, within a budget of bytes.
 
     <folder>/<fingerprint>/<2 digits>/<16 digits of the segment id>.kv    an object, see `kv_object.py`
     ...                                                    .kv.tmp        one that is being written
+    <folder>/<fingerprint>/index                           what they say of themselves, see `object_index.py`
 
 The folder of another fingerprint is of another model, tokenizer, dtype or calibration: it is never read, and
 is deleted. `open`, `write`, `read` and `sweep` wait for the disk; the other methods look at
@@ -35,6 +36,7 @@ from kvshare.tiers.kv_object import (
     write_object,
 )
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.object_index import delete_index, read_index, write_index
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +102,26 @@ class DiskTier:
 
     def described(self) -> list[Segment]:
         """What the files of the start say they are, which is checked when they are read. `adopt` follows."""
-        found = []
+        indexed, found = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
-            with suppress(ObjectError, OSError):
-                segment, fingerprint = claimed(self._files, self._path(segment_id))
-                is_ours = segment.segment_id == segment_id and fingerprint == self.form.fingerprint
-                if is_ours and _may_hold(num_bytes, segment):
-                    found.append(segment)
+            segment = indexed.get(segment_id) or self._claimed(segment_id)
+            if segment is not None and _may_hold(num_bytes, segment):
+                found.append(segment)
         return found
+
+    def save_index(self) -> None:
+        """What `described` reads at the next start. One that cannot be written costs that start some time."""
+        with self._lock:
+            held = list(self._objects.values())
+        with suppress(OSError):
+            write_index(self._files, self._folder, held)
+
+    def _claimed(self, segment_id: SegmentId) -> Segment | None:
+        with suppress(ObjectError, OSError):
+            segment, fingerprint = claimed(self._files, self._path(segment_id))
+            if segment.segment_id == segment_id and fingerprint == self.form.fingerprint:
+                return segment
+        return None
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Hold those of the files of the start that belong to these segments; the others are deleted."""
@@ -225,6 +239,7 @@ class DiskTier:
     def _of_other_models(self) -> Iterator[Path]:
         for folder in self._foreign:
             yield from object_files(folder, self._files)
+            delete_index(self._files, folder)
             remove_empty(self._files, folder)
 
     def _check(self, header: Header, segment: Segment) -> None:

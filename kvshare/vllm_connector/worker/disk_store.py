@@ -137,6 +137,7 @@ class DiskStore(SegmentStore):
         """Write what is due, for some seconds, and stop."""
         self._writer.close(within_s=_FLUSH_S)
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self.disk.save_index()
         self._unlock()
         if self._due:
             log.warning("kvshare: %d segments of KV were not written to disk, and are lost", len(self._due))
