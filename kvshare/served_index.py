@@ -19,7 +19,7 @@ from kvshare.extras import how_to_install, missing_modules
 from kvshare.parts import PartReading, ServedPart
 from kvshare.settings import IndexSettings, StoreSettings
 from kvshare.status import IndexStatus
-from kvshare.tiers import KV_FOLDER
+from kvshare.tiers import KV_FOLDER, VLLM_KV_FOLDER
 from vector_index import (
     DiskSpace,
     EmbedderError,
@@ -233,8 +233,8 @@ def _bytes_below(folder: Path) -> int:
     """The bytes on disk of a folder's files, which may be sparse, or deleted meanwhile; without KV."""
     num_blocks = 0
     for parent, folders, names in os.walk(folder):
-        if KV_FOLDER in folders:
-            folders.remove(KV_FOLDER)  # its tier counts it, and there may be very many files
+        # Their tiers count them, and there may be very many files.
+        folders[:] = [each for each in folders if each not in {KV_FOLDER, VLLM_KV_FOLDER}]
         for name in names:
             with suppress(OSError):
                 num_blocks += os.lstat(os.path.join(parent, name)).st_blocks

@@ -81,6 +81,11 @@ class Tenants:
     def use_limits(self, max_bytes: MaxBytes) -> None:
         self._max_bytes = max_bytes
 
+    def note_named(self, namespace: str, owner: NamespaceOwner) -> None:
+        """Another server knows whose this namespace is."""
+        with self._lock:
+            self._owners.setdefault(namespace, owner)
+
     def max_bytes(self, tenant: str) -> int | None:
         return self._max_bytes(tenant)
 

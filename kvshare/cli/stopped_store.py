@@ -42,15 +42,23 @@ class StoppedStore:
         return self._ask(checked(StatsQuestion, {"namespace": namespace, "tenant": tenant}))
 
     def tiers(self) -> Document:
-        """What is on disk. What a server counts is not known without one."""
-        with opened(self._file, read_only=True):
-            sizes = StoredFiles(self._folder).sizes()
-        on_disk = {"num_segments": len(sizes), "num_bytes": sum(sizes.values())}
-        return {"tiers": [{**dict.fromkeys(TierDocument.__annotations__), "name": "disk", **on_disk}]}
+        """What is on disk, also of a vLLM. What a server counts is not known without one."""
+        of_vllm = StoredFiles.of_vllm(self._folder)
+        places = [("disk of vLLM", each) for each in of_vllm]
+        if not of_vllm or self._file.exists():
+            with opened(self._file, read_only=True):
+                places.insert(0, ("disk", StoredFiles(self._folder)))
+        rows = []
+        for name, stored in places:
+            sizes = stored.sizes()
+            on_disk = {"num_segments": len(sizes), "num_bytes": sum(sizes.values())}
+            rows.append({**dict.fromkeys(TierDocument.__annotations__), "name": name, **on_disk})
+        return {"tiers": rows}
 
     def verify(self) -> VerifiedStore:
         """Reads all KV on disk; a server may run meanwhile."""
-        return StoredFiles(self._folder).verified()
+        of_vllm = (each.verified() for each in StoredFiles.of_vllm(self._folder))
+        return sum(of_vllm, StoredFiles(self._folder).verified())
 
     def collect(self, *, dry_run: bool) -> CollectedFiles:
         """Deletes KV on disk that belongs to no prompt."""

@@ -66,6 +66,8 @@ class Retention:
             self._note_owner()
             node, found = await runtime.write(self._complete, task)
             self.stored.node = None if found is None else int(found.node_id)
+            if found is not None and self._server.shared_prompts is not None:
+                self._server.shared_prompts.note(found)
             if node is None:
                 # It was stored already, or did not fit; other prompts may have been evicted anyway.
                 await runtime.sharing.indexing.forget_evicted()

@@ -31,6 +31,7 @@ from kvshare.embedded.grammar import Grammars
 from kvshare.embedded.loading import context_share, served
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.embedded.scheduler import Scheduler
+from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.embedded.start_measurement import fingerprint_of, measure
 from kvshare.embedded.stored_kv import StoredKV
 from kvshare.embedded.tokenizer import PromptEncoder
@@ -67,6 +68,7 @@ class EmbeddedServer:
     namespace_fields: Mapping[str, str]  # the fields that all namespaces of this model have in common
     runtime: Runtime[MemoryKeeper[SegmentKV]]
     restoring: Background  # indexes what an earlier process has stored
+    shared_prompts: SharedPrompts | None  # if there is a shared store
     grammars: Grammars
     scheduler: Scheduler
 
@@ -116,10 +118,13 @@ async def open_server(settings: Settings, load: Load, tenants: Tenants) -> Async
         model, encoder = await loop.run_in_executor(executor, load, settings, stopping)
         encoder.limit_to(max_model_len=model.max_model_len, vocab_size=model.vocab_size)
         fields = await loop.run_in_executor(executor, namespace_fields, model, encoder)
-        runtime = await opened.enter_async_context(_runtime(settings, model, fields, tenants))
-        restoring = Background()
+        limits, stored = _stored(settings, model, fields)
+        runtime = await opened.enter_async_context(_runtime(settings, model, limits, stored, tenants))
+        restoring, shared_prompts = Background(), stored.shared_prompts
         opened.push_async_callback(restoring.cancel)
         restoring.spawn(runtime.index_stored())
+        if shared_prompts is not None:
+            await opened.enter_async_context(shared_prompts.running(runtime))
         grammars = Grammars(
             encoder.backend,
             vocab_size=model.vocab_size,
@@ -134,7 +139,9 @@ async def open_server(settings: Settings, load: Load, tenants: Tenants) -> Async
         if isinstance(model, EmbeddedModel):
             await loop.run_in_executor(executor, _know_costs, settings, model, runtime, stopping.is_set)
         opened.push_async_callback(asyncio.to_thread, scheduler.stop)
-        yield EmbeddedServer(executor, model, encoder, fields, runtime, restoring, grammars, scheduler)
+        yield EmbeddedServer(
+            executor, model, encoder, fields, runtime, restoring, shared_prompts, grammars, scheduler
+        )
 
 
 def load_model(settings: Settings, stopping: threading.Event) -> tuple[DecoderModel[Any], PromptEncoder]:
@@ -165,10 +172,10 @@ def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[s
     }
 
 
-def _runtime(
-    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str], tenants: Tenants
-) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
-    """The runtime, with the prompts whose KV is on disk."""
+def _stored(
+    settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
+) -> tuple[PlannerLimits, StoredKV]:
+    """What plans may do, and the store of this model. Raises ConfigError, MissingExtraError."""
     identity = joined(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
     limits = PlannerLimits.from_settings(
@@ -188,19 +195,31 @@ def _runtime(
         min_tokens=settings.sharing.min_prompt_tokens,
         identity=identity,
         parts=parts,
+        shared_tier=settings.shared_tier,
     )
+    return limits, stored
+
+
+def _runtime(
+    settings: Settings,
+    model: DecoderModel[Any],
+    limits: PlannerLimits,
+    stored: StoredKV,
+    tenants: Tenants,
+) -> AbstractAsyncContextManager[Runtime[MemoryKeeper[SegmentKV]]]:
+    """The runtime, with the prompts whose KV is on disk."""
     return open_runtime(
         settings,
         open_tree=stored.open_tree,
         new_keeper=stored.new_keeper,
-        identity=identity,
+        identity=stored.identity,
         recover=stored.recover,
         limits=limits,
         cost=CostModel.from_settings(
             settings.cost,
             bytes_per_token=model.layout.bytes_per_token,
             context_share=context_share(model) if isinstance(model, EmbeddedModel) else 0.0,
-            places=(MEMORY, DISK) if stored.uses_disk else (MEMORY,),
+            places=(MEMORY, DISK) if stored.reads_below else (MEMORY,),
         ),
         tenants=tenants,
     )

@@ -8,17 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 
 from delta_tree import DeltaTree, Segment, SegmentId
+from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import MemoryTier
 from kvshare.metadata import open_emptied_tree, open_stored_tree
 from kvshare.runtime import Forgotten
-from kvshare.settings import StoreSettings
+from kvshare.settings import SharedTierSettings, StoreSettings
 from kvshare.sharing.memory_keeper import MemoryKeeper
 from kvshare.tiers import KV_FOLDER
+from kvshare.tiers.disk_and_shared import DiskAndShared
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.files import Files
 from kvshare.tiers.kv_object import ObjectForm
+from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.shared_prompts import PromptExchange
+from kvshare.tiers.shared_start import open_shared_tier
+from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.tier_stack import TierStack
 
 log = logging.getLogger(__name__)
@@ -41,16 +47,30 @@ class StoredKV:
         identity: str,
         parts: Sequence[str],
         files: Files | None = None,
+        shared_tier: SharedTierSettings | None = None,
     ) -> None:
-        """`layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored."""
+        """
+        `layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored.
+
+        Raises:  ConfigError, MissingExtraError if the shared store cannot be used as it is set up
+        """
         self._files = files
         self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
-        self._identity, self._parts = identity, parts
+        self.identity, self._parts = identity, parts
         self._disk: DiskTier | None = None
         self._problem: str | None = None  # why the disk could not be opened
+        self.shared_prompts: SharedPrompts | None = None  # once there is a keeper
+        self._shared: SharedTier | None = None
+        if layout is not None and shared_tier is not None and shared_tier.url is not None:
+            self._shared = open_shared_tier(shared_tier, ObjectForm.of(layout, parts))
 
     @property
-    def uses_disk(self) -> bool:
+    def reads_below(self) -> bool:
+        """Whether KV may be read from disk, or from a shared store."""
+        return self._uses_disk or (self._layout is not None and self._shared is not None)
+
+    @property
+    def _uses_disk(self) -> bool:
         """Whether KV is written to disk, if that is possible."""
         return (
             self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
@@ -63,8 +83,8 @@ class StoredKV:
         Raises:  StoreError if another process has the store open
         """
         folder = self._settings.path
-        if folder is None or not self.uses_disk:
-            return open_emptied_tree(folder, identity=self._identity)
+        if folder is None or not self._uses_disk:
+            return open_emptied_tree(folder, identity=self.identity)
         disk = self._disk = self._disk_in(folder)
 
         def whole(segments: Iterable[Segment]) -> Container[SegmentId]:
@@ -79,7 +99,7 @@ class StoredKV:
             return disk.whole(segments)
 
         tree, forgotten = open_stored_tree(
-            folder, identity=self._identity, whole=whole, min_tokens=self._min_tokens
+            folder, identity=self.identity, whole=whole, min_tokens=self._min_tokens
         )
         if tree.identity is None:  # it could not be written: nothing would refer to what is on disk
             self._disk, self._problem = self._disk_in(folder), "the store cannot be written"
@@ -97,13 +117,19 @@ class StoredKV:
             disk.adopt(tree.segments())
 
     def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
-        """A keeper over memory, and over the disk if it is used: KV stays in memory until that is open."""
-        kv_bytes = self._settings.kv_bytes
-        if self._disk is None:
+        """A keeper over memory, and over the disk and the shared store as far as they can be used."""
+        kv_bytes, rate = self._settings.kv_bytes, self._settings.disk_write_bytes_per_s
+        below: LowerTier | None = self._shared if self._disk is None else self._disk
+        if below is None:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
-        rate = self._settings.disk_write_bytes_per_s
-        stack = TierStack(kv_bytes, self._disk, write_bytes_per_s=rate, problem=self._problem)
-        return MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
+        if self._disk is not None and self._shared is not None:
+            below = DiskAndShared(self._disk, self._shared)
+        stack = TierStack(kv_bytes, below, write_bytes_per_s=rate, problem=self._problem)
+        keeper = MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
+        if self._shared is not None:
+            exchange = PromptExchange(self._shared.store)
+            self.shared_prompts = SharedPrompts(exchange, self._shared, keeper, below=below)
+        return keeper
 
     def _disk_in(self, folder: str) -> DiskTier:
         assert self._layout is not None, "KV of a model that is not shared is not stored"

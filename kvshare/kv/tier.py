@@ -22,7 +22,8 @@ class Fetched:
     """
     The segments that a plan asked a tier for. A tier of bytes that are elsewhere returns no segments.
 
-    `late`: held, and not read within the time that was given. `read_bytes` came from disk, in `read_s`.
+    `late`: held, and not read within the time that was given, or not readable now. `read_bytes` came from
+    disk, in `read_s`. `is_slow`: reads took longer than that.
     """
 
     segments: Mapping[SegmentId, SegmentKV]
@@ -30,6 +31,7 @@ class Fetched:
     late: frozenset[SegmentId] = frozenset()
     read_bytes: int = 0
     read_s: float = 0.0
+    is_slow: bool = False
 
 
 class Budget(Protocol):

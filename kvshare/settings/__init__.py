@@ -2,6 +2,7 @@
 The settings of a server. Every default is in config.yaml.
 
     sections.py   the frozen `Settings` tree: what each value may be; section.py: what all its sections are
+    shared_tier.py  of it a store in which several servers keep KV
     auth.py       of it API keys and tenants, which may also be in a file of their own
     patterns.py   which regular expressions an operator's rule may have: they must not take long on any text
     reading.py    files, environment and options -> `Settings` and the origin of each value, or an error that
@@ -34,6 +35,7 @@ from kvshare.settings.sections import (
     TracingSettings,
     VllmSettings,
 )
+from kvshare.settings.shared_tier import SharedTierSettings
 
 __all__ = [
     "Access",
@@ -51,6 +53,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SettingsSource",
+    "SharedTierSettings",
     "SharingSettings",
     "StoreSettings",
     "TenantSettings",

@@ -6,6 +6,7 @@ Says of each value where it comes from. An unknown key is an error that names it
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,6 +25,7 @@ _PACKAGE = Path(__file__).parents[1]
 _PREFIX = "KVSHARE_"
 _NAMED = {"KVSHARE_QDRANT_URL": "index.url"}  # variables with a name of their own, above all else
 _HASH = "sha256"  # never repeated: it may be the key itself, by mistake
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # in an address
 _KEYS = "keys"
 
 
@@ -197,7 +199,7 @@ def _described(error: ErrorDetails) -> tuple[str, str]:
             f"expected 64 hex digits, as `kvshare hash-key` prints them, got {_sized(error['input'])}",
         )
     is_of_keys = _KEYS in error["loc"]  # what stands there may be a key
-    found = _sized(error["input"]) if is_of_keys else repr(error["input"])
+    found = _sized(error["input"]) if is_of_keys else _CREDENTIALS.sub("//...@", repr(error["input"]))
     return key_path, f"{text.replace('Input should be', 'expected')}, got {found}"
 
 

@@ -18,6 +18,7 @@ from pydantic import (
 from kvshare.settings.auth import AuthSettings
 from kvshare.settings.patterns import checked_pattern
 from kvshare.settings.section import Mode, Section
+from kvshare.settings.shared_tier import SharedTierSettings
 
 
 def _origin(origin: str) -> str:
@@ -248,6 +249,7 @@ class Settings(Section):
     engine: EngineSettings
     vllm: VllmSettings
     store: StoreSettings
+    shared_tier: SharedTierSettings
     sharing: SharingSettings
     repair: RepairSettings
     cost: CostSettings

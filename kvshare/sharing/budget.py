@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from delta_tree import DeltaTree, NodeId
 from kvshare.errors import ErrorCode, RequestError
 from kvshare.kv.tier import Budget
+from kvshare.sharing.plan import Plan
 
 _MOST_PINNED = 0.5  # share of each memory; the rest can be evicted, so that new prompts can be stored
 
@@ -50,3 +52,18 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
                 param="node",
                 code=ErrorCode.TOO_MUCH_PINNED,
             )
+
+
+def copied_to_others(plan: Plan) -> Counter[NodeId]:
+    """
+    How many tokens were copied from each donor to a different text. A common beginning does not count: then
+    the prompt is the next turn of the donor's chat, or the same text again.
+    """
+    copied: Counter[NodeId] = Counter()
+    begun: Counter[NodeId] = Counter()  # length of the beginning that the prompt has in common with a donor
+    for copy in plan.copies:
+        if copy.donor_start == copy.target_start == begun[copy.donor]:
+            begun[copy.donor] += copy.length
+        else:
+            copied[copy.donor] += copy.length
+    return copied

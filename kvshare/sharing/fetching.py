@@ -65,7 +65,9 @@ class Fetching:
             self._cost.observe_load(fetched.read_bytes, fetched.read_s, place=DISK)
         if fetched.late:
             self._telemetry.fallback(Component.TIER, FallbackReason.TIMEOUT)
-            if not fetched.read_bytes and within_s > planned_s:  # it takes at least as long as this
+            if (
+                fetched.is_slow and not fetched.read_bytes and within_s > planned_s
+            ):  # it takes at least as long as this
                 self._cost.observe_load(num_on_disk * rates.bytes_per_token, within_s, place=DISK)
         return fetched
 

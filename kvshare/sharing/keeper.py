@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from delta_tree import (
     Node,
     NodeDraft,
     NodeId,
+    SegmentId,
     TokenIds,
 )
 from kvshare.admin import Command, CommandResult, EvictionDocument, PinDocument, PinnedBytes
@@ -31,7 +32,7 @@ from kvshare.errors import KVShareError
 from kvshare.kv.tier import Budget, Tier
 from kvshare.metadata import problem_of
 from kvshare.safe_logging import classes_and_places
-from kvshare.sharing.budget import bytes_of, check_pins, most_pinned
+from kvshare.sharing.budget import bytes_of, check_pins, copied_to_others, most_pinned
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.tenant_budget import budget_of, group_of
 from kvshare.status import TierStatus
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # at a prompt that could not be read: a disk that hangs must not keep others from being stored
 
 TierT = TypeVar("TierT", bound=Tier)
+OnPurge = Callable[[Sequence[tuple[str, int]], Collection[SegmentId]], None]
 
 
 class PromptKeeper(Generic[TierT]):
@@ -59,14 +61,16 @@ class PromptKeeper(Generic[TierT]):
         self._shortened: dict[NodeId, Node] = {}
         self._num_unstored = 0  # prompts, since the store failed
         self.problem: str | None = None  # why no prompt is stored now; None: they are
+        # Called with what an administrator evicts, while its segments are still known.
+        self.on_purge: OnPurge = lambda removed, freed: None
 
     def note_use(self, plan: Plan) -> None:
         """
         Record that a request uses this plan, so that its donors are evicted after others.
 
-        Tokens that were copied to a different text count most; see `_copied_to_others`.
+        Tokens that were copied to a different text count most; see `copied_to_others`.
         """
-        copied = _copied_to_others(plan)
+        copied = copied_to_others(plan)
         for donor in plan.donors:
             self.tree.touch(donor, num_copied=copied[donor])
 
@@ -93,9 +97,17 @@ class PromptKeeper(Generic[TierT]):
             if result.to_pin:
                 check_pins(self.tree, result.to_pin, self._budgets())
                 self.tree.pin(*result.to_pin)
+            self.on_purge(result.removed_nodes, result.freed_segments)
             self.tier.drop(result.freed_segments)
         self._evicted.extend(result.removed_nodes)
         return result.document
+
+    def revoke(self, node_id: NodeId) -> None:
+        """Evict a prompt that an administrator of another server has deleted, pinned or not. Blocks."""
+        with self._writing:
+            if (node := self.tree.get(node_id)) is not None:
+                self.tree.unpin(node_id)
+                self._evict(node)
 
     def pins(self) -> PinnedBytes:
         """The bytes of KV that pinned prompts use, and their limit, over all memories. Blocks."""
@@ -277,18 +289,3 @@ class PromptKeeper(Generic[TierT]):
         self.tier.drop(self.tree.evict(node.node_id, lazily=True).freed_segments)
         self._shortened.pop(node.node_id, None)
         self._evicted.append((node.namespace, int(node.node_id)))
-
-
-def _copied_to_others(plan: Plan) -> Counter[NodeId]:
-    """
-    How many tokens were copied from each donor to a different text. A common beginning does not count: then
-    the prompt is the next turn of the donor's chat, or the same text again.
-    """
-    copied: Counter[NodeId] = Counter()
-    begun: Counter[NodeId] = Counter()  # length of the beginning that the prompt has in common with a donor
-    for copy in plan.copies:
-        if copy.donor_start == copy.target_start == begun[copy.donor]:
-            begun[copy.donor] += copy.length
-        else:
-            copied[copy.donor] += copy.length
-    return copied

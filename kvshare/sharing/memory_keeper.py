@@ -30,6 +30,7 @@ from kvshare.kv.tier import Budget, Tier
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.node_draft import StoredSpan, computed_spans, draft_node, find_parent, segments_of
 from kvshare.sharing.plan import NoPlan, Plan
+from kvshare.sharing.tenant_budget import budget_of
 from kvshare.status import TierStatus
 from kvshare.telemetry import Component, FallbackReason
 
@@ -141,7 +142,6 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         return None if self._is_in_donor(computed) else self.store(computed)
 
     def _is_in_donor(self, computed: Computed[KVT]) -> bool:
-        """Whether a donor already begins with all of it."""
         return self._begins(find_parent(computed.plan, self.tree.get), computed.token_ids)
 
     def complete(self, prompt: Node | None, computed: Computed[KVT], *, num_prompt: int) -> Node | None:
@@ -162,8 +162,31 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return self.store(computed)
         return None  # the prompt was not stored, and would not be now
 
+    def adopt(self, draft: NodeDraft, *, room: Budget, hold: Callable[[], object]) -> Node | None:
+        """
+        Store a prompt whose KV another server has computed, where there is `room` for it. Blocks.
+
+        `hold`: makes the tier hold the draft's segments. Returns: the node if it is new. Never raises.
+        """
+        return self._fail_open(lambda: self._adopt(draft, room, hold))
+
+    def _adopt(self, draft: NodeDraft, room: Budget, hold: Callable[[], object]) -> Node | None:
+        num_bytes = sum(segment.num_bytes for segment in draft.new_segments)
+        with self._held_lock:
+            held = frozenset(self._held)
+        with self._writing:
+            known = self.tree.find(draft.namespace, draft.token_ids)
+            tenant = budget_of(self.tree, self.tenants, draft.namespace)
+            is_over = tenant is not None and tenant.num_bytes + num_bytes > tenant.max_bytes
+            is_known = known is not None and known.exact_length >= draft.exact_length
+            if is_over or is_known or not self._make_room(num_bytes, room, held):
+                return None
+            hold()
+            insertion = self._insert(draft)
+            return insertion.node if insertion.created else None
+
     def close(self) -> None:
-        """Nothing is stored after this. Blocks while the tier writes what it has in memory only."""
+        """Blocks while the tier writes what it has in memory only."""
         self.tier.close()
 
     def tiers(self) -> tuple[TierStatus, ...]:

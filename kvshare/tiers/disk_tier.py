@@ -3,6 +3,7 @@ Segments as files in one folder, within a budget of bytes.
 
     <folder>/<fingerprint>/<2 digits>/<16 digits of the segment id>.kv    an object, see `kv_object.py`
     ...                                                    .kv.tmp        one that is being written
+    <folder>/<fingerprint>/index                           what they say of themselves, see `object_index.py`
 
 The folder of another fingerprint is of another model, tokenizer, dtype or calibration: it is never read, and
 is deleted. `open`, `write`, `read` and `sweep` wait for the disk; the other methods look at
@@ -16,12 +17,12 @@ import logging
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
 from delta_tree import Segment, SegmentId
-from kvshare.tiers.files import Files
+from kvshare.tiers.files import Files, remove_empty
 from kvshare.tiers.kv_object import (
     MOST_HEADER_BYTES,
     PAGE_BYTES,
@@ -34,6 +35,8 @@ from kvshare.tiers.kv_object import (
     claimed,
     write_object,
 )
+from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.object_index import delete_index, read_index, write_index
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +47,11 @@ FORM_NAME = re.compile(r"[0-9a-f]{16}")
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
 
 
-class BusyError(Exception):
-    """An object cannot be read now; it may be whole."""
-
-
 class DiskTier:
-    """`keep_free_bytes`: nothing is written with less of the disk free. Thread-safe."""
+    """A `LowerTier`. `keep_free_bytes`: nothing is written with less of the disk free. Thread-safe."""
+
+    name = "disk"
+    problem = None
 
     def __init__(
         self,
@@ -104,14 +106,26 @@ class DiskTier:
 
     def described(self) -> list[Segment]:
         """What the files of the start say they are, which is checked when they are read. `adopt` follows."""
-        found = []
+        indexed, found = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
-            with suppress(ObjectError, OSError):
-                segment, fingerprint = claimed(self._files, self._path(segment_id))
-                is_ours = segment.segment_id == segment_id and fingerprint == self.form.fingerprint
-                if is_ours and _may_hold(num_bytes, segment):
-                    found.append(segment)
+            segment = indexed.get(segment_id) or self._claimed(segment_id)
+            if segment is not None and _may_hold(num_bytes, segment):
+                found.append(segment)
         return found
+
+    def save_index(self) -> None:
+        """What `described` reads at the next start. One that cannot be written costs that start some time."""
+        with self._lock:
+            held = list(self._objects.values())
+        with suppress(OSError):
+            write_index(self._files, self._folder, held)
+
+    def _claimed(self, segment_id: SegmentId) -> Segment | None:
+        with suppress(ObjectError, OSError):
+            segment, fingerprint = claimed(self._files, self._path(segment_id))
+            if segment.segment_id == segment_id and fingerprint == self.form.fingerprint:
+                return segment
+        return None
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Hold those of the files of the start that belong to these segments; the others are deleted."""
@@ -122,6 +136,10 @@ class DiskTier:
         self._garbage.extend(self._path(segment_id) for segment_id in self._found)
         self._found.clear()
 
+    @property
+    def parts(self) -> Sequence[LowerTier]:
+        return (self,)
+
     def ids(self) -> list[SegmentId]:
         with self._lock:
             return list(self._objects)
@@ -131,6 +149,10 @@ class DiskTier:
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._objects
+
+    def takes(self, segment: Segment) -> bool:
+        """All of them."""
+        return True
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """
@@ -208,6 +230,9 @@ class DiskTier:
             self._delete(path)
         return path is not None
 
+    def close(self) -> None:
+        """No file is open between calls."""
+
     @property
     def is_swept(self) -> bool:
         """Whether no file of this model is to be deleted."""
@@ -220,6 +245,7 @@ class DiskTier:
     def _of_other_models(self) -> Iterator[Path]:
         for folder in self._foreign:
             yield from object_files(folder, self._files)
+            delete_index(self._files, folder)
             remove_empty(self._files, folder)
 
     def _check(self, header: Header, segment: Segment) -> None:
@@ -258,15 +284,6 @@ def object_files(folder: Path, files: Files) -> Iterator[Path]:
         for name, _, _ in files.entries(folder / shelf) if is_folder else ():
             if OBJECT_NAME.fullmatch(name) or name.endswith(UNFINISHED):
                 yield folder / shelf / name
-
-
-def remove_empty(files: Files, folder: Path) -> None:
-    """Remove the shelves of a folder, and the folder; not those that hold what is not ours."""
-    for shelf, _, _ in list(files.entries(folder)):
-        with suppress(OSError):
-            (folder / shelf).rmdir()
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def _may_hold(file_bytes: int, segment: Segment) -> bool:

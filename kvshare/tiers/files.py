@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -62,3 +63,12 @@ class Files:
         """Of the disk, for this user."""
         found = os.statvfs(folder)
         return found.f_bavail * found.f_frsize
+
+
+def remove_empty(files: Files, folder: Path) -> None:
+    """Remove the shelves of a folder, and the folder; not those that hold what is not ours."""
+    for shelf, _, _ in list(files.entries(folder)):
+        with suppress(OSError):
+            (folder / shelf).rmdir()
+    with suppress(OSError):
+        folder.rmdir()

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from delta_tree import SegmentId
-from kvshare.tiers import KV_FOLDER
-from kvshare.tiers.disk_tier import FORM_NAME, OBJECT_NAME, object_files, object_path, remove_empty
-from kvshare.tiers.files import Files
+from kvshare.tiers import KV_FOLDER, VLLM_KV_FOLDER
+from kvshare.tiers.disk_tier import FORM_NAME, OBJECT_NAME, object_files, object_path
+from kvshare.tiers.files import Files, remove_empty
 from kvshare.tiers.kv_object import ObjectError, verify
 
 
@@ -32,6 +33,15 @@ class VerifiedStore:
     seconds: float
     damaged: tuple[Damage, ...]
 
+    def __add__(self, other: VerifiedStore) -> VerifiedStore:
+        """Both, one after the other."""
+        return VerifiedStore(
+            self.num_objects + other.num_objects,
+            self.num_bytes + other.num_bytes,
+            self.seconds + other.seconds,
+            self.damaged + other.damaged,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
@@ -43,10 +53,10 @@ class CollectedFiles:
 
 
 class StoredFiles:
-    """The objects in the folder of a store. `files`: how the disk is asked."""
+    """The objects in the folder of a store. `files`: how the disk is asked; `name`: of the folder in it."""
 
-    def __init__(self, store: Path, files: Files | None = None) -> None:
-        self._store, self._root = store, store / KV_FOLDER
+    def __init__(self, store: Path, files: Files | None = None, *, name: str = KV_FOLDER) -> None:
+        self._store, self._root = store, store / name
         self._files = files or Files()
 
     def sizes(self) -> dict[Path, int]:
@@ -90,6 +100,12 @@ class StoredFiles:
         """Delete the objects of these segments. No server may have the store open."""
         entries = list(segment_ids)
         self._delete(object_path(folder, entry) for folder in self._forms() for entry in entries)
+
+    @classmethod
+    def of_vllm(cls, folder: Path) -> list[Self]:
+        """What vLLMs keep in this folder, one for each data-parallel rank; none if no vLLM uses it."""
+        places = [folder, *sorted(folder.glob("rank-*"))]
+        return [cls(each, name=VLLM_KV_FOLDER) for each in places if (each / VLLM_KV_FOLDER).is_dir()]
 
     def _all(self) -> Iterator[Path]:
         for folder in self._forms():

@@ -17,7 +17,7 @@ from pathlib import Path
 from vllm.config import VllmConfig
 
 from kvshare.kv.layout import KVLayout
-from kvshare.tiers import KV_FOLDER
+from kvshare.tiers import VLLM_KV_FOLDER
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import HeadsFirstForm
 from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
@@ -55,6 +55,7 @@ def with_disk(
         return attached, _warned(handshake, exc.strerror or type(exc).__name__)
     found = disk.described()
     disk.adopt(found)
+    disk.save_index()  # a kill may follow
     rate = settings.disk_write_bytes_per_s
     store = DiskStore(
         attached.store.arena.buffer, layout, disk, write_bytes_per_s=rate, unlock=partial(os.close, lock)
@@ -79,7 +80,7 @@ def _opened(
     model = config.model_config.compute_hash()
     parts = ("heads first", handshake.weights, str(config.cache_config.cache_dtype), model)
     disk = DiskTier(
-        folder / KV_FOLDER,
+        folder / VLLM_KV_FOLDER,
         HeadsFirstForm.of(layout, parts),
         max_bytes=settings.disk_bytes,
         keep_free_bytes=settings.disk_keep_free_bytes,

@@ -26,6 +26,7 @@ from kvshare.kv.sums import combined, sums
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.write_behind import WriteBehind
+from kvshare.tiers.write_problem import WriteProblem
 from kvshare.vllm_connector.metadata import DiskReport, WriteRequest
 from kvshare.vllm_connector.worker.disk_reads import Read, Reads
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
@@ -58,7 +59,7 @@ class DiskStore(SegmentStore):
         self._written: list[SegmentId] = []  # not reported yet
         self._dropped_late: list[Stored] = []  # that the writer still reads
         self._reads: dict[Stored, Read] = {}
-        self._problem: str | None = None  # why nothing is written now
+        self._problem = WriteProblem(log, "disk", lost_with="vLLM", prefix="kvshare: ")
         self._is_given_up = False
         self._lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
@@ -136,6 +137,7 @@ class DiskStore(SegmentStore):
         """Write what is due, for some seconds, and stop."""
         self._writer.close(within_s=_FLUSH_S)
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self.disk.save_index()
         self._unlock()
         if self._due:
             log.warning("kvshare: %d segments of KV were not written to disk, and are lost", len(self._due))
@@ -162,13 +164,10 @@ class DiskStore(SegmentStore):
             try:
                 self.disk.write(segment, (_rows(stored),))
             except OSError as exc:
-                self._note_problem(exc)
-                return (
-                    0 if self.disk.sweep() else None
-                )  # what belongs to nothing may be all that is in the way
-            if self._problem is not None:
-                self._problem = None
-                log.warning("kvshare: KV is written to disk again")
+                self._problem.note(exc)
+                # What belongs to nothing may be all that is in the way.
+                return 0 if self.disk.sweep() else None
+            self._problem.end()
         with self._lock:
             is_held = self._due.pop(segment.segment_id, None) is not None
             if is_held and is_whole:
@@ -208,15 +207,6 @@ class DiskStore(SegmentStore):
             num_bytes=stored.rows.nbytes,
             checksum=combined(torch.from_numpy(stored.sums)),
         )
-
-    def _note_problem(self, exc: OSError) -> None:
-        if self._problem is None:
-            self._problem = exc.strerror or type(exc).__name__
-            log.warning(
-                "kvshare: KV is not written to disk: %s. It stays in memory, where it is lost with vLLM; "
-                "this is tried again",
-                self._problem,
-            )
 
 
 def _rows(stored: Stored) -> Rows:

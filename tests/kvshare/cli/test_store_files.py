@@ -1,5 +1,6 @@
 """`kvshare store verify` and `gc`, `kvshare tiers` and `evict`: the KV on disk of a stopped server."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,21 @@ def test_evicted_prompts_leave_the_disk(cli: Cli, folder: Path) -> None:
     again.close()
     assert cli("evict", "--all", "--yes", "--store", folder).code == 0
     assert objects(folder) == []
+
+
+def test_the_files_of_a_vllm_are_seen_and_left_alone(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    """In a store's folder, or in one of their own, a folder for each data-parallel rank; `gc` keeps them."""
+    for place in (folder / "vllm-kv", tmp_path / "own" / "rank-0" / "vllm-kv"):
+        shutil.copytree(folder / "kv", place)
+    both = cli("tiers", "--store", folder, *JSON).document["tiers"]
+    assert [(tier["name"], tier["num_segments"]) for tier in both] == [("disk", 6), ("disk of vLLM", 6)]
+    (own,) = cli("tiers", "--store", tmp_path / "own", *JSON).document["tiers"]
+    assert (own["name"], own["num_segments"]) == ("disk of vLLM", 6)
+    damaged = objects(tmp_path / "own")[0]
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    found = cli("store", "verify", "--store", tmp_path / "own", *JSON)
+    assert (found.code, found.document["num_objects"], len(found.document["damaged"])) == (1, 6, 1)
+    with_store = cli("store", "verify", "--store", folder, *JSON)
+    assert (with_store.code, with_store.document["num_objects"]) == (0, 12)
+    assert cli("store", "gc", "--store", folder).code == 0
+    assert len(objects(folder)) == 12

@@ -80,7 +80,7 @@ class SmallStore:
     def settle(self) -> None:
         """Until all is on disk, and what was evicted is not."""
         until = time.monotonic() + 30
-        while self.stack.status()[1].num_due_bytes or not self.stack.disk.is_swept:
+        while self.stack.status()[1].num_due_bytes or not self.stack.below.is_swept:
             assert time.monotonic() < until, self.stack.status()
             time.sleep(0.0005)
 
@@ -90,7 +90,7 @@ class SmallStore:
 
     def safe(self) -> dict[NodeId, Node]:
         """Prompts of which all KV is on disk."""
-        disk = self.stack.disk
+        disk = self.stack.below
         nodes = {node.node_id: node for node in self.tree.nodes()}
         return {
             node_id: node

@@ -10,7 +10,8 @@ import torch
 
 from delta_tree import SegmentId
 from kvshare.kv.layout import KVLayout
-from kvshare.tiers.disk_tier import BusyError, DiskTier
+from kvshare.tiers.disk_tier import DiskTier
+from kvshare.tiers.lower_tier import BusyError
 from tests.kvshare.tiers.faulty_files import FaultyFiles, ShortFiles, failing
 from tests.kvshare.tiers.stored import LAYOUT, disk_at, form, is_same, only_file, segment
 

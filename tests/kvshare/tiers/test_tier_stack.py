@@ -103,7 +103,7 @@ def test_what_is_dropped_is_in_no_tier(tmp_path: Path) -> None:
         put(stack, 4)
         settle(stack)
         assert only_file(tmp_path).name == f"{4:016x}.kv"
-        assert (len(stack.disk), stack.num_bytes, stack.disk.num_bytes) == (1, ONE, ONE)
+        assert (len(stack.below), stack.num_bytes, stack.below.num_bytes) == (1, ONE, ONE)
         assert stack.fetch(ids(1, 2, 3)).missing == frozenset(ids(1, 2, 3))
 
 
@@ -188,7 +188,7 @@ def test_what_is_damaged_in_memory_comes_from_disk(tmp_path: Path) -> None:
         files.may_write.set()
         settle(stack)
         assert stack.fetch(ids(3)).missing == frozenset(ids(3))
-        assert (SegmentId(2) in stack.disk, SegmentId(3) in stack.disk) == (True, False)
+        assert (SegmentId(2) in stack.below, SegmentId(3) in stack.below) == (True, False)
 
 
 def test_a_damaged_object_is_missing_and_counted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.tiers.faulty_files import WaitingFiles
+from tests.kvshare.tiers.small_store import SmallStore, wrong_nodes
 from tests.kvshare.vllm_connector.in_process_vllm import NAMESPACE, Vllm, copies_of, random_text
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Restarted:
 
     vllm: Vllm
     donors: tuple[FinishedReport, ...]
+    folder: Path
 
     def tokens(self, number: int) -> list[int]:
         return random_text(NUM_TOKENS, 100 + number)
@@ -55,11 +57,15 @@ def restarted(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         time.sleep(0.02)
         first.plain([3, 4, 5])  # what was written is reported with a step
     first.check_idle()
+    embedded = SmallStore(folder)  # whose folder is the same, by mistake or because there is one disk
+    embedded.store(1)
+    embedded.settle()
+    embedded.close()
     second = start(disk=folder, run=2, max_bytes=MEMORY_BYTES)
     assert sorted(second.side.segments.ids()) == sorted(ids)
     assert second.side.segments.num_bytes == 0
     assert second.side.info().max_disk_bytes == 1 << 30
-    yield Restarted(second, donors)
+    yield Restarted(second, donors, folder)
     second.check_idle()
 
 
@@ -74,6 +80,20 @@ def test_a_near_duplicate_after_a_restart(restarted: Restarted) -> None:
         assert (event.decision, event.used) == ("approx", tuple(range(len(plan))))
         assert (event.disk_bytes > 0, "disk" in event.stage_seconds) == (is_on_disk, is_on_disk)
         vllm.forget_blocks()
+
+
+def test_an_embedded_store_in_the_same_folder_keeps_its_own(restarted: Restarted) -> None:
+    """Each deletes what belongs to none of its prompts, of its own files only."""
+    vllm_files = set(restarted.folder.glob("vllm-kv/**/*.kv"))
+    embedded = SmallStore(restarted.folder)
+    try:
+        embedded.settle()
+        assert len(embedded.safe()) == 1
+        assert wrong_nodes(embedded) == []
+        assert vllm_files
+        assert vllm_files <= set(restarted.folder.glob("vllm-kv/**/*.kv"))
+    finally:
+        embedded.close()
 
 
 def test_an_exact_prefix_after_a_restart(restarted: Restarted) -> None:

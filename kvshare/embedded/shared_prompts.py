@@ -1,0 +1,253 @@
+"""
+Tells other servers of the prompts of this one, and stores theirs: what is in a shared store is found by all.
+
+    note       a prompt was stored: its record is written once the store has all its segments
+    reported   others' prompts become nodes, and are indexed; their KV is read when a plan needs it
+    purged     an administrator has evicted prompts: they are deleted in the store, and by the other servers
+    renewed    what is used here does not end there
+
+No request waits for any of it. While the store cannot be reached, this server goes on alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import Final
+
+from delta_tree import Node, NodeId, Segment, SegmentId, UnknownSegmentError
+from kvshare.background import Background
+from kvshare.kv.sequence import SegmentKV
+from kvshare.runtime import Runtime
+from kvshare.sharing.memory_keeper import MemoryKeeper
+from kvshare.tiers.disk_and_shared import DiskAndShared
+from kvshare.tiers.shared_backend import BackendError
+from kvshare.tiers.shared_prompts import PromptExchange, Reported, SharedPrompt
+from kvshare.tiers.shared_tier import SharedTier
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S: Final = 0.5
+_FLUSH_S: Final = 5.0
+_MOST_WAITING: Final = 10_000  # prompts that are to be informed of
+_RENEWALS: Final = 4  # in the time for which a value is kept
+_BATCH: Final = 256  # keys
+
+Served = Runtime[MemoryKeeper[SegmentKV]]
+
+
+class SharedPrompts:
+    """One per server. Runs on the event loop but for what blocks."""
+
+    def __init__(
+        self, exchange: PromptExchange, tier: SharedTier, keeper: MemoryKeeper[SegmentKV], *, below: object
+    ) -> None:
+        """`below`: the tier below memory, of which the shared one is all or a part."""
+        self._exchange, self._tier, self._keeper, self._below = exchange, tier, keeper, below
+        self._waiting: OrderedDict[NodeId, None] = OrderedDict()  # stored here, and not reported yet
+        self._names: dict[NodeId, str] = {}  # of what was reported by this server or by others
+        self._nodes: dict[str, NodeId] = {}
+        self._purged: list[tuple[str | None, tuple[Segment, ...]]] = []  # not deleted in the store yet
+        self._renewed_at = time.monotonic()
+        self._problem: str | None = None
+        keeper.on_purge = self._note_purged
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that others are to be informed of."""
+        return len(self._waiting)
+
+    def note(self, node: Node) -> None:
+        """It was stored, or has become longer."""
+        self._waiting[node.node_id] = None
+        while len(self._waiting) > _MOST_WAITING:
+            self._waiting.popitem(last=False)
+
+    @asynccontextmanager
+    async def running(self, runtime: Served) -> AsyncIterator[None]:
+        """Beside requests; at the end, what is stored by then is reported for some seconds."""
+        exchanging = Background()
+        exchanging.spawn(self._run(runtime))
+        try:
+            yield
+        finally:
+            await exchanging.cancel()
+            await runtime.background.settle()
+            await self._flush()
+
+    async def _run(self, runtime: Served) -> None:
+        while True:
+            if not await self._turn(runtime):
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _flush(self) -> None:
+        until = time.monotonic() + _FLUSH_S
+        while self._waiting and time.monotonic() < until:
+            try:
+                await asyncio.to_thread(self._publish)
+            except BackendError:
+                return
+            await asyncio.sleep(0.02)
+
+    async def _turn(self, runtime: Served) -> bool:
+        """Returns whether there is more to do at once."""
+        try:
+            await asyncio.to_thread(self._delete_purged)
+            if await asyncio.to_thread(self._exchange.has_lost):
+                await runtime.write(self._forget_lost)
+            reported = await asyncio.to_thread(self._exchange.reported)
+            await self._take_in(reported, runtime)
+            await asyncio.to_thread(self._publish)
+            await asyncio.to_thread(self._renew)
+        except BackendError as exc:
+            self._note_problem(exc)
+            return False
+        self._note_problem(None)
+        return bool(reported)
+
+    async def _take_in(self, reported: Sequence[Reported], runtime: Served) -> None:
+        """A piece of news at a time: requests that end are stored in between."""
+        nodes = []
+        for each in reported:
+            if each.prompt is None:
+                await self._revoke(each.name, runtime)
+            elif (node := await runtime.write(self._adopt, each.name, each.prompt)) is not None:
+                nodes.append(node)
+        if reported:
+            await runtime.sharing.indexing.forget_evicted()
+        if nodes:
+            await runtime.sharing.indexing.remember_all(nodes)
+
+    async def _revoke(self, name: str, runtime: Served) -> None:
+        if (node_id := self._nodes.get(name)) is not None:
+            await runtime.evict(self._keeper.revoke, node_id)
+            self._forget(node_id)
+
+    def _adopt(self, name: str, prompt: SharedPrompt) -> Node | None:
+        """In the writer's thread."""
+        num_bytes = sum(segment.num_bytes for segment in prompt.segments)
+        has_room = self._tier.num_bytes + num_bytes <= self._tier.max_bytes
+        if not has_room and not self._exchange.is_caught_up:
+            self._exchange.stop_looking_back()
+            return None
+        tree = self._keeper.tree
+        draft = prompt.draft(entry for entry in prompt.pieces.segment_ids if self._is_known(entry))
+        if prompt.owner is not None:
+            self._keeper.tenants.note_named(prompt.namespace, prompt.owner)
+        node = self._keeper.adopt(draft, room=self._tier, hold=lambda: self._tier.adopt(draft.new_segments))
+        stored = node or tree.find(prompt.namespace, prompt.token_ids)
+        if stored is not None:
+            self._remember(stored.node_id, name)
+        return node
+
+    def _publish(self) -> None:
+        """Write the records of prompts whose segments are all in the store. Raises BackendError."""
+        for node_id in list(self._waiting):
+            node = self._keeper.tree.get(node_id)
+            segments = () if node is None else self._segments_of(node)
+            if node is None or not segments:
+                self._waiting.pop(node_id, None)  # evicted, or not exact: others compute it themselves
+                continue
+            if not all(self._is_there(segment) for segment in segments):
+                continue
+            prompt = SharedPrompt.of(node, segments, self._keeper.tenants.owner_of(node.namespace))
+            self._exchange.publish(prompt)
+            self._remember(node_id, self._exchange.name_of(node.namespace, node.token_ids))
+            self._waiting.pop(node_id, None)
+
+    def _segments_of(self, node: Node) -> Sequence[Segment]:
+        """Nothing if not all of them are exact."""
+        if node.exact_length < node.num_tokens:
+            return ()
+        try:
+            segments = [self._keeper.tree.segment(entry) for entry in node.pieces.segment_ids]
+        except UnknownSegmentError:
+            return ()  # evicted meanwhile
+        return segments if all(map(self._tier.takes, segments)) else ()
+
+    def _is_known(self, segment_id: SegmentId) -> bool:
+        try:
+            self._keeper.tree.segment(segment_id)
+        except UnknownSegmentError:
+            return False
+        return True
+
+    def _is_there(self, segment: Segment) -> bool:
+        if isinstance(self._below, DiskAndShared):
+            return self._below.share_again(segment.segment_id)
+        return segment.segment_id in self._tier
+
+    def _note_purged(self, removed: Sequence[tuple[str, int]], freed: Collection[SegmentId]) -> None:
+        """In the writer's thread, before the tier forgets the segments."""
+        segments = tuple(self._tier.known(freed))
+        names = [self._names.get(NodeId(node_id)) for _, node_id in removed]
+        for _, node_id in removed:
+            self._forget(NodeId(node_id))
+        self._purged += [(name, ()) for name in names if name is not None]
+        if segments:
+            self._purged.append((None, segments))
+
+    def _delete_purged(self) -> None:
+        """Raises BackendError; then it is tried again."""
+        while self._purged:
+            name, segments = self._purged[0]
+            if name is not None:
+                self._exchange.revoke([name])
+            self._tier.remove(segments)
+            self._purged.pop(0)
+
+    def _forget_lost(self) -> None:
+        """The store has lost what it had. In the writer's thread: prompts that need it are evicted by use."""
+        log.warning(
+            "the shared store has lost what it had: prompts are computed again where that was all of their KV"
+        )
+        self._tier.drop(segment.segment_id for segment in self._keeper.tree.segments())
+        self._names.clear()
+        self._nodes.clear()
+
+    def _renew(self) -> None:
+        """What was used lately, of this server's and of others' prompts. Raises BackendError."""
+        keep_s = self._tier.store.keep_s
+        if time.monotonic() - self._renewed_at < keep_s / _RENEWALS:
+            return
+        since = time.time() - 2 * keep_s / _RENEWALS
+        keys = self._in_use(since)
+        while batch := list(islice(keys, _BATCH)):
+            self._tier.store.renew(batch)
+        self._renewed_at = time.monotonic()
+
+    def _in_use(self, since: float) -> Iterator[str]:
+        for node_id, name in list(self._names.items()):
+            node = self._keeper.tree.get(node_id)
+            if node is None:
+                self._forget(node_id)
+            elif node.last_used_at >= since:
+                yield name
+                for segment in self._tier.known(node.pieces.segment_ids):
+                    yield self._tier.store.segment_key(segment)
+
+    def _remember(self, node_id: NodeId, name: str) -> None:
+        self._names[node_id] = name
+        self._nodes[name] = node_id
+
+    def _forget(self, node_id: NodeId) -> None:
+        name = self._names.pop(node_id, None)
+        if name is not None:
+            self._nodes.pop(name, None)
+
+    def _note_problem(self, exc: BackendError | None) -> None:
+        reason = None if exc is None else exc.strerror
+        if reason is not None and self._problem is None:
+            log.warning(
+                "the shared store is not used: %s. This server goes on alone, and tries again; look at "
+                "shared_tier.* and at the store",
+                reason,
+            )
+        elif reason is None and self._problem is not None:
+            log.warning("the shared store is used again")
+        self._problem = reason

@@ -1,0 +1,107 @@
+"""
+A disk with a shared store below it, as one tier: what is stored is written to both, the disk is read first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from delta_tree import Segment, SegmentId
+from kvshare.tiers.disk_tier import DiskTier
+from kvshare.tiers.kv_object import Rows
+from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.shared_tier import SharedTier
+from kvshare.tiers.write_problem import WriteProblem
+
+log = logging.getLogger(__name__)
+
+
+class DiskAndShared:
+    """
+    A `LowerTier`. A segment is written when the disk has it: a shared store that fails keeps nothing waiting.
+    """
+
+    name = "disk"
+
+    def __init__(self, disk: DiskTier, shared: SharedTier) -> None:
+        self.disk, self.shared, self.form = disk, shared, disk.form
+        self._problem = WriteProblem(log, "the shared store", lost_with="this server's disk")
+
+    @property
+    def parts(self) -> Sequence[LowerTier]:
+        return (self.disk, self.shared)
+
+    @property
+    def problem(self) -> str | None:
+        return None
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.disk.counts
+
+    @property
+    def num_bytes(self) -> int:
+        return self.disk.num_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self.disk.max_bytes
+
+    @property
+    def is_swept(self) -> bool:
+        return self.disk.is_swept
+
+    def __len__(self) -> int:
+        return len(self.disk)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self.disk or segment_id in self.shared
+
+    def segment(self, segment_id: SegmentId) -> Segment | None:
+        return self.disk.segment(segment_id) or self.shared.segment(segment_id)
+
+    def takes(self, segment: Segment) -> bool:
+        return self.disk.takes(segment)
+
+    def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
+        """Raises OSError if the disk cannot be written."""
+        self.disk.write(segment, rows)
+        self._share(segment, rows)
+
+    def share_again(self, segment_id: SegmentId) -> bool:
+        """Write what only the disk has to the shared store. Returns whether it is there now."""
+        segment = self.disk.segment(segment_id)
+        if segment_id in self.shared or segment is None:
+            return segment_id in self.shared
+        try:
+            rows = self.disk.read(segment_id)
+        except BusyError:
+            return False
+        return rows is not None and self._share(segment, rows)
+
+    def read(self, segment_id: SegmentId) -> tuple[Rows, ...] | None:
+        rows = self.disk.read(segment_id)
+        return self.shared.read(segment_id) if rows is None else rows
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        entries = list(segment_ids)
+        return list(dict.fromkeys([*self.disk.drop(entries), *self.shared.drop(entries)]))
+
+    def sweep(self) -> bool:
+        return self.disk.sweep()
+
+    def close(self) -> None:
+        self.shared.close()
+
+    def _share(self, segment: Segment, rows: tuple[Rows, ...]) -> bool:
+        if not self.shared.takes(segment):
+            return False
+        try:
+            self.shared.write(segment, rows)
+        except OSError as exc:
+            self._problem.note(exc)
+            return False
+        self._problem.end()
+        return True

@@ -1,0 +1,75 @@
+"""What memory asks of a tier below it: whole segments by id, which threads write and read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from delta_tree import Segment, SegmentId
+from kvshare.tiers.kv_object import ObjectForm, Rows
+
+
+class BusyError(Exception):
+    """An object cannot be read now; it may be whole."""
+
+
+class LowerTier(Protocol):
+    """A disk, or a store that several servers share. Thread-safe."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def form(self) -> ObjectForm: ...
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of objects: written, read, damaged, failed."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def max_bytes(self) -> int: ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is not used now, as far as its writer does not know; else None."""
+
+    @property
+    def parts(self) -> Sequence[LowerTier]:
+        """The tiers that it consists of, the nearest first; itself if it is one."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, segment_id: object) -> bool: ...
+
+    def segment(self, segment_id: SegmentId) -> Segment | None:
+        """What is known of a segment that is held."""
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether such a segment is written at all."""
+
+    def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
+        """Store a segment. Raises OSError; nothing is held then."""
+
+    def read(self, segment_id: SegmentId) -> tuple[Rows, ...] | None:
+        """
+        The bytes of a segment, once they match their checks; None if it is not held, or not any more.
+
+        Raises:  BusyError if it cannot be read now
+        """
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        """Forget segments; unknown ids are ignored. Returns those held."""
+
+    def sweep(self) -> bool:
+        """Delete one thing that belongs to nothing. Returns whether there was any. For one thread."""
+
+    def close(self) -> None:
+        """Nothing is read or written after this."""
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether nothing must be deleted before more is written."""

@@ -1,0 +1,197 @@
+"""
+Segments in a store that several servers use: what one has computed, others read.
+
+    <prefix>:o:<name>    one segment, as a file of the disk tier; sealed if the operator gives a key
+
+The prefix names the model and all on which its KV depends; the name is made of namespace and segment id, so
+nothing crosses models or tenants. This server knows the segments that it has written, and those that others
+have reported (`shared_prompts.py`). What the store has lost meanwhile is a miss. Values end by themselves
+when they are not used: a server that vanishes leaves nothing behind that others must clean.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from delta_tree import Segment, SegmentId
+from kvshare.tiers.kv_object import (
+    MOST_HEADER_BYTES,
+    PAGE_BYTES,
+    Header,
+    ObjectError,
+    ObjectForm,
+    Rows,
+    checks_of,
+)
+from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.seal import Seal, SealError
+from kvshare.tiers.shared_backend import BackendError, Breaker, SharedBackend
+
+log = logging.getLogger(__name__)
+
+PROTOCOL: Final = "kvshare1"
+
+
+class SharedStore:
+    """The store as servers of one model see it: its values, their names, and how they are sealed."""
+
+    def __init__(self, backend: SharedBackend, form: ObjectForm, *, seal: Seal, keep_s: int) -> None:
+        """`keep_s`: a value that is not used for so long ends."""
+        self.backend, self.breaker, self.seal, self.keep_s = backend, Breaker(), seal, keep_s
+        self.prefix = f"{PROTOCOL}:{seal.name_of(form.fingerprint.encode())}"
+
+    def key(self, kind: str, *parts: bytes) -> str:
+        """Of a value: `kind` is o for a segment, p for a prompt."""
+        return f"{self.prefix}:{kind}:{self.seal.name_of(*parts)}"
+
+    def segment_key(self, segment: Segment) -> str:
+        return self.key("o", segment.namespace.encode(), b"%016x" % segment.segment_id)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Raises BackendError, as all that asks the store."""
+        sealed = self.seal.sealed(key, value)
+        self.breaker.call(lambda: self.backend.put(key, sealed, keep_s=self.keep_s))
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        sealed = self.seal.sealed(key, value)
+        return self.breaker.call(lambda: self.backend.put_new(key, sealed, keep_s=self.keep_s))
+
+    def get(self, key: str) -> bytes | None:
+        return self.breaker.call(lambda: self.backend.get(key, keep_s=self.keep_s))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self.breaker.call(lambda: self.backend.delete(keys))
+
+    def renew(self, keys: Sequence[str]) -> int:
+        return self.breaker.call(lambda: self.backend.renew(keys, keep_s=self.keep_s))
+
+
+class SharedTier:
+    """A `LowerTier`. `drop` forgets here only; `remove` deletes in the store, for all."""
+
+    name = "shared"
+    is_swept = True
+
+    def __init__(self, store: SharedStore, form: ObjectForm, *, max_bytes: int) -> None:
+        """`max_bytes`: of the segments that this server knows of."""
+        self.store, self.form, self.max_bytes = store, form, max_bytes
+        self.num_bytes = 0
+        self.counts: Counter[str] = Counter()
+        self._segments: dict[SegmentId, Segment] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def parts(self) -> Sequence[LowerTier]:
+        return (self,)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the store did not do what it was asked last."""
+        return self.store.breaker.reason
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._segments
+
+    def segment(self, segment_id: SegmentId) -> Segment | None:
+        return self._segments.get(segment_id)
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Others have written these; whether they are what they are said to be is seen when they are read."""
+        with self._lock:
+            for segment in segments:
+                if segment.segment_id not in self._segments:
+                    self._segments[segment.segment_id] = segment
+                    self.num_bytes += segment.num_bytes
+
+    def takes(self, segment: Segment) -> bool:
+        """What is not exact stays where it was computed."""
+        return segment.generation == 0
+
+    def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
+        """Raises BackendError, an OSError; nothing is held then."""
+        planes = self.form.planes(segment.num_tokens)
+        header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
+        value = b"".join((header.to_bytes(), *(plane.data.cast("B") for plane in rows)))
+        self.store.put(self.store.segment_key(segment), value)
+        self.adopt([segment])
+        with self._lock:
+            self.counts["written"] += 1
+
+    def read(self, segment_id: SegmentId) -> tuple[Rows, ...] | None:
+        segment = self._segments.get(segment_id)
+        if segment is None:
+            return None
+        key = self.store.segment_key(segment)
+        try:
+            value = self.store.get(key)
+        except BackendError as exc:
+            raise BusyError from exc
+        try:
+            rows = None if value is None else self._opened(key, value, segment)
+        except (ObjectError, SealError) as exc:
+            if self.drop([segment_id]):
+                self._count("damaged")
+                log.warning("a segment of the shared store is not used, and is computed again: %s", exc)
+            return None
+        if rows is None:
+            if self.drop([segment_id]):
+                self._count("failed")  # the store needed its room, or has lost it
+            return None
+        self._count("read")
+        return rows
+
+    def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
+        with self._lock:
+            found = (self._segments.pop(segment_id, None) for segment_id in segment_ids)
+            held = [segment for segment in found if segment is not None]
+            self.num_bytes -= sum(segment.num_bytes for segment in held)
+        return [segment.segment_id for segment in held]
+
+    def known(self, segment_ids: Iterable[SegmentId]) -> list[Segment]:
+        found = (self._segments.get(segment_id) for segment_id in segment_ids)
+        return [segment for segment in found if segment is not None]
+
+    def remove(self, segments: Iterable[Segment]) -> None:
+        """Delete them in the store, so that no server reads them any more. Raises BackendError."""
+        keys = [self.store.segment_key(segment) for segment in segments]
+        if keys:
+            self.store.delete(keys)
+
+    def close(self) -> None:
+        self.store.backend.close()
+
+    def sweep(self) -> bool:
+        return False
+
+    def _opened(self, key: str, value: bytes, segment: Segment) -> tuple[Rows, ...]:
+        """Raises ObjectError, SealError."""
+        raw = self.store.seal.opened(key, value)
+        length = 8 + int.from_bytes(raw[:8], "little")
+        if not 8 < length <= min(MOST_HEADER_BYTES, len(raw)) or length % PAGE_BYTES:
+            raise ObjectError("it does not begin with a header")
+        header = Header.from_bytes(bytes(raw[:length]))
+        if header.fingerprint != self.form.fingerprint:
+            raise ObjectError("it is of another model")
+        if header.segment != segment or header.planes != self.form.planes(segment.num_tokens):
+            raise ObjectError("it is another segment")
+        if len(raw) != length + header.planes[-1].end:
+            raise ObjectError("its bytes are not all there")
+        # A copy: tensors are made of it, which must be writable.
+        every = np.frombuffer(raw, dtype=np.uint8, offset=length).copy()
+        rows = tuple(every[plane.start : plane.end].reshape(plane.shape[0], -1) for plane in header.planes)
+        if checks_of(rows) != header.checks:
+            raise ObjectError("its bytes do not match their checks")
+        return rows
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
