@@ -34,17 +34,13 @@ TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control ser
 
 
 class WireCopy(NamedTuple):
-    """
-    Stored KV for a span of the prompt; an array in JSON.
-
-    `source_position`: position for which the first token was computed.
-    """
+    """Stored KV for a span of the prompt; an array in JSON."""
 
     segment_id: Held
     offset: Number  # first token within the segment
     length: Number
     target_start: Number
-    source_position: Number
+    source_position: Number  # for which the first token was computed
 
     @property
     def target(self) -> Span:
@@ -265,11 +261,12 @@ class ReplicaInfo(Message):
     device: str = ""  # of its ranks, in words
     max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
     num_disk_segments: Number = 0
+    can_share_media: Flag = False  # images in prompts: positions are those of tokens
 
     _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
-        | {"max_disk_bytes", "num_disk_segments"}
+        | {"max_disk_bytes", "num_disk_segments", "can_share_media"}
     )
 
     @property

@@ -10,7 +10,7 @@ it ends (`closing`) its blocks stay. A request that is `done` is reported to the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +21,7 @@ from delta_tree import SegmentId, Span, TokenIds, merge
 from kvshare.reasons import Reason
 from kvshare.vllm_connector.scheduler.retention import RequestRetention, RetentionState
 from kvshare.vllm_connector.scheduler.transitions import transitions
+from kvshare.vllm_protocol.media import Medium, identified
 from kvshare.vllm_protocol.messages import (
     FinishedReport,
     Prefilled,
@@ -69,23 +70,22 @@ def why_unshared(
     token_ids: TokenIds,
     *,
     may_move_keys: bool,
-    media_tokens: Set[int] = frozenset(),
+    media: Sequence[Medium] | None = (),
 ) -> Reason | None:
     """
-    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt.
-
-    `media_tokens` mark places of media. A prompt without media may still hold one, and models may give it
-    other positions then.
+    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt; `media`: those
+    of it, None if they must not be shared.
     """
     if request.lora_request is not None:
         return Reason.LORA
-    if request.mm_features or any((token_ids == token).any() for token in media_tokens):
+    if media is None or (media and ticket.order is not None):  # repairs could be chosen in media
         return Reason.MULTIMODAL
     if request.pooling_params is not None:
         return Reason.POOLING
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
         return Reason.NOT_TOKENS
-    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest_of(token_ids)):
+    digest = digest_of(identified(token_ids, media))
+    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest):
         return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
         return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests
@@ -102,6 +102,7 @@ class TicketedRequest:
     unshared: Reason | None  # why its plan is not carried out
     is_first: bool  # of the n choices with this ticket; only the first is retained and reported
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # of its prompt
+    media: tuple[Span, ...] = ()  # of its prompt
     state: State = State.WAITING
     num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
     joins: bool = False  # its load joins a step, by its last lookup
