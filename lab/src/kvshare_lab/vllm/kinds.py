@@ -28,6 +28,7 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["multimodal"]
 # Of bench/random_models.yaml: vLLM's CPU kernels take latents of real sizes only, and read the experts of the
 # others in another form than transformers writes.
 NOT_HERE = ("deepseek-v2", "deepseek-v3", "llama4", "minimax-m2")
+SERVED = frozenset(name for name in TEXT if not name.startswith("gemma4"))  # those have layers of one shape
 TEXT_TOKENS = 290  # ids below are text in each of them
 WITH_IMAGES = ("llava",)  # with a processor, which needs no torchvision
 
@@ -43,7 +44,7 @@ def config_of(name: str, *, vocab_size: int | None = None) -> PreTrainedConfig:
 
 
 def write_served_kind(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a kind of TEXT for a server: with the demo model's tokenizer, and as many tokens as that has."""
+    """Write one of SERVED for a server: with the demo model's tokenizer, and as many tokens as that has."""
     write_kind(name, folder, seed=seed, vocab_size=DEMO_VOCAB_SIZE)
     copy_tokenizer(folder)
     return folder
