@@ -29,16 +29,21 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["multimodal"]
 # others in another form than transformers writes.
 NOT_HERE = ("deepseek-v2", "deepseek-v3", "llama4", "minimax-m2")
 SERVED = frozenset(name for name in TEXT if not name.startswith("gemma4"))  # those have layers of one shape
+_SERVED_LENGTH = 8192  # tokens
 TEXT_TOKENS = 290  # ids below are text in each of them
 WITH_IMAGES = ("llava",)  # with a processor, which needs no torchvision
 
 
 def config_of(name: str, *, vocab_size: int | None = None) -> PreTrainedConfig:
-    """The configuration of a kind of TEXT or MULTIMODAL. `vocab_size`: another one, of a kind of TEXT."""
+    """
+    The configuration of a kind of TEXT or MULTIMODAL. `vocab_size`: another one, of a kind of TEXT that is
+    served, which then has a longer context, too.
+    """
     merged = {**_TINY, **TEXT[name]} if name in TEXT else MULTIMODAL[name]
     fields = {key: value for key, value in merged.items() if value != "absent" and key != "weights"}
     if vocab_size is not None:
         fields |= {key: vocab_size for key in fields if key.startswith("vocab_size")}
+        fields |= {key: _SERVED_LENGTH for key in fields if key in ("max_position_embeddings", "n_positions")}
     config: PreTrainedConfig = AutoConfig.for_model(**fields)
     return config
 
