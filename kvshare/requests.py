@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from delta_tree import TokenIds
+from delta_tree import Span, TokenIds
 from kvshare.reasons import Reason
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Prompt:
 
     token_ids: TokenIds  # (T,) int32
     text: PromptText
+    media: tuple[Span, ...] = ()  # tokens that stand for an image each: copied as a whole, or not at all
 
     @property
     def num_tokens(self) -> int:

@@ -42,6 +42,7 @@ class ConnectorBehaviour:
     silent: bool = False  # never tells the end of a ticket
     max_bytes: int = 10**7
     max_disk_bytes: int = 0  # 0: no disk
+    can_share_media: bool = False
     device: str = "a device"
 
 
@@ -173,6 +174,7 @@ class FakeConnector:
             max_disk_bytes=self.behaviour.max_disk_bytes,
             speculation=self.behaviour.speculation,
             passing=self.behaviour.passing,
+            can_share_media=self.behaviour.can_share_media,
             data_parallel_rank=self.behaviour.rank,
             data_parallel_size=1 if self.behaviour.rank is None else 2,
         )

@@ -16,7 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
-from delta_tree import Span
+from delta_tree import Span, token_ids
+from kvshare.fleet.rendered_media import read_media
+from kvshare.vllm_protocol.media import identified
 from kvshare.vllm_protocol.messages import (
     Ticket,
 )
@@ -159,7 +161,9 @@ class FakeVllm(FakeConnector):
     def computed_tokens(self, body: Mapping[str, Any]) -> list[int]:
         """What it computes for a body: the tokens that it is given back, or else what it renders itself."""
         given: list[int] | None = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        return self.tokens_of(body) if given is None else given
+        tokens = self.tokens_of(body) if given is None else given
+        media = read_media(self.behaviour.features)
+        return identified(token_ids(tokens), media).tolist() if media else tokens
 
     def tokens_of(self, body: Mapping[str, Any]) -> list[int]:
         """Bytes of a trivial template, or of a plain prompt; tools stand before all."""

@@ -4,6 +4,7 @@ Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connecto
     engine.py          VllmEngine: starts and stops the parts, reports their status
     routed_request.py  one request, from the client to the journal
     rendering.py       has vLLM turn its body into tokens; token_lists.py: reads them out of its answer
+    rendered_media.py  the images that it found in a prompt
     router.py          chooses its replica, plan and ticket
     tickets.py         from a plan to a ticket
     replica.py         one vLLM and its connector, and all of them as the fleet

@@ -23,9 +23,11 @@ from yarl import URL
 from delta_tree import SegmentId
 from kvshare.addresses import SERVER_NAME
 from kvshare.errors import UpstreamError, WrongServerError
+from kvshare.fleet.rendered_media import read_media
 from kvshare.fleet.token_lists import TokenList, read_entries
 from kvshare.settings import VllmSettings
 from kvshare.vllm_protocol.json_fields import Message, WireError
+from kvshare.vllm_protocol.media import Medium
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, Journal
 from kvshare.vllm_protocol.places import HeldSegments
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
@@ -52,8 +54,8 @@ class RenderedPrompt:
     """The tokens that vLLM would compute for a request."""
 
     tokens: TokenList
-    is_text: bool  # no images, no audio
     vllm_url: str  # who rendered it
+    media: tuple[Medium, ...] | None = ()  # ascending; None if vLLM does not say what and where they are
 
 
 class _Client:
@@ -211,7 +213,9 @@ class VllmClient(_Client):
         Raises:  UpstreamError, with a status in NO_ROUTE if vLLM does not have this route
         """
         entries = await self._entries(f"{path}/render", "token_ids", body=body)
-        return [RenderedPrompt(tokens, not entry.get("features"), self.url) for entry, tokens in entries]
+        return [
+            RenderedPrompt(tokens, self.url, read_media(entry.get("features"))) for entry, tokens in entries
+        ]
 
     async def _entries(
         self, path: str, name: str, *, body: Body

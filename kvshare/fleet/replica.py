@@ -151,6 +151,12 @@ class Fleet:
             return Reason.SPECULATION
         return Reason.NO_CONNECTOR
 
+    @property
+    def shares_media(self) -> bool:
+        """Whether every replica that plans are made for shares prompts with images, too."""
+        sharing = self.sharing()
+        return bool(sharing) and all(one.info is not None and one.info.can_share_media for one in sharing)
+
     def idlest(self, *, without: Collection[Replica] = ()) -> Replica:
         """The serving replica with fewest requests. Raises NoReplicaError."""
         replica = next((entry for entry in self.serving() if entry not in without), None)

@@ -9,7 +9,7 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     planner.py         tokens and candidates -> a plan, or the reason why there is none
     approximation.py   the approximate plans of one composition
     plan.py            the plan as data            explain.py         the plan as a document
-    limits.py          what limits a plan
+    limits.py          what limits a plan          media.py           images are copied as a whole
 
     rates.py           the seconds that a plan takes, and those that it saves
     cost.py            learns them from what is measured; regression.py: how

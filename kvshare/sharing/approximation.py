@@ -27,6 +27,7 @@ from delta_tree import (
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.media import outside_media, with_whole_media
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, uncovered, within, without
 from kvshare.sharing.prediction import Shape, carried, placed, shape_of
 from kvshare.sharing.rates import Estimate, Rates
@@ -56,9 +57,13 @@ class Approximation:
         segment_of: Callable[[SegmentId], Segment],
         limits: PlannerLimits,
         rates: Rates,
+        media: tuple[Span, ...] = (),
     ) -> None:
-        """Shapes: token_ids (T,) int32; `candidates`: all donors are among them."""
-        self._rates = rates
+        """
+        Shapes: token_ids (T,) int32; `candidates`: all donors are among them; the copies cover each of the
+        `media` that begins before their end.
+        """
+        self._rates, self._media = rates, media
         self._settings, self._calibration = limits.repair, limits.calibration
         self._max_deviation, self._max_risk = limits.sharing.max_deviation, limits.sharing.max_risk
         self._size = size = composition.num_tokens
@@ -80,10 +85,12 @@ class Approximation:
         self._moved = self._foreign
         if self._settled:
             self._moved = tuple(filterfalse(self._is_settled, self._foreign))
-        self._tail = tail_repairs(self._foreign, num_tokens=size, settings=self._settings)
+        tail = tail_repairs(self._foreign, num_tokens=size, settings=self._settings)
+        self._tail = merge([*outside_media(tail, media), Span(size - 1, size)]) if media else tail
         self._shape = self._shape_of(self._moved)
         num_tail = size - max((copy.target_end for copy in self._foreign), default=0)
-        self._chooses = limits.can_probe and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
+        may_choose = limits.can_probe and not media  # what is chosen may lie anywhere
+        self._chooses = may_choose and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
     def cheapest(self) -> Plan:
         """
@@ -154,7 +161,7 @@ class Approximation:
 
     def _by_place(self, widened: float) -> _Outline:
         spans = repairs_by_place(self._moved, num_tokens=self._size, settings=self._settings, widened=widened)
-        return self._outline("windows", Repairs(spans))
+        return self._outline("windows", Repairs(outside_media(spans, self._media)))
 
     def _chosen(self, shape: Shape) -> _Outline:
         """That with the smallest dose within the limit, or with the largest dose."""
@@ -200,9 +207,16 @@ class Approximation:
         """The plan with its copies, estimate and prediction."""
         size, settings, rates, rule = self._size, self._settings, self._rates, outline.rule
         spans = outline.plan.repairs
-        copied = without(self._foreign, spans)
+        copied, placeholders = without(self._foreign, spans), outline.plan.placeholders
+        if self._media:
+            copied = with_whole_media((*self._exact, *copied), self._media)[len(self._exact) :]
+            kept = [copy.target for copy in copied]
+            spans = merge(copy.target for copy in without(self._foreign, kept))
+            placeholders = uncovered((*self._exact, *copied), size)
         plan = replace(
             outline.plan,
+            repairs=spans,
+            placeholders=placeholders,
             copies=(*self._exact, *copied),
             generation=max(map(self._generation_after, copied), default=0),
         )

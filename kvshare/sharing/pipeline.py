@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from delta_tree import Node, NodeId, TokenIds, UnknownSegmentError
+from delta_tree import Node, NodeId, UnknownSegmentError
 from kvshare.admin import Costs
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt, SharingMode
@@ -127,7 +127,7 @@ class Sharing:
         if search is Search.NOTHING:
             return Lookup(NoPlan(Reason.DOES_NOT_PAY))
         limits = self._limits.deviating_at_most(max_deviation)
-        make = partial(self._make_plan, prompt.token_ids, mode, queue, limits)
+        make = partial(self._make_plan, prompt, mode, queue, limits)
         began = time.perf_counter()
         try:
             nomination = await self._nominate(namespace, prompt, mode, search, by_embedding=by_embedding)
@@ -219,10 +219,8 @@ class Sharing:
         self, namespace: str, num_tokens: int, candidates: Sequence[Candidate], make: _Planner
     ) -> Lookup:
         """
-        Align, plan and fetch.
-
-        If donors are evicted or stored again meanwhile, this plans again, twice at most, without donors whose
-        KV is missing.
+        Align, plan and fetch. If donors are evicted or stored again meanwhile, this plans again, twice at
+        most, without donors whose KV is missing.
         """
         stages = {"plan": 0.0, "fetch": 0.0}
         nodes = self.own_nodes(namespace, candidates)
@@ -261,17 +259,19 @@ class Sharing:
 
     def _make_plan(
         self,
-        token_ids: TokenIds,
+        prompt: Prompt,
         mode: SharingMode,
         queue: Queue,
         limits: PlannerLimits,
         nodes: Sequence[Node],
     ) -> Plan | NoPlan:
-        queue, segment_of = replace(queue, on_disk=self.tier.on_disk), self.tree.segment
+        queue, is_approximate = replace(queue, on_disk=self.tier.on_disk), mode is SharingMode.APPROX
 
         def planned(donors: Sequence[Node]) -> Plan | NoPlan:
-            make = partial(make_plan, token_ids, donors, segment_of, approximate=mode is SharingMode.APPROX)
-            return self._worth.plan(lambda within, now: make(limits=within, rates=now), limits, queue)
+            make = partial(make_plan, prompt.token_ids, donors, self.tree.segment, media=prompt.media)
+            return self._worth.plan(
+                lambda within, now: make(approximate=is_approximate, limits=within, rates=now), limits, queue
+            )
 
         return self.fetching.fastest(planned, nodes)
 

@@ -15,6 +15,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.approximation import Approximation
 from kvshare.sharing.limits import PlannerLimits, exact_part, is_exact
+from kvshare.sharing.media import composed_with_whole_media
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 from kvshare.sharing.rates import Estimate, Rates
 
@@ -30,11 +31,13 @@ def make_plan(
     approximate: bool,
     limits: PlannerLimits,
     rates: Rates,
+    media: tuple[Span, ...] = (),
 ) -> Plan | NoPlan:
     """
     The fastest plan for a prompt of T tokens with candidates of the same namespace.
 
     Shapes:  token_ids (T,) int32
+    Units:   `media`: token positions, ascending; each of these is copied as a whole or not at all
     Returns: a Plan that computes at least the last token, or NoPlan
     """
     if len(token_ids) < limits.sharing.min_prompt_tokens:
@@ -42,7 +45,7 @@ def make_plan(
     if not candidates:
         return NoPlan(Reason.NO_CANDIDATES)
     donors = [node for candidate in candidates if (node := limits.usable(candidate)) is not None]
-    search = _Search(token_ids, segment_of, limits, rates, approximate=approximate)
+    search = _Search(token_ids, segment_of, limits, rates, approximate=approximate, media=media)
     return search.best_plan(donors)
 
 
@@ -57,8 +60,9 @@ class _Search:
         rates: Rates,
         *,
         approximate: bool,
+        media: tuple[Span, ...],
     ) -> None:
-        self._token_ids, self._segment_of = token_ids, segment_of
+        self._token_ids, self._segment_of, self._media = token_ids, segment_of, media
         self._target = Target(token_ids, min_run=limits.sharing.min_run)  # of all its compositions
         self._limits, self._rates = limits, rates
         self._approximate = approximate
@@ -81,7 +85,7 @@ class _Search:
         return replace(exact, reason=self._refusal, prediction=self._prediction)
 
     def _composed(self, donors: Sequence[Node], *, max_donors: int, may_move: bool) -> Composition:
-        return compose(
+        composition = compose(
             self._target,
             donors,
             self._segment_of,
@@ -92,6 +96,7 @@ class _Search:
             allow_approximate=self._approximate,
             gives_reasons=False,
         )
+        return composed_with_whole_media(composition, self._media)
 
     def _first_composition(self, donors: Sequence[Node]) -> Composition:
         """Of all donors. Composed again where keys would be moved and the engine cannot do that."""
@@ -133,7 +138,7 @@ class _Search:
 
     def _cheapest(self, composition: Composition, donors: Sequence[Node]) -> Plan:
         return Approximation(
-            composition, donors, self._token_ids, self._segment_of, self._limits, self._rates
+            composition, donors, self._token_ids, self._segment_of, self._limits, self._rates, self._media
         ).cheapest()
 
 

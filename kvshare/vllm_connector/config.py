@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from transformers import PretrainedConfig
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -26,10 +25,6 @@ from vllm.v1.kv_cache_interface import (
 
 from kvshare.vllm_protocol.json_fields import Number
 
-# Fields of a model's configuration that hold the id of a token which marks the place of media.
-_MEDIA_TOKEN = re.compile(
-    r"(image|img|video|vision|visual|audio|speech|media|document|bo[ia]|eo[ia])_(\w+_)?token_(id|index)"
-)
 # Connectors that find KV by vLLM's hashes of blocks, which its salts are part of. By reading vLLM 0.32, as
 # none of them runs without a GPU.
 _BY_BLOCK_HASH = frozenset(
@@ -126,21 +121,6 @@ def data_parallel_rank(config: VllmConfig) -> int | None:
     transfer, index = config.kv_transfer_config, int(config.parallel_config.data_parallel_index)
     suffix = _DATA_PARALLEL_ID.search(str(transfer.engine_id)) if transfer is not None else None
     return index if suffix is not None and int(suffix[1]) == index else None
-
-
-def media_tokens(model: ModelConfig) -> frozenset[int]:
-    """Ids of the tokens that mark places of media, in a configuration and the parts of it; none for text."""
-    found: set[int] = set()
-    parts: list[PretrainedConfig] = [model.hf_config] if model.is_multimodal_model else []
-    while parts:
-        fields_of_part = vars(parts.pop())
-        parts += (value for value in fields_of_part.values() if isinstance(value, PretrainedConfig))
-        found.update(
-            value
-            for name, value in fields_of_part.items()
-            if isinstance(value, int) and _MEDIA_TOKEN.fullmatch(name)
-        )
-    return frozenset(found)
 
 
 def _model(config: VllmConfig) -> dict[str, bool]:

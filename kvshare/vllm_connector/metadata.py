@@ -61,6 +61,7 @@ class LoadRequest:
     first_approximate: int = 0
     sources: Mapping[WireCopy, BlockSource] = field(default_factory=dict)  # of copies not from host memory
     reads_within_s: float = 0.0  # what is not read from disk by then is computed
+    media: tuple[Span, ...] = ()  # that a pass cannot compute
 
     @property
     def stored_ids(self) -> frozenset[SegmentId]:
@@ -89,6 +90,11 @@ class LoadRequest:
         """Spans to compute: those that no readable copy covers."""
         placed = [span for _, span in self.targets(unreadable)]
         return gaps(merge([Span(0, self.start), *placed]), self.end)
+
+    def lacks_media(self, unreadable: frozenset[SegmentId]) -> bool:
+        """Whether some of what would be computed lies in a medium."""
+        runs = self.runs(unreadable) if self.media else ()
+        return any(run.intersection(medium) for run in runs for medium in self.media)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,13 @@ TOKEN_VARIABLE = "KVSHARE_VLLM_TOKEN"  # environment: the key of the control ser
 
 
 class WireCopy(NamedTuple):
-    """
-    Stored KV for a span of the prompt; an array in JSON.
-
-    `source_position`: position for which the first token was computed.
-    """
+    """Stored KV for a span of the prompt; an array in JSON."""
 
     segment_id: Held
     offset: Number  # first token within the segment
     length: Number
     target_start: Number
-    source_position: Number
+    source_position: Number  # for which the first token was computed
 
     @property
     def target(self) -> Span:

@@ -35,12 +35,13 @@ class ReplicaInfo(Message):
     max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
     num_disk_segments: Number = 0
     speculation: str = ""  # vLLM's name of the method of speculative decoding, where it is on
+    can_share_media: Flag = False  # images in prompts: positions are those of tokens
     passing: str = ""  # why requests pass unshared, though nothing is wrong
 
     _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
-        | {"max_disk_bytes", "num_disk_segments", "speculation", "passing"}
+        | {"max_disk_bytes", "num_disk_segments", "speculation", "passing", "can_share_media"}
     )
 
     @property

@@ -4,11 +4,13 @@ Writes the table of architectures in docs/models.md, and counts vLLM's recipes.
     .venv/bin/python lab/scripts/models_table.py                  # print both
     .venv/bin/python lab/scripts/models_table.py --write          # and write the table
     .venv/bin/python lab/scripts/models_table.py --tests FILE ... # first, add what pytest's --junit-xml has
+    .venv/bin/python lab/scripts/models_table.py --newer FILE     # names of another vLLM's registry.py only
 
 models_table.yaml has what is refused and why; docs/measured/models.json what the tests of kinds have found.
 """
 
 import argparse
+import ast
 import datetime
 import json
 import subprocess
@@ -41,6 +43,17 @@ def registered() -> dict[str, str]:
         registry._TRANSFORMERS_SUPPORTED_MODELS,
     )
     return {name: place[1] for group in groups for name, place in group.items()}
+
+
+def names_in(source: str) -> dict[str, str]:
+    """The same of a `registry.py` that is not imported: another vLLM's, in its wheel."""
+    groups = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+    found: dict[str, str] = {}
+    for statement in ast.parse(source).body:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(target, ast.Name) and target.id in groups and isinstance(statement, ast.Assign):
+            found |= {name: str(place[1]) for name, place in ast.literal_eval(statement.value).items()}
+    return found
 
 
 def outcomes(files: Iterable[Path]) -> dict[str, Any]:
@@ -137,7 +150,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--tests", type=Path, nargs="+")
+    parser.add_argument("--newer", type=Path)
     options = parser.parse_args()
+    if options.newer:
+        newer, own = names_in(options.newer.read_text(encoding="utf-8")), registered()
+        gone = sorted(own.keys() - newer.keys())
+        sys.stdout.write(f"new: {', '.join(sorted(newer.keys() - own.keys()))}\ngone: {', '.join(gone)}\n")
+        return
     if options.tests:
         MEASURED.write_text(_document(outcomes(options.tests)), encoding="utf-8")
     rows = table(registered(), json.loads(MEASURED.read_text(encoding="utf-8")))

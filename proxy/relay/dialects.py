@@ -21,7 +21,9 @@ from kvshare.fleet.token_lists import ids_of
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt
 from kvshare.rules.texts import SHAPES
+from kvshare.vllm_protocol.media import identified
 from proxy.errors import ErrorReply
+from proxy.relay.images import holds_images, is_sent_image, without_tensors
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
 
@@ -92,6 +94,8 @@ def _text(content: object) -> str:
     if isinstance(content, Sequence):
         return "".join(map(_text, content))
     if not isinstance(content, Mapping) or (place := _TEXT_AT.get(str(content.get("type")))) is None:
+        if isinstance(content, Mapping) and is_sent_image(content):
+            return ""
         raise Unplannable(Reason.MULTIMODAL)
     return _text(content.get(place))
 
@@ -145,19 +149,27 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
     """
     text = dialect.text_of(document)
     _check_usual(document, engine)
+    has_images = holds_images(document)
+    if has_images and not engine.fleet.shares_media:
+        raise Unplannable(Reason.MULTIMODAL)
     if dialect is COMPLETION and (given := _given_tokens(document)) is not None:
         return ReadPrompt(Prompt(given, text))
     renderer = engine.server.renderer
-    rendered = await renderer.render(dialect.path, body)
+    rendered = await renderer.render(dialect.path, without_tensors(body) if has_images else body)
     if rendered is None:
+        if has_images:
+            raise Unplannable(Reason.NO_RENDER)
         tokenized = await renderer.tokenize(_tokenize_body(document, dialect))
         return ReadPrompt(Prompt(tokenized.token_ids, text))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)
-    if not rendered[0].is_text:
+    media, tokens = rendered[0].media, rendered[0].tokens.token_ids
+    if media is None or not all(medium.is_identified for medium in media):
         raise Unplannable(Reason.MULTIMODAL)
-    prompt = Prompt(rendered[0].tokens.token_ids, text)
-    return ReadPrompt(prompt, rendered[0] if dialect.takes_rendered(document) else None)
+    if media:  # vLLM takes no tokens back beside media
+        spans = tuple(medium.span for medium in media)
+        return ReadPrompt(Prompt(identified(tokens, media), text, spans))
+    return ReadPrompt(Prompt(tokens, text), rendered[0] if dialect.takes_rendered(document) else None)
 
 
 def _given_tokens(document: Body) -> TokenIds | None:

@@ -5,13 +5,14 @@ adds the members that are the proxy's.
 A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares: its
 `cache_salt` only divides its owner's, and vLLM gets that of the two together. Its key is not sent on. All of
 that is removed, on every route. Embeddings in place of media are refused: with a connector vLLM takes them
-even if its operator did not allow that, and those of a wrong shape end it.
+even if its operator did not allow that, and those of a wrong shape end it. Ids of media are removed: for vLLM
+two media with one id are the same, also those of two clients.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +26,7 @@ _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
 _EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # of vLLM's chats
+_MEDIUM_ID = "uuid"  # the same
 
 # Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -55,10 +57,15 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
     """
     _check_media(document)
     clean = {name: value for name, value in document.items() if name not in _FORBIDDEN and name != _OWN}
-    xargs = document.get(_XARGS)
+    is_same = raw is not None and len(clean) == len(document)
+    xargs, messages = document.get(_XARGS), document.get("messages")
     if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
         clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
-    elif raw is not None and len(clean) == len(document):
+        is_same = False
+    if isinstance(messages, list) and any(_MEDIUM_ID in part for part in _parts(messages)):
+        clean["messages"] = _without_ids(messages)
+        is_same = False
+    if raw is not None and is_same:
         return raw
     try:
         return dump(clean)
@@ -68,16 +75,38 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
 
 def _check_media(document: Mapping[str, Any]) -> None:
     """A part of a content is one of embeddings by its type, or, without a type, by one of its names."""
-    messages = document.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, Mapping):
-                for word in (part.get("type"), *part):
-                    if word in _EMBEDDINGS:
-                        raise RequestError(
-                            f"Unsupported content: {word!r}. Send the media itself.", param="messages"
-                        )
+    for part in _parts(document.get("messages")):
+        for word in (part.get("type"), *part):
+            if word in _EMBEDDINGS:
+                raise RequestError(f"Unsupported content: {word!r}. Send the media itself.", param="messages")
+
+
+def _parts(messages: object) -> Iterator[Mapping[str, Any]]:
+    """The parts of contents. One of vLLM's routes takes several lists of messages."""
+    for entry in messages if isinstance(messages, list) else ():
+        for message in entry if isinstance(entry, list) else (entry,):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping):
+                    yield part
+
+
+def _without_ids(messages: Sequence[object]) -> list[object]:
+    """Messages, or lists of them, whose parts of contents have no ids of media."""
+    return [
+        list(map(_anonymous, entry)) if isinstance(entry, list) else _anonymous(entry) for entry in messages
+    ]
+
+
+def _anonymous(message: object) -> object:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not isinstance(content, list):
+        return message
+    parts = [
+        {name: part[name] for name in part if name != _MEDIUM_ID} if isinstance(part, Mapping) else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:

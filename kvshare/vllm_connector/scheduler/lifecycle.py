@@ -19,10 +19,11 @@ from vllm.config import VllmConfig
 import kvshare
 from kvshare.loopback import is_loopback
 from kvshare.namespace import joined
-from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank, media_tokens
+from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer
 from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.models_with_media import media_rules, media_settings
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_connector.speculation import method_of, why_unshared
@@ -67,7 +68,7 @@ class SchedulerSide:
         self.events = EventLog()
         self.segments = SegmentIndex(settings.max_bytes, max_disk_bytes=settings.disk_bytes)
         self.scheduler = ConnectorScheduler(
-            segments=self.segments, events=self.events, media_tokens=media_tokens(config.model_config)
+            segments=self.segments, events=self.events, media_rules=media_rules(config.model_config)
         )
         self._control: ControlServer | None = None
         try:
@@ -139,6 +140,7 @@ class SchedulerSide:
             can_move_keys=self.scheduler.may_move_keys,
             # Empty while starting: the proxy then asks again.
             namespace_fields={} if is_starting else self._namespace_fields(),
+            can_share_media=self.scheduler.media_rules.are_shared,
             can_choose=all(worker.can_listen for worker in self._handshakes),
             fingerprint=self._handshakes[0].fingerprint if self._handshakes else "",
             device=_named(worker.device for worker in self._handshakes),
@@ -165,7 +167,8 @@ class SchedulerSide:
         return {
             "model": model.model,
             "revision": "+".join(worker.weights for worker in self._handshakes),
-            "tokenizer": joined((model.tokenizer, model.tokenizer_revision or ""), by="@"),
+            "tokenizer": joined((model.tokenizer, model.tokenizer_revision or ""), by="@")
+            + media_settings(model),
             "dtype": first.dtype if first else "",
             "kv_layout": mixed or layout,
             "rope": first.rope if first else "",

@@ -42,4 +42,5 @@ def load_request(
         copies=tuple(copy for copy in copies if copy.target.end > start),
         order=order,
         first_approximate=ticket.first_approximate,
+        media=ticketed.media,
     )

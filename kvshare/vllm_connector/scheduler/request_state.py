@@ -67,6 +67,7 @@ class TicketedRequest:
     unshared: Reason | None  # why its plan is not carried out
     is_first: bool  # of the n choices with this ticket; only the first is retained and reported
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # of its prompt
+    media: tuple[Span, ...] = ()  # of its prompt
     state: State = State.WAITING
     num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
     joins: bool = False  # its load joins a step, by its last lookup

@@ -8,7 +8,7 @@ request whose ticket cannot be used is served unshared.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,6 +31,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.joining import Joining
 from kvshare.vllm_connector.scheduler.load_sources import LoadSources
 from kvshare.vllm_connector.scheduler.loaded_parts import load_request, num_placeholders
+from kvshare.vllm_connector.scheduler.media import MediaRules, end_of_copies
 from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 from kvshare.vllm_connector.scheduler.saving import Saving
@@ -48,7 +49,7 @@ class ConnectorScheduler:
     events: EventLog
     shares: bool = False  # no ticket is taken before `use` and `share`
     may_move_keys: bool = False
-    media_tokens: frozenset[int] = frozenset()  # ids that mark places of media, if the model takes them
+    media_rules: MediaRules = field(default_factory=MediaRules)
 
     def __post_init__(self) -> None:
         self._requests: dict[str, TicketedRequest] = {}  # until they are `done`
@@ -89,14 +90,10 @@ class ConnectorScheduler:
             return
         ticket, is_first = found
         token_ids = np.asarray(request.prompt_token_ids or (), dtype=np.int32)
-        unshared = why_unshared(
-            request,
-            ticket,
-            token_ids,
-            may_move_keys=self.may_move_keys,
-            media_tokens=self.media_tokens,
-        )
-        self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first, token_ids)
+        media = self.media_rules.media_of(request, token_ids)
+        unshared = why_unshared(request, ticket, token_ids, may_move_keys=self.may_move_keys, media=media)
+        spans = tuple(medium.span for medium in media or ())
+        self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first, token_ids, spans)
         donors = {copy.segment_id for copy in ticket.copies}
         self.donors.renew(donors)
         self.unsaved.note_use(donors)
@@ -116,13 +113,12 @@ class ConnectorScheduler:
             return 0, False
         ticket = ticketed.ticket
         copies = [ticketed.copy(index) for index in sorted(self.sources.readable(ticket))]
-        end = max((copy.target.end for copy in copies), default=0)
-        order = ticket.order
+        end, order = end_of_copies(copies, ticketed.media, num_local), ticket.order
         if order is not None and end > ticket.first_approximate and order.end - end <= MAX_TAIL_TOKENS:
             end = ticket.num_tokens  # the worker computes the tail, to see what it attends to
         if end <= num_local:
             return 0, False
-        if order is None and end < ticket.num_tokens:
+        if order is None and end < ticket.num_tokens and not ticketed.media:  # a load that joins cannot fail
             num_computed = num_placeholders(copies, Span(num_local, end))
             num_bytes = self.sources.bytes_of(ticket, copies, num_local)
             may_join = self.sources.may_join(ticket, copies, num_local)
@@ -162,7 +158,7 @@ class ConnectorScheduler:
             request.request_id,
             self.segments.bytes_of(load.stored_ids),
             num_placeholders(copies, Span(load.start, end)),
-            may_join=load.order is None and not load.reads_within_s,
+            may_join=load.order is None and not load.reads_within_s and not load.media,
             follows_steps=load.follows_steps,
         )
         if ticketed.joins:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from delta_tree import TokenIds
 from kvshare.reasons import Reason
 from kvshare.vllm_protocol.json_fields import WireError
+from kvshare.vllm_protocol.media import Medium, identified
 from kvshare.vllm_protocol.messages import TICKET_KEY, Ticket, digest_of
 from kvshare.vllm_protocol.salts import private_salt
 
@@ -55,23 +56,22 @@ def why_unshared(
     token_ids: TokenIds,
     *,
     may_move_keys: bool,
-    media_tokens: Set[int] = frozenset(),
+    media: Sequence[Medium] | None = (),
 ) -> Reason | None:
     """
-    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt.
-
-    `media_tokens` mark places of media. A prompt without media may still hold one, and models may give it
-    other positions then.
+    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt; `media`: those
+    of it, None if they must not be shared.
     """
     if request.lora_request is not None:
         return Reason.LORA
-    if request.mm_features or any((token_ids == token).any() for token in media_tokens):
+    if media is None or (media and ticket.order is not None):  # repairs could be chosen in media
         return Reason.MULTIMODAL
     if request.pooling_params is not None:
         return Reason.POOLING
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
         return Reason.NOT_TOKENS
-    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest_of(token_ids)):
+    digest = digest_of(identified(token_ids, media))
+    if (ticket.num_tokens, ticket.prompt_digest) != (request.num_prompt_tokens, digest):
         return Reason.PROMPT_MISMATCH
     if not ticket.is_exact and request.cache_salt != private_salt(ticket.ticket_id):
         return Reason.NOT_PRIVATE  # vLLM's prefix cache would give its approximate blocks to other requests

@@ -119,6 +119,12 @@ class Placeholders:
         """Their copies are written; they are computed in this step or a later one, or were early."""
         for load in loads:
             arrived, order = ArrivedLoad(load), load.request.order
+            if load.request.lacks_media(load.unreadable):
+                log.warning(
+                    "kvshare: KV of a medium was lost, vLLM computes the prompt; nothing is to be done"
+                )
+                self._fail(arrived)
+                continue
             if load.early is not None:
                 if load.early.failed or load.unreadable:  # what the pass has read was wrong
                     self._fail(arrived)

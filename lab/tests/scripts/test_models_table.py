@@ -34,6 +34,17 @@ def test_the_page_has_the_table_of_its_data(script: ModuleType) -> None:
     assert script.with_table(page, script.table(names, measured)) == page
 
 
+def test_a_registry_is_read_without_running_it(script: ModuleType) -> None:
+    """The generative groups of it."""
+    source = """
+import vllm_of_another_version
+_TEXT_GENERATION_MODELS = {"A": ("a", "AClass")}
+_EMBEDDING_MODELS = {"B": ("b", "BClass")}
+_MULTIMODAL_MODELS = {"C": ("c", "CClass")}
+"""
+    assert script.names_in(source) == {"A": "AClass", "C": "CClass"}
+
+
 def test_every_architecture_of_the_data_is_on_the_page(script: ModuleType) -> None:
     page = script.PAGE.read_text("utf-8")
     listed = {name for names in script.DATA["unshared"].values() for name in names}

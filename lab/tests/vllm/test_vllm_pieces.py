@@ -12,14 +12,17 @@ from kvshare.demo import MODEL_PATH
 from kvshare.embedded.tokenizer import PromptEncoder
 from kvshare.errors import EngineError, LogError
 from kvshare.replay.workloads import generate, write_rows
+from kvshare_lab.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare_lab.vllm import parity, steady
 from kvshare_lab.vllm.client import Answer, Counters
+from kvshare_lab.vllm.kinds import SERVED, config_of, write_served_kind
 from kvshare_lab.vllm.load import Config, given_sequence, new_sequence
 from kvshare_lab.vllm.parity import distance
 from kvshare_lab.vllm.prompts import Mixture, Op, near_duplicate, unrelated_prompt
 from kvshare_lab.vllm.sequences import read_prompts
 from kvshare_lab.vllm.servers import Server, VllmOptions, running
 from kvshare_lab.vllm.soak import Verdict, are_right, judge
+from kvshare_lab.vllm.stack import BenchConfig, StackOptions
 
 
 def answer(*token_ids: int, margin: float = 1.0, aborted: bool = False) -> Answer:
@@ -195,3 +198,20 @@ def test_both_vllms_get_the_same_cores() -> None:
     """By default all but one; never none."""
     assert VllmOptions(num_threads=1).cores == VllmOptions().cores[-1:]
     assert len(VllmOptions().cores) >= 1
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_every_kind_can_be_a_benchmarks_model(name: str) -> None:
+    """Its size is known before it is written, and it has the tokenizer's words."""
+    assert config_of(name, vocab_size=DEMO_VOCAB_SIZE).get_text_config().vocab_size == DEMO_VOCAB_SIZE
+    assert StackOptions(name).has_random_weights
+    assert BenchConfig().bytes_per_token(name) > 0
+
+
+def test_a_kind_is_written_with_the_demo_models_tokenizer(tmp_path: Path) -> None:
+    """A server can apply its template."""
+    from transformers import AutoConfig
+
+    folder = write_served_kind("glm", tmp_path / "glm")
+    assert (folder / "chat_template.jinja").read_bytes() == (MODEL_PATH / "chat_template.jinja").read_bytes()
+    assert AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size == DEMO_VOCAB_SIZE

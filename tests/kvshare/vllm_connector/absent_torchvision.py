@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections import defaultdict
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,15 +55,31 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """It has nothing."""
 
 
-def name_torchvision() -> None:
-    """Let vLLM import its multimodal models. transformers has noted before that there is no torchvision."""
+def add_name() -> bool:
+    """Name it from now on, after transformers has noted that there is none. Returns whether it was absent."""
     from transformers.utils import is_torchvision_available  # type: ignore[attr-defined]  # it is there
+
+    if importlib.util.find_spec(_NAME) is not None or is_torchvision_available():
+        return False
+    sys.meta_path.append(_Finder())
+    return True
+
+
+def name_torchvision() -> None:
+    """Let vLLM import its multimodal models in this process."""
     from vllm.model_executor.models import registry
     from vllm.multimodal import encoder_budget
 
-    if importlib.util.find_spec(_NAME) is None and not is_torchvision_available():
-        sys.meta_path.append(_Finder())
+    if add_name():
         # vLLM looks at models in a process of its own, which has no such name.
         registry._run_in_subprocess = lambda look: look()
-        # Processors of images and videos are transformers', which need torchvision; no test has media.
-        encoder_budget.get_mm_max_toks_per_item = lambda *_, **__: defaultdict(lambda: 1)
+        # Most processors of images are transformers' and need torchvision; a model without one gets no media.
+        own = encoder_budget.get_mm_max_toks_per_item
+        encoder_budget.get_mm_max_toks_per_item = lambda processor, **named: (
+            own(processor, **named) if _has_own(processor) else defaultdict(lambda: 1)
+        )
+
+
+def _has_own(processor: Any) -> bool:
+    """Whether its model's folder has one."""
+    return (Path(processor.info.ctx.model_config.model) / "processor_config.json").exists()

@@ -151,7 +151,7 @@ class Vllm:
 
     def ask(
         self,
-        *requests: tuple[Sequence[int], Ticket | None, str | None],
+        *requests: tuple[Sequence[int] | dict[str, Any], Ticket | None, str | None],
         lora_request: Sequence[Any] | None = None,
         **sampling: Any,
     ) -> list[Answer]:
@@ -163,9 +163,8 @@ class Vllm:
             extra = None if ticket is None else {"kv_transfer_params": {"kvshare": ticket.to_json()}}
             options = {"temperature": 0, "max_tokens": 4, "logprobs": 5, "ignore_eos": True} | sampling
             params.append(SamplingParams(**options, extra_args=extra))
-            prompts.append(
-                {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-            )
+            prompt = dict(tokens) if isinstance(tokens, dict) else {"prompt_token_ids": list(tokens)}
+            prompts.append(prompt if salt is None else prompt | {"cache_salt": salt})
         outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
         self.settle()
         return [

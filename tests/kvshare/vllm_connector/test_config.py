@@ -225,7 +225,7 @@ def test_vllms_own_settings_are_read_right(start: Start, monkeypatch: pytest.Mon
 )
 def test_tokens_that_mark_media_are_read_from_the_model(name: str, ids: set[int]) -> None:
     """However its family calls them; the same model without media has none."""
-    from kvshare.vllm_connector.config import media_tokens
+    from kvshare.vllm_connector.scheduler.models_with_media import media_tokens
     from kvshare_lab.vllm.kinds import config_of
 
     model = SimpleNamespace(hf_config=config_of(name), is_multimodal_model=True)
@@ -238,7 +238,7 @@ def test_tokens_that_mark_media_may_be_those_of_a_part() -> None:
     """Omni models have them in the configuration of their thinker; widths and counts are none."""
     from transformers import AutoConfig
 
-    from kvshare.vllm_connector.config import media_tokens
+    from kvshare.vllm_connector.scheduler.models_with_media import media_tokens
 
     config = AutoConfig.for_model("qwen2_5_omni")
     thinker = config.thinker_config

@@ -85,6 +85,9 @@ def test_the_text_of_a_body(dialect: Dialect, body: dict[str, Any], user: str, w
     [
         (CHAT, [{"type": "image_url", "image_url": {"url": "u"}}]),
         (CHAT, [{"image_url": "u"}]),
+        (CHAT, [{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}]),
+        (CHAT, [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}]),
+        (MESSAGES, [{"type": "image", "source": {"type": "url", "url": "data:image/png;base64,AA=="}}]),
         (CHAT, [3]),
         (MESSAGES, [{"type": "image", "source": {}}]),
         (MESSAGES, [{"type": "tool_result", "content": [{"type": "image"}]}]),

@@ -64,6 +64,25 @@ def test_embeddings_in_place_of_media_are_refused(kind: str, typed: bool) -> Non
     assert sanitized(raw, body) == raw
 
 
+@pytest.mark.parametrize("are_listed", [False, True])
+def test_ids_of_media_are_removed(are_listed: bool) -> None:
+    """vLLM takes two media with one id for the same, whoever sent them. Calls of tools keep theirs."""
+    part: dict[str, object] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    call = {"role": "assistant", "tool_calls": [{"uuid": "1"}], "content": "uuid"}
+    named = [{"role": "user", "content": [{**part, "uuid": "cat"}, {"image_url": "x", "uuid": None}]}, call]
+    plain = [{"role": "user", "content": [part, {"image_url": "x"}]}, call]
+    body = {"messages": [named, named] if are_listed else named, "uuid": 1}
+    found = json.loads(sanitized(json.dumps(body).encode(), body))
+    assert found == {"messages": [plain, plain] if are_listed else plain, "uuid": 1}
+
+
+def test_embeddings_are_refused_in_several_chats_at_once() -> None:
+    """One of vLLM's routes takes lists of messages."""
+    body = {"messages": [[{"role": "user", "content": [{"image_embeds": "AAAA"}]}]]}
+    with pytest.raises(RequestError, match="image_embeds"):
+        sanitized(None, body)
+
+
 def test_every_one_of_equal_names_is_cut() -> None:
     """Also the one that is written in another way; what only looks like one of them stays."""
     raw = b'{"a":1, "cache_salt" : 2,"b":3,"cache\\u005fsalt":[{"kv":1}], "c":{"cache_salt":1} }'

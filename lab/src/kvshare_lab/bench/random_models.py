@@ -97,9 +97,14 @@ def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed
     else:
         model = llama(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE, seed=seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
+    copy_tokenizer(folder)
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """The demo model's, with its template."""
     for file in _FILES:
         shutil.copy(MODEL_PATH / file, folder)
-    return folder
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:

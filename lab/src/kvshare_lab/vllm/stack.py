@@ -29,6 +29,7 @@ from kvshare_lab.bench.random_models import (
     write_model,
 )
 from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.kinds import SERVED, config_of, write_served_kind
 from kvshare_lab.vllm.prompts import near_duplicate
 from kvshare_lab.vllm.servers import START_S, Server, VllmOptions
 
@@ -49,7 +50,7 @@ class StackOptions:
     """
     Which servers are started.
 
-    `model`: one of LLAMAS, of random weights; or what vLLM takes as a model.
+    `model`: one of LLAMAS, or a kind of kinds.yaml, of random weights; or what vLLM takes as a model.
     """
 
     model: str = "timing"
@@ -62,7 +63,7 @@ class StackOptions:
 
     @property
     def has_random_weights(self) -> bool:
-        return self.model in LLAMAS
+        return self.model in LLAMAS or self.model in SERVED
 
     @property
     def model_size(self) -> ModelSize:
@@ -81,6 +82,8 @@ def model_config(name: str, *, max_model_len: int) -> PreTrainedConfig | None:
     """Of a model that vLLM is given; None where it is not on this machine."""
     if name in LLAMAS:
         return llama_config(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE)
+    if name in SERVED:
+        return config_of(name, vocab_size=DEMO_VOCAB_SIZE)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
@@ -187,7 +190,9 @@ def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
     """
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
         folder, vllm, model, token = Path(name), options.vllm, options.model, servers.new_token()
-        if options.has_random_weights:
+        if options.model in SERVED:
+            model = str(write_served_kind(model, folder / "model", seed=options.seed))
+        elif options.has_random_weights:
             length, own = vllm.max_model_len, folder / "model"
             model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
         plain = servers.plain_vllm(model, folder, vllm)

@@ -92,9 +92,7 @@ class TestReport:
         assert (request.finished().reason, request.finished().decision) == ("load_failed", "full")
 
 
-@pytest.mark.parametrize(
-    "attribute", ["lora_request", "mm_features", "pooling_params", "prompt_embeds", "resumable"]
-)
+@pytest.mark.parametrize("attribute", ["lora_request", "pooling_params", "prompt_embeds", "resumable"])
 def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     """One by one, on vLLM's own request object."""
     from vllm import SamplingParams
@@ -106,16 +104,3 @@ def test_requests_of_other_kinds_are_refused(attribute: str) -> None:
     assert why_unshared(request, ticket, token_ids(tokens), may_move_keys=True) is None
     setattr(request, attribute, ["something"])
     assert why_unshared(request, ticket, token_ids(tokens), may_move_keys=True) is not None
-
-
-@pytest.mark.parametrize(("media", "reason"), [({40}, None), ({40, 39}, Reason.MULTIMODAL)])
-def test_a_prompt_with_a_token_that_marks_media_is_refused(media: set[int], reason: Reason | None) -> None:
-    """Even if the request has no media: nobody but the model knows which positions it gives such tokens."""
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    tokens = list(range(40))
-    request = Request("r", tokens, SamplingParams(max_tokens=1), None)
-    ticket = Ticket("t", "ns", digest_of(tokens), len(tokens))
-    found = why_unshared(request, ticket, token_ids(tokens), may_move_keys=True, media_tokens=media)
-    assert found == reason
