@@ -150,22 +150,32 @@ class TreeReader:
             return {node_id: self._forest.bytes_only_of(subtree(node_id)) for node_id in known}
 
     def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
-        """The nodes that refer to the same KV as this one, and to how many of its tokens; most first."""
+        """
+        The nodes that refer to the same KV as this one, and to how many of its tokens; most first.
+
+        Nodes are looked at one by one, without keeping others from the tree, until all references are found.
+        """
         with self._lock:
-            mine = _stored_spans(self.node(node_id))
-            found: list[SharedKV] = []
-            for other in self._forest.nodes.values():
-                if other.node_id == node_id or mine.keys().isdisjoint(other.pieces.segment_ids):
-                    continue
-                theirs = _stored_spans(other)
-                num_tokens = sum(
-                    len(span.intersection(merged))
-                    for segment_id, spans in mine.items()
-                    for merged in merge(theirs.get(segment_id, ()))
-                    for span in spans
-                )
-                if num_tokens:
-                    found.append(SharedKV(other.node_id, num_tokens))
+            node = self.node(node_id)
+            mine, others = _stored_spans(node), _in_namespace(self._forest.nodes.values(), node.namespace)
+            left = sum(self._forest.num_references(each) - 1 for each in mine)
+        found: list[SharedKV] = []
+        for other in others:
+            if left <= 0:
+                break
+            same = mine.keys() & other.pieces.segment_ids if other.node_id != node_id else ()
+            if not same:
+                continue
+            left -= len(same)
+            theirs = _stored_spans(other)
+            num_tokens = sum(
+                len(span.intersection(merged))
+                for segment_id in same
+                for merged in merge(theirs[segment_id])
+                for span in mine[segment_id]
+            )
+            if num_tokens:
+                found.append(SharedKV(other.node_id, num_tokens))
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
 

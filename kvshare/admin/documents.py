@@ -179,10 +179,14 @@ class SharedTokens(TypedDict):
 
 
 class NodeDocument(NodeSummary):
+    """Of its children and of those that it shares KV with, 100 at most, and how many there are."""
+
     parents: list[int]
+    num_children: int
     children: list[int]
     edits: EditsDocument | None  # from its parent; None of a root
     pieces: list[PieceDocument]
+    num_shared_with: int
     shared_with: list[SharedTokens]
 
 

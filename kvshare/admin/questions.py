@@ -45,6 +45,7 @@ from kvshare.tenants import Tenants
 TreeOrder = Literal["bytes", "hits", "age", "tokens"]
 DocumentT_co = TypeVar("DocumentT_co", covariant=True)
 
+_MOST_LISTED = 100  # prompts that belong to one
 _MIN_RUN = 16  # of the edits from a parent: shorter matches are accidental
 _MAX_DEPTH = 64  # of the document; the tree may be deeper, and `root` starts further down
 
@@ -176,14 +177,19 @@ class NodeQuestion:
         try:
             parents, shared_with = tree.ancestors(node.node_id), tree.shared_with(node.node_id)
             origin = tree.node(parents[0]) if parents else node
+            children = tree.children(node.node_id)
             script = align(origin.token_ids, node.token_ids, min_run=_MIN_RUN)
             return {
                 **summary_of(tree, tenants, node),
                 "parents": list(parents),
-                "children": list(tree.children(node.node_id)),
+                "num_children": len(children),
+                "children": list(children[:_MOST_LISTED]),
                 "edits": edits_of(script) if parents else None,
                 "pieces": [piece_of(tree, *row) for row in node.pieces.rows()],
-                "shared_with": [{"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with],
+                "num_shared_with": len(shared_with),
+                "shared_with": [
+                    {"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with[:_MOST_LISTED]
+                ],
             }
         except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
             raise not_found("id", node.node_id) from exc

@@ -104,7 +104,7 @@ function prompt(node, owners, again) {
       ]),
       facts([
         ["lineage", lineage.length ? [lineage.map((id) => [link(id), " › "]), el("b", {}, String(node.id))] : "a root: computed in full"],
-        ["children", node.children.length ? [node.children.slice(0, 20).map((id, place) => [place ? ", " : "", link(id)]), node.children.length > 20 ? ` and ${count(node.children.length - 20)} more` : ""] : "none"],
+        ["children", node.children.length ? [node.children.slice(0, 20).map((id, place) => [place ? ", " : "", link(id)]), node.num_children > 20 ? ` and ${count(node.num_children - 20)} more` : ""] : "none"],
         ["exact up to", `token ${count(node.exact_length)}`],
       ]),
       el(
@@ -122,7 +122,7 @@ function prompt(node, owners, again) {
       "Shares KV with",
       null,
       table("Shares KV with", [{ title: "Prompt", cell: (row) => link(row.id) }, { title: "Tokens", right: true, cell: (row) => count(row.num_tokens) }], node.shared_with.slice(0, 50), { empty: "No other prompt." }),
-      node.shared_with.length > 50 ? el("p", { class: "small muted" }, `and ${count(node.shared_with.length - 50)} more`) : null,
+      node.num_shared_with > 50 ? el("p", { class: "small muted" }, `and ${count(node.num_shared_with - 50)} more`) : null,
     ),
   ];
 }

@@ -9,7 +9,7 @@ import pytest
 
 from delta_tree import DeltaTree, NodeId
 from kvshare.errors import RequestError
-from tests.delta_tree.fake_prompts import fresh_draft
+from tests.delta_tree.fake_prompts import child_draft, fresh_draft
 from tests.kvshare.admin.documents import document_of
 from tests.kvshare.cli.family import BYTES_PER_TOKEN, OURS, THEIRS, Family
 
@@ -138,7 +138,20 @@ def test_node_tells_its_family(store: DeltaTree, family: Family) -> None:
     shared = {entry["id"]: entry["num_tokens"] for entry in document["shared_with"]}
     assert shared == {family.child: 85, family.root: 65}
     assert ask(store, "node", id=family.root)["edits"] is None
-    assert ask(store, "node", id=family.root)["children"] == [family.child]
+    root = ask(store, "node", id=family.root)
+    assert (root["num_children"], root["children"]) == (1, [family.child])
+
+
+def test_of_a_large_family_some_are_named(store: DeltaTree, family: Family) -> None:
+    """A prompt that thousands copied must not make a page of thousands."""
+    root = store.node(NodeId(family.root))
+    for number in range(130):
+        store.insert(child_draft(root, 20, [1000 + number]))
+    document = ask(store, "node", id=family.root)
+    assert (document["num_children"], len(document["children"])) == (131, 100)
+    assert (document["num_shared_with"], len(document["shared_with"])) == (132, 100)
+    tokens = [entry["num_tokens"] for entry in document["shared_with"]]
+    assert tokens == sorted(tokens, reverse=True)
 
 
 def test_diff_gives_spans_that_cover_both_prompts(store: DeltaTree, family: Family) -> None:

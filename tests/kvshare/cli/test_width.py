@@ -220,9 +220,11 @@ DOCUMENTS: Mapping[str, Any] = {
     "node": {
         **prompt(),
         "parents": [NODE, NODE],
+        "num_children": 456_789,
         "children": [NODE] * 9,
         "edits": EDITS,
         "pieces": [PIECE],
+        "num_shared_with": 456_789,
         "shared_with": [{"id": NODE, "num_tokens": 131_072}],
     },
     "diff": {
