@@ -149,11 +149,12 @@ class TreeReader:
             subtree = self._forest.lineage.subtree
             return {node_id: self._forest.bytes_only_of(subtree(node_id)) for node_id in known}
 
-    def shared_with(self, node_id: NodeId) -> tuple[SharedKV, ...]:
+    def shared_with(self, node_id: NodeId, *, limit: int | None = None) -> tuple[SharedKV, ...]:
         """
         The nodes that refer to the same KV as this one, and to how many of its tokens; most first.
 
-        Nodes are looked at one by one, without keeping others from the tree, until all references are found.
+        Nodes are looked at one by one, without keeping others from the tree, until all references are found,
+        or as many nodes as the limit allows. `num_sharing` says how many there are.
         """
         with self._lock:
             node = self.node(node_id)
@@ -161,7 +162,7 @@ class TreeReader:
             left = sum(self._forest.num_references(each) - 1 for each in mine)
         found: list[SharedKV] = []
         for other in others:
-            if left <= 0:
+            if left <= 0 or len(found) == limit:
                 break
             same = mine.keys() & other.pieces.segment_ids if other.node_id != node_id else ()
             if not same:
@@ -177,6 +178,13 @@ class TreeReader:
             if num_tokens:
                 found.append(SharedKV(other.node_id, num_tokens))
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
+
+    def num_sharing(self, node_id: NodeId) -> int:
+        """How many nodes refer to that segment of this one to which most do, without this one."""
+        with self._lock:
+            return (
+                max(self._forest.num_references(each) for each in self.node(node_id).pieces.segment_ids) - 1
+            )
 
 
 def _in_namespace(values: Iterable[_Stored], namespace: str | None) -> tuple[_Stored, ...]:

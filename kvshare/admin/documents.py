@@ -179,7 +179,10 @@ class SharedTokens(TypedDict):
 
 
 class NodeDocument(NodeSummary):
-    """Of its children and of those that it shares KV with, 100 at most, and how many there are."""
+    """
+    Of its children, and of those that it shares KV with, 100 at most, and how many there are: of the latter
+    at least so many.
+    """
 
     parents: list[int]
     num_children: int

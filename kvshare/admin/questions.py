@@ -175,9 +175,9 @@ class NodeQuestion:
     def answer(self, tree: DeltaTree, tenants: Tenants = NO_TENANTS) -> NodeDocument:
         node = node_of(tree, "id", self.id)
         try:
-            parents, shared_with = tree.ancestors(node.node_id), tree.shared_with(node.node_id)
+            parents, children = tree.ancestors(node.node_id), tree.children(node.node_id)
             origin = tree.node(parents[0]) if parents else node
-            children = tree.children(node.node_id)
+            shared_with = tree.shared_with(node.node_id, limit=_MOST_LISTED)
             script = align(origin.token_ids, node.token_ids, min_run=_MIN_RUN)
             return {
                 **summary_of(tree, tenants, node),
@@ -186,10 +186,8 @@ class NodeQuestion:
                 "children": list(children[:_MOST_LISTED]),
                 "edits": edits_of(script) if parents else None,
                 "pieces": [piece_of(tree, *row) for row in node.pieces.rows()],
-                "num_shared_with": len(shared_with),
-                "shared_with": [
-                    {"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with[:_MOST_LISTED]
-                ],
+                "num_shared_with": max(len(shared_with), tree.num_sharing(node.node_id)),
+                "shared_with": [{"id": each.node_id, "num_tokens": each.num_tokens} for each in shared_with],
             }
         except (UnknownNodeError, UnknownSegmentError) as exc:  # evicted since we began
             raise not_found("id", node.node_id) from exc

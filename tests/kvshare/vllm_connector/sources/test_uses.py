@@ -79,7 +79,7 @@ ATTRIBUTES = [
     (
         f"{V1}.core.kv_cache_utils:KVCacheBlock",
         "block_hash block_hash_num_tokens ref_cnt block_id",
-        "scheduler/block_donors.py",
+        "scheduler/block_",  # donors and places
     ),
 ]
 
