@@ -95,7 +95,7 @@ class Stage:
     @contextmanager
     def embedding(self) -> Iterator[None]:
         """Servers that start meanwhile embed with this stage's embedder."""
-        with patch("kvshare.served_index._load_embedder", lambda settings: self.embedder):
+        with patch("kvshare.served_index._load_embedder", lambda settings: (self.embedder, None)):
             yield
 
 
