@@ -27,6 +27,7 @@ from delta_tree.errors import StoreForeignError as StoreForeignError
 from delta_tree.errors import StoreLockedError as StoreLockedError
 from delta_tree.errors import StoreMismatchError as StoreMismatchError
 from delta_tree.errors import StoreMissingError as StoreMissingError
+from delta_tree.errors import StoreNotEmptyError as StoreNotEmptyError
 from delta_tree.errors import StoreReadOnlyError as StoreReadOnlyError
 from delta_tree.errors import StoreUnavailableError as StoreUnavailableError
 from delta_tree.errors import UnknownNodeError as UnknownNodeError

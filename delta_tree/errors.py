@@ -88,6 +88,10 @@ class StoreMismatchError(MetadataStoreError):
         self.found = found
 
 
+class StoreNotEmptyError(MetadataStoreError):
+    message = "the store has prompts already; move the file and its journal away first"
+
+
 class StoreForeignError(StoreMismatchError):
     """The file is another program's database; KVShare does not change it."""
 

@@ -66,6 +66,12 @@ class Storage:
         return cls(path, connection, identity=found, read_only=read_only)
 
     @property
+    def has_nodes(self) -> bool:
+        """Raises MetadataStoreError."""
+        with _translated(self._path):
+            return self._open_connection().execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
+
+    @property
     def is_writable(self) -> bool:
         """Opened for changes, and not closed."""
         return self._connection is not None and not self.read_only

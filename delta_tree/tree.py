@@ -36,7 +36,7 @@ from delta_tree.node import (
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
-from delta_tree.writing import ChangeWriter
+from delta_tree.writing import ChangeWriter, opened_empty
 
 
 class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
@@ -88,13 +88,14 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
     @property
     def identity(self) -> str | None:
-        """The model and all else that the stored KV depends on, as the file has it; None in memory."""
+        """What the stored KV depends on, as the file has it; None in memory."""
         return self._writer.identity
 
     def attach(self, path: Path, *, identity: str) -> None:
-        """Go on in this file, which then has this tree alone. Raises MetadataStoreError; all is as before."""
+        """Go on in a file, which has no prompts yet. Raises MetadataStoreError; all is as before then."""
+        storage = opened_empty(path, identity)  # waits for another process, so without the lock
         with self._lock:
-            self._writer.attach(path, identity)
+            self._writer.attach(storage)
 
     def close(self) -> None:
         """Write use counters and lazy evictions, and release the file."""
@@ -189,8 +190,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         Remove the end of a prompt. The first `num_tokens` keep its id and its rank in the order of eviction.
 
         `lazily`: see `evict`
-        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError if `num_tokens` is not below the prompt's
-                 length, or the shorter prompt is another node of the namespace
+        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError if it is not shorter, or another node
         """
         with self._lock:
             node = self.node(node_id)
@@ -240,8 +240,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         Remove every node with a segment that is not in `alive`, pinned ones too. `lazily`: see `evict`.
 
-        Returns the number of nodes removed. No node refers to the segments of `alive` that `segments()` lacks
-        then: the caller may drop them.
+        Returns how many. The caller may drop the segments of `alive` that `segments()` lacks then.
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from delta_tree.errors import MetadataStoreError
+from delta_tree.errors import MetadataStoreError, StoreNotEmptyError
 from delta_tree.forest import Forest
 from delta_tree.node import Change, Node, NodeId
 from delta_tree.storage import Storage
@@ -19,6 +19,18 @@ from delta_tree.storage import Storage
 log = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN_USES = 256
+
+
+def opened_empty(path: Path, identity: str) -> Storage:
+    """A file for a tree that has none yet. Raises StoreNotEmptyError if it has nodes; MetadataStoreError."""
+    storage = Storage.open(path, identity=identity, read_only=False)
+    try:
+        if storage.has_nodes:
+            raise StoreNotEmptyError(path)
+    except BaseException:
+        storage.close()
+        raise
+    return storage
 
 
 class ChangeWriter:
@@ -36,9 +48,8 @@ class ChangeWriter:
         """Of the file; None for a tree in memory."""
         return None if self._storage is None else self._storage.identity
 
-    def attach(self, path: Path, identity: str) -> None:
-        """Write all that the tree has to a file, instead of what is there, and each change from now on."""
-        storage = Storage.open(path, identity=identity, read_only=False)
+    def attach(self, storage: Storage) -> None:
+        """Write all that the tree has to an empty file, and each change from now on. Closed on an error."""
         try:
             storage.replace(self._forest.content())
         except BaseException:

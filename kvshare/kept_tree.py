@@ -5,7 +5,7 @@ written for a while, or its files were deleted.
     the file could not be used at the start     the tree moves from memory into it once it can be written
     it was deleted or replaced by another one   the tree is written into a new one
 
-A tree that moves takes the place of what is in the file: that was of an earlier run, whose KV is not known.
+A tree that moves begins a new file: one with prompts, of an earlier run or a backup, is moved aside.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from delta_tree import DeltaTree, MetadataStoreError, StoreCorruptError, StoreForeignError, StoreMismatchError
+from delta_tree import (
+    DeltaTree,
+    MetadataStoreError,
+    StoreCorruptError,
+    StoreForeignError,
+    StoreMismatchError,
+    StoreNotEmptyError,
+)
 from kvshare.metadata import METADATA_FILE, move_aside, problem_of
 from kvshare.parts import PartReading, ServedPart
 
 log = logging.getLogger(__name__)
+
+_KEPT_ASIDE = "It is written from what is stored now; KV that the other has on disk stays while there is room"
+_REMEDY = "Delete that file, or stop this server, move it back and start again"
 
 _Place = tuple[int, int] | None  # file system and number of a file; None: there is none
 
@@ -36,6 +46,7 @@ class KeptTree:
     def look(self) -> bool:
         """Move the tree into its file, if it can be and is not there; whether it did. Never raises."""
         if self._path is None or (self._tree.identity is not None and self._found() == self._place):
+            self._end_problem()
             return False
         is_lost = self._tree.identity is not None
         try:
@@ -64,6 +75,12 @@ class KeptTree:
         kind = None if self.problem is None else "in memory"
         return PartReading(ServedPart.STORE, kind, self.problem or "")
 
+    def _end_problem(self) -> None:
+        """The tree is where it should be: in memory, or in its file, which was out of reach for a while."""
+        if self.problem is not None:
+            log.warning("the store %s is there again: nothing is lost", self._path)
+            self.problem = None
+
     def _attach(self, path: Path) -> None:
         try:
             self._tree.attach(path, identity=self._identity)
@@ -71,6 +88,9 @@ class KeptTree:
             raise
         except (StoreCorruptError, StoreMismatchError) as exc:
             move_aside(path, exc, loss="It is written again from what is stored now")
+            self._tree.attach(path, identity=self._identity)
+        except StoreNotEmptyError as exc:
+            move_aside(path, exc, loss=_KEPT_ASIDE, remedy=_REMEDY)
             self._tree.attach(path, identity=self._identity)
 
     def _found(self) -> _Place:

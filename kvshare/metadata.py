@@ -27,6 +27,7 @@ from delta_tree import (
     StoreLockedError,
     StoreMismatchError,
     StoreMissingError,
+    StoreNotEmptyError,
     StoreUnavailableError,
     aside_path,
     check_unlocked,
@@ -109,18 +110,21 @@ def open_tree(folder: str | None, *, identity: str, loss: str) -> DeltaTree:
         return _in_memory(path, exc, identity)
 
 
-def move_aside(path: Path, exc: MetadataStoreError, *, loss: str) -> None:
+_REMEDY = "Delete that file, or move it back and give this server another store.path"
+
+
+def move_aside(path: Path, exc: MetadataStoreError, *, loss: str, remedy: str = _REMEDY) -> None:
     """Keep a store that cannot be used next to the new one, with a warning. Raises MetadataStoreError."""
     is_second = aside_path(path).exists()
     moved = set_aside(path)
     log.warning(
-        "the store %s %s: it was moved to %s%s, and a new one was begun. %s. "
-        "Delete that file, or move it back and give this server another store.path",
+        "the store %s %s: it was moved to %s%s, and a new one was begun. %s. %s",
         path,
         problem_of(exc),
         moved.name,
         ", over an earlier one" if is_second else "",
         loss,
+        remedy,
     )
 
 
@@ -160,7 +164,7 @@ def open_stored_tree(
     alive = whole(tree.segments())
     try:
         _shorten(tree, alive, min_tokens)
-        tree.discard_missing(alive)
+        tree.discard_missing(alive, lazily=True)  # a disk may be too full to write that, and have all else
     except MetadataStoreError as exc:
         tree.close()
         tree = _in_memory(exc.path, exc, identity)
@@ -186,6 +190,8 @@ def problem_of(exc: MetadataStoreError) -> str:
         return f"was written for {found}"
     if isinstance(exc, StoreCorruptError):
         return f"is damaged ({exc.detail})"
+    if isinstance(exc, StoreNotEmptyError):
+        return "has prompts that this server does not serve"
     if isinstance(exc, StoreLockedError):
         return "is open in another process"
     if isinstance(exc, StoreUnavailableError):

@@ -53,13 +53,15 @@ class PartReading:
     """
     How a part is now. `kind`: what is wrong with it, one of its rows in parts.yaml; None: nothing.
 
-    `detail`: what the row's text leaves open, without any text of a prompt. `name`: of a replica.
+    `detail`: what the row's text leaves open, without any text of a prompt. `name`: of a replica;
+    `public_name`: for those who may not know its address, where `name` has that.
     """
 
     part: ServedPart
     kind: str | None = None
     detail: str = ""
     name: str | None = None
+    public_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class PartStatus:
     detail: str | None = None
     remedy: str | None = None
     summary: str | None = None  # `detail` without what may name files and addresses
+    public_name: str | None = None  # the same of `name`
 
     @property
     def label(self) -> str:
@@ -122,7 +125,8 @@ class PartHistory:
         problem = None if reading.kind is None else PROBLEMS[reading.part][reading.kind]
         state = PartState.OK if problem is None else problem.state
         since = before.since if before is not None and before.state == state else self._clock()
-        status = PartStatus(reading.part, reading.name, state, since)
+        public_name = reading.public_name or reading.name
+        status = PartStatus(reading.part, reading.name, state, since, public_name=public_name)
         if problem is not None:
             detail, summary = (
                 problem.text.format(detail=reading.detail),
@@ -149,7 +153,7 @@ def _was_logged(status: PartStatus) -> bool:
 def in_words(parts: Iterable[PartStatus]) -> str:
     """Of those that are not well what is wrong, for one line; empty if all are well."""
     return "; ".join(
-        f"replica {each.name}: {each.summary}" if each.name else str(each.summary)
+        f"replica {each.public_name}: {each.summary}" if each.public_name else str(each.summary)
         for each in parts
         if each.state is not PartState.OK
     )

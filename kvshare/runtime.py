@@ -130,7 +130,7 @@ class Runtime(Generic[KeeperT]):
             control=self.control.status(),
             tiers=self.keeper.tiers(),
             parts=tuple(self._parts()),
-            tenant_bytes=partial(bytes_by_tenant, self.sharing.tree, self.keeper.tenants),
+            tenant_bytes=partial(bytes_by_tenant, self.sharing.tree),
         )
 
     def _parts(self) -> Iterator[PartReading]:
@@ -221,13 +221,14 @@ async def _kept(
 
     def save() -> None:
         runtime.kept_costs.save()
-        group_tenants(tree, tenants)
         tenants.forget_all_but(tree.namespaces())
         tenants.save(folder)
 
     def look() -> None:
-        runtime.kept_tree.look()
+        if runtime.kept_tree.look():
+            runtime.keeper.note_stored()
         recover(tree)
+        group_tenants(tree, tenants)
 
     await runtime.write(look)
     async with (

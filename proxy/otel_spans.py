@@ -10,6 +10,7 @@ shown.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _PATH = "/v1/traces"
 _TIMEOUT_S = 5.0
+_CLOSE_S = 5.0  # for what is not sent when the server stops
 _LIBRARY = ("opentelemetry.exporter", "opentelemetry.sdk")  # they log each failure, with tracebacks
 
 _ORDER = (
@@ -69,7 +71,12 @@ class OtelTracer:
 
     def close(self) -> None:
         """See `Tracer.close`."""
-        self._provider.shutdown()
+        # The library waits half a minute for a collector that hangs. No exit waits for a daemon thread.
+        closing = threading.Thread(target=self._provider.shutdown, name="kvshare-traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            log.warning("the last traces were not sent within %g s, and are lost", _CLOSE_S)
 
 
 class OtelSpan:

@@ -34,8 +34,9 @@ def worst_states(parts: tuple[PartStatus, ...]) -> dict[ServedPart, PartState]:
 
 def _document(part: PartStatus, *, with_details: bool) -> dict[str, Any]:
     document: dict[str, Any] = {"part": part.part, "state": part.state, "since": round(part.since, 3)}
-    if part.name is not None:
-        document["name"] = part.name
+    name = part.name if with_details else part.public_name
+    if name is not None:
+        document["name"] = name
     if part.remedy is not None:
         document["remedy"] = part.remedy
     if with_details and part.detail is not None:

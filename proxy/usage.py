@@ -145,23 +145,35 @@ class UsageLedger:
         earlier: dict[_Row, Used] = {}
         try:
             if not self._path.is_file():
+                self.problem = None
                 return
             if self._path.stat().st_size > _MAX_BYTES:
                 raise OSError(f"it has more than {_MAX_BYTES} bytes")
             entries = _File.model_validate_json(self._path.read_bytes()).rows
             earlier = {(each.day.isoformat(), each.tenant, each.key): _used(each.used) for each in entries}
         except ValidationError:
-            aside = self._path.with_name(f"{USAGE_FILE}.old")
-            log.warning("%s is damaged or of another version: moved to %s", self._path, aside.name)
-            self._path.replace(aside)
+            if not self._move_aside(self._path):
+                return
         except OSError as exc:
             self._is_unread = True
             self.problem = f"the file cannot be read: {exc.strerror or exc}"
             return
-        self._saved = earlier
+        self._saved, self.problem = earlier, None
         with self._lock:
             for row, used in earlier.items():
                 self._rows[row] = used + self._rows.get(row, Used())
+
+    def _move_aside(self, path: Path) -> bool:
+        """Keep a damaged file next to the new one; false where that fails: then it is not written over."""
+        aside = path.with_name(f"{USAGE_FILE}.old")
+        try:
+            path.replace(aside)
+        except OSError as exc:
+            self._is_unread = True
+            self.problem = f"the file is damaged, and cannot be moved aside: {exc.strerror or exc}"
+            return False
+        log.warning("%s is damaged or of another version: moved to %s", path, aside.name)
+        return True
 
     def save(self) -> None:
         """Write what is new. Never raises."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from vector_index.prefix_table import PrefixTable
 from vector_index.prompt_text import PromptText, TextEmbedder, embed_prompts
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _INDEX_REMEDY = "look at the Qdrant server where index.backend is server, or restart this one"
 _EMBEDDER_REMEDY = "set index.dense: false, or restart this server"
@@ -119,6 +122,7 @@ class Indexer:
         """
         if not prompt_ids:
             return ()
+        self._missed.take(prompt_ids)
         for prompt_id in prompt_ids:
             self._prefix_table.remove(namespace, prompt_id)
             self._frequencies.remove(namespace, prompt_id)
@@ -136,7 +140,7 @@ class Indexer:
         num_added = 0
         while missed.records:
             # A few at a time: prompts that are forgotten meanwhile are not added.
-            some = [missed.records.pop(prompt_id) for prompt_id in list(missed.records)[:_CATCH_UP]]
+            some = missed.take(list(missed.records)[:_CATCH_UP])
             wanted = self._known(some)
             failures = await self.remember_all(wanted, _CATCH_UP)
             if any(failure.component == "indexing" for failure in failures):  # later, then
@@ -157,10 +161,12 @@ class Indexer:
         """Once the index takes writes again, what it did not take meanwhile; what fails again is dropped."""
         if not self._missed or self.circuits["indexing"].state is not CircuitState.CLOSED:
             return
-        missed = self._known(self._missed.records.values())
-        self._missed = Backlog()
-        await self.remember_all(missed, _CATCH_UP)
-        self._missed = Backlog()
+        for tried in _batches(list(self._missed.records), _CATCH_UP):
+            # A few at a time: what is forgotten, or written again, meanwhile is not tried.
+            some = self._missed.take(tried)
+            await self.remember_all(some, _CATCH_UP)
+            held = self._missed.records
+            self._missed.take(one.prompt_id for one in some if held.get(one.prompt_id) is one)
 
     def _known(self, records: Iterable[PromptRecord]) -> list[PromptRecord]:
         """Those that were not forgotten meanwhile."""
@@ -234,9 +240,11 @@ class Indexer:
             self._put_off(batch)
             return []
         if failed:
-            self._missed.add(batch)
+            self._missed.add(self._known(batch))
             for entry in entries:  # fingerprints that were not stored must not be counted
                 self._frequencies.remove(entry.namespace, entry.prompt_id)
+        else:
+            self._missed.take(entry.prompt_id for entry in entries)
         return failures + failed
 
     def _note_embedded(self, batch: Sequence[PromptRecord], seconds: float) -> None:
@@ -253,6 +261,7 @@ class Indexer:
 
     def _put_off(self, records: list[PromptRecord]) -> None:
         """Add prompts to the prefix table now, and to the index once it is no longer paused."""
+        self._missed.take(record.prompt_id for record in records)
         for record in records:
             self._prefix_table.add(record.namespace, record.prompt_id, record.token_ids)
             self._frequencies.remove(record.namespace, record.prompt_id)
@@ -271,7 +280,7 @@ class Indexer:
         return [] if failed is None else [failed]
 
 
-def _batches(records: Iterable[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:
+def _batches(records: Iterable[_T], size: int) -> Iterator[list[_T]]:
     remaining = iter(records)
     while batch := list(itertools.islice(remaining, size)):
         yield batch

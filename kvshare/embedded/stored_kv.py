@@ -58,6 +58,7 @@ class StoredKV:
         self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
         self.identity, self._parts = identity, parts
         self._disk: DiskTier | None = None
+        self._stack: TierStack | None = None  # over the disk
         self._problem: str | None = None  # why the disk could not be opened
         self.shared_prompts: SharedPrompts | None = None  # once there is a keeper
         self._shared: SharedTier | None = None
@@ -113,8 +114,9 @@ class StoredKV:
         if disk is None or disk.is_open or tree.identity is None:
             return
         with suppress(OSError):
-            disk.open()
-            disk.adopt(tree.segments())
+            disk.open_late(tree.segments())
+            if self._stack is not None:
+                self._stack.note_open()
 
     def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
         """A keeper over memory, and over the disk and the shared store as far as they can be used."""
@@ -124,7 +126,7 @@ class StoredKV:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
         if self._disk is not None and self._shared is not None:
             below = DiskAndShared(self._disk, self._shared)
-        stack = TierStack(kv_bytes, below, write_bytes_per_s=rate, problem=self._problem)
+        stack = self._stack = TierStack(kv_bytes, below, write_bytes_per_s=rate, problem=self._problem)
         keeper = MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
         if self._shared is not None:
             exchange = PromptExchange(self._shared.store)

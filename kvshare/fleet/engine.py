@@ -85,7 +85,7 @@ class VllmEngine(ServedEngine[FleetServer]):
         _refuse_own_address(settings)
         self._settings = settings
         self._created = int(time.time())
-        self.fleet = Fleet([_replica(rank, chosen) for rank in ranks])
+        self.fleet = Fleet(_replicas(chosen))
         self._background = Background()
 
     @property
@@ -254,9 +254,18 @@ async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None
                 await event.wait()
 
 
-def _replica(entry: ReplicaSettings, settings: VllmSettings) -> Replica:
+def _replicas(settings: VllmSettings) -> list[Replica]:
+    """In public, one without a name is a number: its label is its address."""
+    return [
+        _replica(rank, settings, f"{entry.name or number}{rank.label.removeprefix(entry.label)}")
+        for number, entry in enumerate(settings.replicas, start=1)
+        for rank in entry.ranks
+    ]
+
+
+def _replica(entry: ReplicaSettings, settings: VllmSettings, public_name: str) -> Replica:
     control = ControlClient(entry.control, timeout_s=settings.control_timeout_s, proxy=secrets.token_hex(8))
-    return Replica(entry.label, VllmClient(entry.url, settings), control)
+    return Replica(entry.label, VllmClient(entry.url, settings), control, public_name=public_name)
 
 
 def _status(replica: Replica, tier: RemoteTier) -> ReplicaStatus:

@@ -41,6 +41,7 @@ class Replica:
     num_inflight: int = 0
     requests: set[RoutedRequest] = field(default_factory=set, repr=False)  # those in flight
     in_blocks: set[SegmentId] = field(default_factory=set, repr=False)  # segments, as it has reported
+    public_name: str | None = None  # what is said where no key is asked for; None: its name
     renders: bool = True  # false once vLLM answers that it has no /render routes
 
     @property
@@ -58,8 +59,9 @@ class Replica:
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
     def reading(self) -> PartReading:
+        kind: str | None
         if self.refusal is not None:
-            kind, detail = "refused", self.refusal
+            kind, detail = "refused", f"it {self.refusal}"
         elif self.models is None:
             kind, detail = "silent", ""
         elif not self.is_connected or self.info is None:
@@ -69,8 +71,8 @@ class Replica:
         elif self.info.warnings:
             kind, detail = "warns", "; ".join(self.info.warnings)
         else:
-            return PartReading(ServedPart.REPLICA, name=self.name)
-        return PartReading(ServedPart.REPLICA, kind, detail, self.name)
+            kind, detail = None, ""
+        return PartReading(ServedPart.REPLICA, kind, detail, self.name, self.public_name)
 
     def queue(self, rates: Rates) -> Queue:
         """What it has to load and compute before the next request, as far as that is planned here."""

@@ -118,6 +118,12 @@ class PromptKeeper(Generic[TierT]):
                 "max_bytes": sum(most_pinned(budget) for budget in budgets),
             }
 
+    def note_stored(self) -> None:
+        """The store has been written: what kept prompts from it is over."""
+        if self._num_unstored:
+            log.warning("prompts are stored again; %d were not stored meanwhile", self._num_unstored)
+            self._num_unstored, self.problem = 0, None
+
     def close(self) -> None:
         """Nothing is stored after this."""
 
@@ -160,9 +166,7 @@ class PromptKeeper(Generic[TierT]):
         except BaseException:
             self.tier.drop(segment.segment_id for segment in draft.new_segments)
             raise
-        if self._num_unstored:
-            log.warning("prompts are stored again; %d were not stored meanwhile", self._num_unstored)
-            self._num_unstored, self.problem = 0, None
+        self.note_stored()
         self.tier.drop(insertion.freed_segments)
         return insertion
 

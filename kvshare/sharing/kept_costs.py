@@ -100,11 +100,11 @@ class KeptCosts:
 
     def _keep(self) -> None:
         rows = self._cost.rows()
-        if self._path is None or self._fingerprint is None or rows == self._written or not any(rows.values()):
+        if self._path is None or self._fingerprint is None:
             return
         if self._is_unread:
             self._take(self._fingerprint)  # what is measured since is newer than what it has
-        if self._is_unread:
+        if self._is_unread or rows == self._written or not any(rows.values()):
             return
         entry = _Entry(fingerprint=self._fingerprint, rows=rows)
         document = _File(version=_VERSION, kept=[*self._others[1 - _MAX_KEPT :], entry])
@@ -117,7 +117,9 @@ class KeptCosts:
 
     def _take(self, fingerprint: Fingerprint) -> dict[str, list[Row]]:
         """What the file has of a fingerprint; the rest becomes that of the others."""
-        kept = self._read()
+        was_unread, kept = self._is_unread, self._read()
+        if was_unread and not self._is_unread:
+            self.problem = None
         self._others = [entry for entry in kept if entry.fingerprint != fingerprint]
         return next((entry.rows for entry in kept if entry.fingerprint == fingerprint), {})
 

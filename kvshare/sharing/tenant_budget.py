@@ -57,8 +57,9 @@ def budget_of(tree: DeltaTree, tenants: Tenants, namespace: str) -> TenantBudget
     return TenantBudget(tree, tenants, owner.tenant, max_bytes)
 
 
-def bytes_by_tenant(tree: DeltaTree, tenants: Tenants) -> dict[str, int]:
-    """The bytes of KV of each tenant that is known and has any."""
-    group_tenants(tree, tenants)
+def bytes_by_tenant(tree: DeltaTree) -> dict[str, int]:
+    """
+    The bytes of KV of each tenant that `group_tenants` knows and has any. Takes no lock: for the event loop.
+    """
     found = tree.bytes_of_groups().items()
     return {group.removeprefix(_PREFIX): size for group, size in found if group.startswith(_PREFIX)}

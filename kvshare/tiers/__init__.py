@@ -5,6 +5,7 @@ KV that outlives memory and the process: tiers below host memory, behind the int
     files.py         what the disk is asked for; where tests put faults
     kv_object.py     the format: one segment as one immutable, self-describing file with checks
     object_index.py  what the objects of a folder say of themselves, for a start of vLLM
+    object_files.py  how their files are named
     disk_tier.py     objects in one folder, within a budget
     write_problem.py why nothing is written now, once in the log
     write_behind.py  a thread that writes what requests have stored, next to them and with bounded bandwidth

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +23,6 @@ from pathlib import Path
 from delta_tree import Segment, SegmentId
 from kvshare.tiers.files import Files, remove_empty
 from kvshare.tiers.kv_object import (
-    MOST_HEADER_BYTES,
-    PAGE_BYTES,
     Header,
     ObjectError,
     ObjectForm,
@@ -36,13 +33,11 @@ from kvshare.tiers.kv_object import (
     write_object,
 )
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.object_files import FORM_NAME, SUFFIX, UNFINISHED, listed, may_hold, object_path
 from kvshare.tiers.object_index import delete_index, read_index, write_index
 
 log = logging.getLogger(__name__)
 
-SUFFIX, UNFINISHED = ".kv", ".kv.tmp"
-OBJECT_NAME = re.compile(r"([0-9a-f]{16})\.kv")
-FORM_NAME = re.compile(r"[0-9a-f]{16}")
 # Errors of this process, not of the file that was asked for.
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
 
@@ -72,6 +67,7 @@ class DiskTier:
         self._objects: dict[SegmentId, Segment] = {}
         self._found: dict[SegmentId, int] = {}  # bytes of the files that were there at the start
         self._garbage: deque[Path] = deque()  # files of this folder
+        self._spare: deque[tuple[Path, int]] = deque()  # with their bytes: deleted when they are in the way
         self._foreign: list[Path] = []  # folders of other models
         self._foreign_files = self._of_other_models()
         self._made: set[Path] = set()
@@ -80,28 +76,42 @@ class DiskTier:
 
     def open(self) -> None:
         """Look at what is there: names and sizes only. Raises OSError if the folder cannot be used."""
+        self._look()
+        self.is_open = True
+
+    def open_late(self, segments: Iterable[Segment]) -> None:
+        """
+        `open` and `adopt` while other threads write and sweep already. Raises OSError as `open` does.
+
+        Files of no segment may be of a store that was moved aside: they stay until they are in the way.
+        """
+        self._look()
+        with self._lock:
+            self._hold(segments)
+            self._spare.extend((self._path(entry), num_bytes) for entry, num_bytes in self._found.items())
+            self._found.clear()
+        self.is_open = True
+
+    def _look(self) -> None:
         self._found.clear()
         self._foreign.clear()
         self._files.make_folder(self._folder)
         for name, _, is_folder in self._files.entries(self._root):
             if is_folder and FORM_NAME.fullmatch(name) and name != self._folder.name:
                 self._foreign.append(self._root / name)
-        for shelf, _, is_folder in list(self._files.entries(self._folder)):
-            if not is_folder:
-                continue
-            for name, num_bytes, _ in self._files.entries(self._folder / shelf):
-                if (match := OBJECT_NAME.fullmatch(name)) is not None:
-                    self._found[SegmentId(int(match[1], 16))] = num_bytes
-                elif name.endswith(UNFINISHED):
-                    self._garbage.append(self._folder / shelf / name)
-        self.is_open = True
+        for path, segment_id, num_bytes in listed(self._folder, self._files):
+            if segment_id is None:
+                self._garbage.append(path)
+            else:
+                self._found[segment_id] = num_bytes
+        self._foreign_files = self._of_other_models()
 
     def whole(self, segments: Iterable[Segment]) -> frozenset[SegmentId]:
         """Those of which a file of the right size was there when the folder was opened."""
         return frozenset(
             segment.segment_id
             for segment in segments
-            if _may_hold(self._found.get(segment.segment_id, 0), segment)
+            if may_hold(self._found.get(segment.segment_id, 0), segment)
         )
 
     def described(self) -> list[Segment]:
@@ -109,7 +119,7 @@ class DiskTier:
         indexed, found = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
             segment = indexed.get(segment_id) or self._claimed(segment_id)
-            if segment is not None and _may_hold(num_bytes, segment):
+            if segment is not None and may_hold(num_bytes, segment):
                 found.append(segment)
         return found
 
@@ -129,12 +139,16 @@ class DiskTier:
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Hold those of the files of the start that belong to these segments; the others are deleted."""
+        with self._lock:
+            self._hold(segments)
+            self._garbage.extend(self._path(segment_id) for segment_id in self._found)
+            self._found.clear()
+
+    def _hold(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             if self._found.pop(segment.segment_id, None) is not None:
                 self._objects[segment.segment_id] = segment
                 self.num_bytes += segment.num_bytes
-        self._garbage.extend(self._path(segment_id) for segment_id in self._found)
-        self._found.clear()
 
     @property
     def parts(self) -> Sequence[LowerTier]:
@@ -167,7 +181,9 @@ class DiskTier:
         if path.parent not in self._made:
             self._files.make_folder(path.parent)
             self._made.add(path.parent)
-        if self._files.free_bytes(path.parent) < self._keep_free_bytes + segment.num_bytes:
+        num_free = self._files.free_bytes(path.parent) - self._keep_free_bytes - segment.num_bytes
+        self._make_way(segment.num_bytes, num_free)
+        if num_free < 0:
             raise OSError(errno.ENOSPC, "less space is free than is to be left")
         planes = self.form.planes(segment.num_tokens)
         header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
@@ -244,9 +260,18 @@ class DiskTier:
 
     def _of_other_models(self) -> Iterator[Path]:
         for folder in self._foreign:
-            yield from object_files(folder, self._files)
+            yield from (path for path, _, _ in listed(folder, self._files))
             delete_index(self._files, folder)
             remove_empty(self._files, folder)
+
+    def _make_way(self, num_bytes: int, num_free: int) -> None:
+        """Let `sweep` delete spare files as far as so many bytes exceed the budget, or the disk with them."""
+        num_spare = sum(each for _, each in self._spare)
+        excess = max(self.num_bytes + num_spare + num_bytes - self.max_bytes, -num_free)
+        while self._spare and excess > 0:
+            path, each = self._spare.popleft()
+            self._garbage.append(path)
+            excess -= each
 
     def _check(self, header: Header, segment: Segment) -> None:
         if header.fingerprint != self.form.fingerprint:
@@ -270,23 +295,3 @@ class DiskTier:
 
     def _path(self, segment_id: SegmentId) -> Path:
         return object_path(self._folder, segment_id)
-
-
-def object_path(folder: Path, segment_id: SegmentId) -> Path:
-    """Where a segment is in the folder of its form."""
-    digits = f"{segment_id:016x}"
-    return folder / digits[-2:] / f"{digits}{SUFFIX}"
-
-
-def object_files(folder: Path, files: Files) -> Iterator[Path]:
-    """All objects in the folder of a form, unfinished ones, too."""
-    for shelf, _, is_folder in list(files.entries(folder)):
-        for name, _, _ in files.entries(folder / shelf) if is_folder else ():
-            if OBJECT_NAME.fullmatch(name) or name.endswith(UNFINISHED):
-                yield folder / shelf / name
-
-
-def _may_hold(file_bytes: int, segment: Segment) -> bool:
-    """Whether a file of this size may be the segment's object: after its bytes only whole pages are left."""
-    rest = file_bytes - segment.num_bytes
-    return 0 < rest <= MOST_HEADER_BYTES and rest % PAGE_BYTES == 0

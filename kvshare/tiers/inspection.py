@@ -11,9 +11,9 @@ from typing import Self
 
 from delta_tree import SegmentId
 from kvshare.tiers import KV_FOLDER, VLLM_KV_FOLDER
-from kvshare.tiers.disk_tier import FORM_NAME, OBJECT_NAME, object_files, object_path
 from kvshare.tiers.files import Files, remove_empty
 from kvshare.tiers.kv_object import ObjectError, verify
+from kvshare.tiers.object_files import FORM_NAME, OBJECT_NAME, listed, object_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class StoredFiles:
 
     def _all(self) -> Iterator[Path]:
         for folder in self._forms():
-            yield from object_files(folder, self._files)
+            yield from (path for path, _, _ in listed(folder, self._files))
 
     def _forms(self) -> list[Path]:
         entries = list(self._files.entries(self._root))

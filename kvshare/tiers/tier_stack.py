@@ -137,6 +137,11 @@ class TierStack:
         self._counts["missing"] += len(missing)
         return Fetched(segments, missing, late, num_bytes, time.perf_counter() - began, is_slow=is_slow)
 
+    def note_open(self) -> None:
+        """The disk could not be opened before, and was now."""
+        self._problem.end()
+        self._writer.wake()
+
     def close(self) -> None:
         """Write what is due, for some seconds, and stop. What is not written then is lost."""
         self._writer.close(within_s=_FLUSH_S)

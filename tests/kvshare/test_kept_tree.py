@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import sqlite3
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delta_tree import DeltaTree
+from delta_tree.storage import Storage
 from kvshare.kept_tree import KeptTree
 from kvshare.metadata import METADATA_FILE, open_tree
 from kvshare.parts import ServedPart
@@ -90,6 +93,57 @@ def test_what_an_earlier_run_left_gives_way(tmp_path: Path) -> None:
     tree.close()
     assert reopened(folder) == before
     assert (folder / f"{METADATA_FILE}.old").exists()
+
+
+def test_what_an_earlier_run_or_a_backup_has_is_kept_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its prompts may be wanted: the log says where they are. A later look does not move them again."""
+    folder = blocked(tmp_path)
+    kept = KeptTree(open_tree(str(folder), identity=MODEL, loss=""), str(folder), identity=MODEL)
+    (tmp_path / "file").unlink()
+    with DeltaTree.open(folder / METADATA_FILE, identity=MODEL) as earlier:
+        before = content(filled(earlier))
+    assert kept.look()
+    assert not kept.look()
+    aside = f"{METADATA_FILE}.old"
+    with DeltaTree.open(folder / aside, identity=MODEL) as found:
+        assert content(found) == before
+    assert f"has prompts that this server does not serve: it was moved to {aside}" in caplog.text
+
+
+def test_a_file_that_is_out_of_reach_for_a_while_is_well_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the same file then, and nothing has to be written."""
+    folder = tmp_path / "store"
+    kept = KeptTree(open_tree(str(folder), identity=MODEL, loss=""), str(folder), identity=MODEL)
+    folder.rename(tmp_path / "away")
+    folder.write_text("no folder")
+    assert not kept.look()
+    assert kept.reading(None).kind == "in memory"
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    assert not kept.look()
+    assert kept.reading(None).kind is None
+    assert "is there again" in caplog.text
+
+
+def test_a_file_that_is_waited_for_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have it: requests look at the tree meanwhile."""
+    tree, opened, waits = DeltaTree.open(None, identity=MODEL), Storage.open, list[bool]()
+
+    def look_meanwhile(*args: Any, **named: Any) -> Storage:
+        look = threading.Thread(target=tree.pinned, daemon=True)
+        look.start()
+        look.join(60)
+        waits.append(look.is_alive())
+        return opened(*args, **named)
+
+    monkeypatch.setattr(Storage, "open", look_meanwhile)
+    tree.attach(tmp_path / METADATA_FILE, identity=MODEL)
+    assert waits == [False]
+    tree.close()
 
 
 def test_a_file_of_another_process_is_left_alone(tmp_path: Path) -> None:

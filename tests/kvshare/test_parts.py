@@ -88,3 +88,21 @@ def test_one_line_says_what_is_wrong_without_addresses() -> None:
     ]
     words = in_words(PartHistory().seen(readings))
     assert words == "replica gpu-1: it serves without sharing; the index is paused"
+
+
+def test_no_summary_has_a_gap_where_the_detail_was() -> None:
+    """Each problem of each part, as those without a key read it."""
+    readings = [PartReading(part, kind, "secret") for part, kinds in PROBLEMS.items() for kind in kinds]
+    for reading in readings:
+        words = in_words(PartHistory().seen([reading]))
+        assert words
+        assert "{" not in words
+        assert "secret" not in words
+
+
+def test_a_replica_that_is_called_by_its_address_has_another_name_in_public() -> None:
+    """Its number among the replicas; administrators and the log have its address."""
+    reading = PartReading(ServedPart.REPLICA, "silent", name="10.0.0.5:8000", public_name="2")
+    seen = PartHistory().seen([reading])
+    assert [each.label for each in seen] == ["replica 10.0.0.5:8000"]
+    assert in_words(seen) == "replica 2: it does not answer and gets no requests"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvshare.errors import MissingExtraError
+from proxy.request_record import RequestRecord
 from proxy.trace_context import TraceContext
 from proxy.tracing import tracer_of
 from tests.fake_vllm import running_vllm
@@ -195,3 +197,17 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_default_no_spans_are_made() -> None:
     """And with an endpoint those of all requests."""
     assert json.loads(settings_with().tracing.model_dump_json()) == {"endpoint": None, "sample_share": 1.0}
+
+
+def test_a_collector_that_hangs_keeps_no_server_from_stopping(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes connections and never answers: what is not sent is lost, and the log says so."""
+    monkeypatch.setattr("proxy.otel_spans._CLOSE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        endpoint = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        tracer = tracer_of(settings_with(tracing__endpoint=endpoint).tracing)
+        assert tracer is not None
+        tracer.begin("POST", {}).end(RequestRecord("r", "u"), "/v1/completions", 200)
+        tracer.close()
+        assert "the last traces were not sent within 0.1 s" in caplog.text

@@ -214,11 +214,11 @@ async def test_many_are_deleted_in_slices(
 
 def test_a_backlog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest records go first and are counted; one that comes again is the newest."""
-    monkeypatch.setattr("vector_index.indexer._MAX_RECORDS", 2)
+    monkeypatch.setattr("vector_index.backlog._MAX_RECORDS", 2)
     backlog = Backlog()
     backlog.add([record(1), record(2), record(1), record(3)])
     assert (list(backlog.records), backlog.num_dropped) == ([1, 3], 1)
-    monkeypatch.setattr("vector_index.indexer._MAX_DELETED", 2)
+    monkeypatch.setattr("vector_index.backlog._MAX_DELETED", 2)
     for prompt_id, namespace in ((10, "a"), (10, "a"), (11, "b"), (12, "a"), (13, "c")):
         backlog.delete(namespace, [prompt_id])
     assert backlog.deleted == {"a": {10}, "b": {11}}

@@ -1,13 +1,13 @@
 """Indexing and forgetting prompts while the index or the embedder fails."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.vector_index.moody import SETTINGS, TEXT, Setup, tokens
-from vector_index import (
-    Nominator,
-)
+from vector_index import Entry, Nominator, PromptRecord, PromptText
+from vector_index.backlog import Backlog
 
 
 @pytest.mark.parametrize("mood", ["fails", "surprises", "hangs"])
@@ -76,3 +76,73 @@ async def test_what_an_embedding_takes_is_measured_when_a_prompt_is_stored(setup
     ((num_tokens, seconds),) = measured
     assert num_tokens == len(tokens(2))
     assert seconds > 0
+
+
+async def test_what_was_written_since_is_not_undone(setup: Setup) -> None:
+    """A prompt that the index did not take at first, and that was then embedded, or shortened."""
+    setup.index.mood = "fails"
+    await setup.nominator.remember_all([PromptRecord(number, "a", tokens(number)) for number in (2, 3, 4)])
+    setup.index.mood = "works"
+    await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    await setup.nominator.remember(3, "a", tokens(3)[:300])
+    written = dict(setup.index.entries)
+    await setup.nominator.catch_up()
+    assert setup.index.entries[2] is written[2]
+    assert setup.index.entries[3] is written[3]
+    assert 4 in setup.index.entries
+
+
+async def test_what_is_missed_while_others_are_tried_again_is_not_lost(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request's prompt fails while the index takes those before it: it is tried the next time."""
+    setup.index.mood = "fails"
+    await setup.nominator.remember(2, "a", tokens(2))
+    setup.index.mood = "works"
+    upsert = setup.index.upsert
+
+    async def while_another_fails(entries: Sequence[Entry]) -> None:
+        monkeypatch.setattr(setup.index, "upsert", upsert)
+        setup.index.mood = "fails"
+        await setup.nominator.remember(3, "a", tokens(3))
+        setup.index.mood = "works"
+        await upsert(entries)
+
+    monkeypatch.setattr(setup.index, "upsert", while_another_fails)
+    await setup.nominator.catch_up()
+    assert setup.index.entries.keys() == {1, 2}
+    await setup.nominator.catch_up()
+    assert setup.index.entries.keys() == {1, 2, 3}
+
+
+async def test_what_fails_again_is_not_tried_for_ever(setup: Setup) -> None:
+    """Once more, that is all."""
+    setup.index.mood = "fails"
+    await setup.nominator.remember(2, "a", tokens(2))
+    await setup.nominator.catch_up()
+    setup.index.mood = "works"
+    num_calls = setup.index.num_calls
+    await setup.nominator.catch_up()
+    assert setup.index.num_calls == num_calls
+    assert 2 not in setup.index.entries
+
+
+async def test_nothing_is_kept_of_what_is_forgotten(setup: Setup) -> None:
+    """Neither text nor tokens wait for an index that is down."""
+    setup.index.mood = "fails"
+    await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    await setup.nominator.forget("a", [2])
+    kept = setup.nominator._missed
+    assert (kept.records, kept.num_text_chars) == ({}, 0)
+
+
+def test_texts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above that, prompts wait without, and are found by their tokens."""
+    monkeypatch.setattr("vector_index.backlog._MAX_TEXT_CHARS", 20)
+    backlog, text = Backlog(), PromptText("123", "1234567")
+    backlog.add(PromptRecord(number, "a", tokens(1), text) for number in (1, 2, 3))
+    assert [one.prompt_text for one in backlog.records.values()] == [text, text, None]
+    backlog.take([1, 9])
+    backlog.add([PromptRecord(3, "a", tokens(1), text)])
+    assert [one.prompt_text for one in backlog.records.values()] == [text, text]
+    assert backlog.num_text_chars == 20

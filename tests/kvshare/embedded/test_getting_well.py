@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from delta_tree import StoreUnavailableError
+from delta_tree.storage import Storage
 from kvshare import runtime
 from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.parts import ServedPart
@@ -66,6 +68,69 @@ async def test_a_store_that_is_deleted_is_written_anew(tmp_path: Path) -> None:
         assert kinds(engine)[ServedPart.STORE] is None
     async with running(folder) as engine:
         assert (await asked(engine, later)).report.num_cached > 0
+
+
+def full(*_: object) -> None:
+    raise StoreUnavailableError(Path("store"), "database or disk is full")
+
+
+async def test_a_store_that_is_written_anew_takes_prompts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of parts says so at once, and not with the next prompt."""
+    folder = tmp_path / "store"
+    async with running(folder) as engine:
+        monkeypatch.setattr(Storage, "write", full)
+        await stored(engine, DONOR)
+        assert kinds(engine)[ServedPart.STORE] == "not written"
+        shutil.rmtree(folder)
+        await eventually(lambda: kinds(engine)[ServedPart.STORE] is None)
+
+
+async def test_an_idle_server_gets_well_too(tmp_path: Path) -> None:
+    """Nothing new is stored: the disk is well once it is open."""
+    blocker = tmp_path / "file"
+    blocker.write_text("no folder")
+    async with running(blocker / "store") as engine:
+        assert kinds(engine)[ServedPart.DISK] == "not written"
+        blocker.unlink()
+        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
+        assert kinds(engine)[ServedPart.STORE] is None
+
+
+async def test_a_store_that_appears_late_is_kept_aside_with_its_kv(tmp_path: Path) -> None:
+    """Moved back while the server is stopped, it serves what it had."""
+    folder, away = tmp_path / "store", tmp_path / "away"
+    async with running(folder) as engine:
+        await stored(engine, DONOR)
+        before = await asked(engine, edited())
+    folder.rename(away)
+    folder.write_text("no folder")
+    async with running(folder) as engine:
+        folder.unlink()
+        away.rename(folder)
+        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
+        assert (folder / "tree.sqlite3.old").exists()
+    (folder / "tree.sqlite3.old").replace(folder / "tree.sqlite3")
+    async with running(folder) as engine:
+        again = await asked(engine, edited())
+    assert (again.text, again.report.num_cached) == (before.text, before.report.num_cached)
+
+
+async def test_a_disk_too_full_at_the_start_loses_no_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing what lost its KV is written later: the tree stays in its file meanwhile."""
+    async with running(tmp_path) as engine:
+        await stored(engine, DONOR)
+        await stored(engine, prompt(200, seed=5))
+    objects(tmp_path)[0].unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "write", full)
+        async with running(tmp_path) as engine:
+            assert kinds(engine)[ServedPart.STORE] is None
+            assert engine.status().num_nodes == 1
 
 
 async def test_without_a_folder_nothing_is_wrong(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 from kvshare.admin import Evict
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.namespace import Owner
-from kvshare.sharing.tenant_budget import bytes_by_tenant
+from kvshare.sharing.tenant_budget import bytes_by_tenant, group_tenants
 from tests.kvshare.fleet.reports import offer, prompt, whole
 
 
@@ -13,11 +15,12 @@ def test_bytes_of_tenants_are_those_of_their_namespaces(keeper: ReplicaKeeper) -
     """Whether a tenant was known before its prompt was stored or after it, and after evictions and purges."""
 
     def check() -> None:
+        group_tenants(keeper.tree, keeper.tenants)
         counted = {
             tenant: sum(keeper.tree.stats(each).num_bytes for each in keeper.tenants.namespaces_of(tenant))
             for tenant in ("acme", "globex")
         }
-        assert bytes_by_tenant(keeper.tree, keeper.tenants) == {
+        assert bytes_by_tenant(keeper.tree) == {
             tenant: num_bytes for tenant, num_bytes in counted.items() if num_bytes
         }
 
@@ -32,4 +35,17 @@ def test_bytes_of_tenants_are_those_of_their_namespaces(keeper: ReplicaKeeper) -
     keeper.tree.purge("space 4")
     check()
     keeper.execute(Evict(all=True, dry_run=False))
-    assert bytes_by_tenant(keeper.tree, keeper.tenants) == {}
+    assert bytes_by_tenant(keeper.tree) == {}
+
+
+def test_bytes_of_tenants_wait_for_no_writer(keeper: ReplicaKeeper) -> None:
+    """A scrape is on the event loop, and a writer may hold the tree for as long as its disk takes."""
+    keeper.tenants.note("space", Owner("acme", "tenant"))
+    assert offer(keeper, whole(), prompt(1), namespace="space")
+    keeper.tenants.note("later", Owner("acme", "tenant"))
+    found: list[dict[str, int]] = []
+    scrape = threading.Thread(target=lambda: found.append(bytes_by_tenant(keeper.tree)), daemon=True)
+    with keeper.tree._lock:
+        scrape.start()
+        scrape.join(60)
+    assert [each.keys() for each in found] == [{"acme"}]

@@ -165,18 +165,18 @@ def test_what_is_no_file_of_ours_is_not_read(make: Callable[[Path], None], tmp_p
     assert not (tmp_path / COSTS_FILE).exists()
 
 
+def no_permission(*_: Any) -> bytes:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_a_file_that_cannot_be_read_stays_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be another user's, and nothing is written over it. Once it can be read, it is gone on with."""
     write(tmp_path)
     before = (tmp_path / COSTS_FILE).read_bytes()
-
-    def refuse(*_: Any) -> bytes:
-        raise PermissionError(13, "Permission denied")
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refuse)  # as root may read everything
+        patched.setattr(Path, "read_bytes", no_permission)  # as root may read everything
         kept = KeptCosts(str(tmp_path), cost := fresh())
         assert not kept.use(HERE)
         cost.observe_prefill(1000, 9.0)
@@ -188,6 +188,19 @@ def test_a_file_that_cannot_be_read_stays_as_it_is(
     assert kept.problem is None
     assert (tmp_path / COSTS_FILE).read_bytes() != before
     assert not caplog.records
+
+
+def test_a_file_that_can_be_read_later_is_well_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is measured, so that nothing is written."""
+    write(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", no_permission)
+        kept = KeptCosts(str(tmp_path), fresh())
+        kept.use(HERE)
+        kept.save()
+        assert "Permission denied" in str(kept.problem)
+    kept.save()
+    assert kept.problem is None
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem_until_it_can(

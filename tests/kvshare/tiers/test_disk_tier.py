@@ -2,13 +2,15 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from delta_tree import SegmentId
+from delta_tree import Segment, SegmentId
 from kvshare.kv.layout import KVLayout
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.lower_tier import BusyError
@@ -68,6 +70,48 @@ def test_what_belongs_to_no_prompt_is_deleted(tmp_path: Path) -> None:
     assert sweep(tier) == 3
     assert [path.name for path in sorted(tmp_path.rglob("*.*"))] == [f"{1:016x}.kv", "notes.txt"]
     assert is_same(tier.read(SegmentId(1)), segment(1)[1])
+
+
+def opened_late(folder: Path, *numbers: int, **settings: Any) -> DiskTier:
+    """After it was swept, as by a writer that has nothing to write yet."""
+    given = {"max_bytes": 10**9, "keep_free_bytes": 0, **settings}
+    tier = DiskTier(folder, form(), **given)
+    assert not tier.sweep()
+    tier.open_late([segment(number)[0] for number in numbers])
+    return tier
+
+
+def test_other_models_are_deleted_after_a_late_open_too(tmp_path: Path) -> None:
+    """The writer has swept before."""
+    put(disk_at(tmp_path, of=form(LAYOUT, "another model")), 3)
+    assert sweep(opened_late(tmp_path)) == 1
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_files_of_a_store_that_was_moved_aside_stay_until_they_are_in_the_way(tmp_path: Path) -> None:
+    """As many as there is room for. An open that is not late deletes them."""
+    put(disk_at(tmp_path), 1, 2, 3)
+    both = 2 * only_file_of(tmp_path, 2).stat().st_size
+    tier = opened_late(tmp_path, 1, max_bytes=2 * segment(1)[0].num_bytes + both - 1)
+    assert (sweep(tier), len(tier), len(list(tmp_path.rglob("*.kv")))) == (0, 1, 3)
+    put(tier, 4)
+    assert sweep(tier) == 1
+    assert is_same(tier.read(SegmentId(1)), segment(1)[1])
+    assert sweep(restarted(tmp_path, 1, 4)) == 1
+
+
+def test_nothing_is_written_until_what_is_there_is_held(tmp_path: Path) -> None:
+    """Of a late open, which another thread may write beside."""
+    put(disk_at(tmp_path), 1)
+    tier = DiskTier(tmp_path, form(), max_bytes=10**9, keep_free_bytes=0)
+
+    def while_it_opens() -> Iterator[Segment]:
+        assert not tier.is_open
+        assert tier._lock.locked()
+        yield segment(1)[0]
+
+    tier.open_late(while_it_opens())
+    assert (tier.is_open, len(tier)) == (True, 1)
 
 
 def test_files_say_which_segments_they_are(tmp_path: Path) -> None:

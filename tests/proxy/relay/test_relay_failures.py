@@ -29,6 +29,21 @@ def waiting(relay: Relay) -> int:
     return index.num_waiting
 
 
+async def test_who_has_no_key_is_told_no_address(tmp_path: Path) -> None:
+    """Of replicas without a name: their numbers, by data-parallel rank. Those with one have that."""
+    rows: list[dict[str, Any]] = [{"url": f"http://127.0.0.1:{port}"} for port in (1, 2, 3)]
+    rows[1] |= {"data_parallel_size": 2}
+    rows[2] |= {"name": "gpu-3"}
+    async with running_relay(tmp_path, *rows, wait=False) as relay:
+        parts = (await (await relay.send("/status", method="GET")).json())["parts"]
+        ready = await (await relay.send("/ready", method="GET")).text()
+        told = (await (await relay.send("/admin/status", method="GET")).json())["parts"]
+    assert [each["name"] for each in parts if each["part"] == "replica"] == ["1", "2-dp0", "2-dp1", "gpu-3"]
+    assert "replica 1: it does not answer" in ready
+    assert "127.0.0.1" not in ready
+    assert "127.0.0.1:1" in [each.get("name") for each in told]
+
+
 async def test_nobody_there_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The proxy starts all the same, is not ready, says so, and serves when vLLM is up."""
     vllm = FakeVllm()
