@@ -76,7 +76,7 @@ class FakeVllm(FakeConnector):
         super().__init__(behaviour or Behaviour())
         self.seen: list[Seen] = []
         self.rendered: list[Seen] = []
-        self.num_tokenized = 0  # by /tokenize
+        self.tokenized: list[Mapping[str, Any]] = []  # bodies to /tokenize
         self.closed_early = asyncio.Event()  # a client went away in the middle of an answer
         self.sent = b""  # of the last generated answer
         self.running = asyncio.Event()
@@ -147,7 +147,7 @@ class FakeVllm(FakeConnector):
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.num_tokenized += 1
+        self.tokenized.append(body)
         return web.json_response({"tokens": self.tokens_of(body), "max_model_len": 4096})
 
     async def _render(self, request: web.Request) -> web.Response:

@@ -2,9 +2,13 @@
 What a prompt with media is compared by: ids that stand for a medium's digest, in place of its placeholders.
 
 vLLM gives every image the same placeholder token, as often as the model has embeddings for it. Here each of
-these becomes an id of its own, cut from a stream that the medium's full digest begins. So the tokens of two
-media are equal where the media are, and nowhere else: the delta tree, the index and the ticket's digest need
-to know nothing of media. Proxy and connector derive the same ids from what vLLM says of the request.
+these becomes an id of its own, cut from a stream that the medium's full digest and their number begin. So
+the tokens of two media are equal where the media are, and nowhere else: the delta tree, the index and the
+ticket's digest need to know nothing of media. Proxy and connector derive the same ids from what vLLM says of
+the request.
+
+Their number counts because some models cut an image into fewer tiles where a prompt has several, under the
+same digest: its embeddings are other ones then, and not the beginning of those of more tiles.
 
 The digest is vLLM's own, over the medium's bytes, the model and the processor's settings. An id that a client
 gives a medium takes its place in vLLM, so the proxy removes such ids, and what is no digest is not shared.
@@ -54,7 +58,8 @@ def identified(token_ids: TokenIds, media: Sequence[Medium]) -> TokenIds:
         start, end = medium.span.start, medium.span.end
         if not 0 <= start < end <= len(found):
             raise ValueError(f"a medium takes tokens {start} to {end} of {len(found)}")
-        stream = hashlib.shake_256(medium.digest.encode()).digest(4 * (end - start))
+        seed = f"{medium.digest} {end - start}"
+        stream = hashlib.shake_256(seed.encode()).digest(4 * (end - start))
         found[start:end] = np.frombuffer(stream, dtype="<u4") & _BITS | FIRST_ID
     found.flags.writeable = False
     return found

@@ -24,6 +24,7 @@ from kvshare.rules.texts import SHAPES
 from kvshare.vllm_protocol.media import identified
 from proxy.errors import ErrorReply
 from proxy.relay.images import holds_images, is_sent_image, without_tensors
+from proxy.relay.media_parts import without_media_ids
 from proxy.sse import DONE, frames, named_events
 from vector_index import PromptText
 
@@ -159,7 +160,7 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
     if rendered is None:
         if has_images:
             raise Unplannable(Reason.NO_RENDER)
-        tokenized = await renderer.tokenize(_tokenize_body(document, dialect))
+        tokenized = await renderer.tokenize(_tokenize_body(without_media_ids(document), dialect))
         return ReadPrompt(Prompt(tokenized.token_ids, text))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)

@@ -4,15 +4,14 @@ adds the members that are the proxy's.
 
 A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares: its
 `cache_salt` only divides its owner's, and vLLM gets that of the two together. Its key is not sent on. All of
-that is removed, on every route. Embeddings in place of media are refused: with a connector vLLM takes them
-even if its operator did not allow that, and those of a wrong shape end it. Ids of media are removed: for vLLM
-two media with one id are the same, also those of two clients.
+that is removed, on every route; so are ids of media, and embeddings in their place are refused (see
+`media_parts.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,13 +19,12 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvshare.errors import ErrorCode, RequestError
 from proxy.errors import HttpError
+from proxy.relay.media_parts import without_media_ids
 from proxy.sse import dump
 
 _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"})
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
-_EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # of vLLM's chats
-_MEDIUM_ID = "uuid"  # the same
 
 # Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -55,58 +53,17 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
 
     Raises RequestError for one that is nested too deeply to be written again, and for embeddings of media.
     """
-    _check_media(document)
-    clean = {name: value for name, value in document.items() if name not in _FORBIDDEN and name != _OWN}
-    is_same = raw is not None and len(clean) == len(document)
-    xargs, messages = document.get(_XARGS), document.get("messages")
-    if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
-        clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
-        is_same = False
-    if isinstance(messages, list) and any(_MEDIUM_ID in part for part in _parts(messages)):
-        clean["messages"] = _without_ids(messages)
-        is_same = False
-    if raw is not None and is_same:
-        return raw
     try:
-        return dump(clean)
+        anonymous = without_media_ids(document)
+        clean = {name: value for name, value in anonymous.items() if name not in _FORBIDDEN and name != _OWN}
+        is_same = raw is not None and anonymous is document and len(clean) == len(document)
+        xargs = document.get(_XARGS)
+        if isinstance(xargs, Mapping) and not _FORBIDDEN.isdisjoint(xargs):
+            clean[_XARGS] = {name: value for name, value in xargs.items() if name not in _FORBIDDEN}
+            is_same = False
+        return raw if raw is not None and is_same else dump(clean)
     except RecursionError:
         raise RequestError("The JSON body is nested too deeply.") from None
-
-
-def _check_media(document: Mapping[str, Any]) -> None:
-    """A part of a content is one of embeddings by its type, or, without a type, by one of its names."""
-    for part in _parts(document.get("messages")):
-        for word in (part.get("type"), *part):
-            if word in _EMBEDDINGS:
-                raise RequestError(f"Unsupported content: {word!r}. Send the media itself.", param="messages")
-
-
-def _parts(messages: object) -> Iterator[Mapping[str, Any]]:
-    """The parts of contents. One of vLLM's routes takes several lists of messages."""
-    for entry in messages if isinstance(messages, list) else ():
-        for message in entry if isinstance(entry, list) else (entry,):
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping):
-                    yield part
-
-
-def _without_ids(messages: Sequence[object]) -> list[object]:
-    """Messages, or lists of them, whose parts of contents have no ids of media."""
-    return [
-        list(map(_anonymous, entry)) if isinstance(entry, list) else _anonymous(entry) for entry in messages
-    ]
-
-
-def _anonymous(message: object) -> object:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(message, Mapping) or not isinstance(content, list):
-        return message
-    parts = [
-        {name: part[name] for name in part if name != _MEDIUM_ID} if isinstance(part, Mapping) else part
-        for part in content
-    ]
-    return {**message, "content": parts}
 
 
 def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:

@@ -39,7 +39,7 @@ async def test_a_near_duplicate_is_planned_on_every_route(
     assert seen.ticket.prompt_digest == digest_of(vllm.tokens_of(seen.body))
     assert seen.ticket.copies
     assert relay.counts.executions[Decision.APPROX, Decision.APPROX, None] == 1
-    assert vllm.num_tokenized == 0
+    assert vllm.tokenized == []
 
 
 async def test_routes_share_with_each_other(relay: Relay, vllm: FakeVllm) -> None:

@@ -161,7 +161,7 @@ async def test_without_render_routes_chats_are_tokenized(tmp_path: Path, path: s
     async with running_vllm(Behaviour(renders=False)) as vllm, running_relay(tmp_path, vllm) as relay:
         for place in ("Rome", "Oslo"):
             await ask(relay, path, place)
-        assert (len(vllm.rendered), vllm.num_tokenized) == (1, 2)
+        assert (len(vllm.rendered), len(vllm.tokenized)) == (1, 2)
         assert vllm.tickets[1].copies
         await relay.send(path, body_of(path, "Rome", truncate_prompt_tokens=5))
         assert relay.counts.unshared[Reason.TRUNCATED] == 1

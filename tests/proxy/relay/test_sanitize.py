@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvshare.errors import RequestError
 from proxy.json_text import parse_object
+from proxy.relay.media_parts import PROMPTS
 from proxy.relay.sanitize import sanitized, with_members
 
 values = st.recursive(
@@ -74,6 +75,58 @@ def test_ids_of_media_are_removed(are_listed: bool) -> None:
     body = {"messages": [named, named] if are_listed else named, "uuid": 1}
     found = json.loads(sanitized(json.dumps(body).encode(), body))
     assert found == {"messages": [plain, plain] if are_listed else plain, "uuid": 1}
+
+
+def test_a_uuid_that_is_no_mediums_stays() -> None:
+    """Arguments and results of tools, their schemas, documents of a chat, states and texts may have one."""
+    named = {"uuid": "1", "image_embeds": "AAAA", "content": {"uuid": "2"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {**named, "ids": [named]}}}
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {**named, "content": [named]}}
+    tool = {"name": "f", "parameters": {"properties": {"uuid": {"type": "string"}, "image_embeds": {}}}}
+    body = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": [use, {"type": "text", "text": json.dumps(named)}, "uuid", 3]},
+            {"role": "tool", "content": json.dumps(named), "uuid": "3"},
+        ],
+        "input": [
+            {"type": "custom_tool_call", "input": named, "arguments": [named]},
+            {"type": "function_call_output", "output": json.dumps(named)},
+            [1, 2, [3]],
+        ],
+        "documents": [named, "uuid"],
+        "tools": [tool, {"content": [named]}],
+        "metadata": {"content": [named]},
+        "state": {"content": [named]},
+    }
+    raw = json.dumps(body, indent=1).encode()
+    assert sanitized(raw, body) is raw
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["list", "content", "output"]), max_size=8), st.sampled_from(PROMPTS))
+def test_no_nesting_hides_a_part(nests: list[str], name: str) -> None:
+    def nested(part: dict[str, object]) -> dict[str, object]:
+        value: object = [part]
+        for nest in nests:
+            value = [value if nest == "list" else {nest: value, "type": "x"}]
+        return {name: [{"content": value}], "model": "m"}
+
+    body = nested({"type": "image_url", "image_url": "x", "uuid": "cat"})
+    before = json.dumps(body).encode()
+    assert json.loads(sanitized(before, body)) == nested({"type": "image_url", "image_url": "x"})
+    assert json.dumps(body).encode() == before
+    with pytest.raises(RequestError, match="audio_embeds") as refused:
+        sanitized(None, nested({"audio_embeds": "AAAA"}))
+    assert refused.value.param == name
+
+
+def test_a_part_below_too_many_others_is_refused() -> None:
+    content: list[object] = [{"uuid": "cat"}]
+    for _ in range(5000):
+        content = [{"content": content}]
+    with pytest.raises(RequestError, match="deeply"):
+        sanitized(b"{}", {"messages": [{"content": content}]})
 
 
 def test_embeddings_are_refused_in_several_chats_at_once() -> None:
