@@ -21,7 +21,7 @@ from kvshare.vllm_connector.worker.start import WorkerStart
 from kvshare.vllm_connector.workers import KVShareWorker
 
 STAGES = {
-    "prepare": (WorkerStart, "_read_model"),
+    "prepare": (WorkerStart, "_read_models"),
     "self-test": (SelfTest, "check_listening"),
     "verify": (HostLoad, "_compare"),
     "write": (host_copies, "write_layers"),

@@ -30,6 +30,8 @@ def config(**changes: Any) -> SimpleNamespace:
         is_multimodal_model=False,
         is_multimodal_raw_input_only_model=False,
         attention_chunk_size=None,
+        uses_mrope=False,
+        is_mm_prefix_lm=False,
     )
     for part in (parallel, model):
         for key in vars(part).keys() & changes.keys():
