@@ -35,6 +35,7 @@ class ConnectorBehaviour:
     refusals: tuple[str, ...] = ()
     speculation: str = ""  # the method; then each answer takes two steps after its first token
     passing: str = ""
+    caches_prefixes: bool = False  # of prompts without copies a part is in vLLM's own cache
     token: str | None = None  # of the control server
     rank: int | None = None  # that the connector says it is
     stores: bool = True
@@ -104,12 +105,14 @@ class FakeConnector:
         prompt = self.prefilled.pop(ticket.ticket_id, None)
         used = list(prompt.used) if prompt is not None else self._written(ticket, tokens) if fits else []
         num_copied = sum(ticket.copies[index].length for index in used)
+        has_prefix = self.behaviour.caches_prefixes and not ticket.copies
         is_exact = all(ticket.copies[index].target.end <= ticket.exact_length for index in used)
         finished = FinishedReport(
             ticket.ticket_id,
-            decision="full" if not used else "exact" if is_exact else "approx",
+            decision="full" if not (used or has_prefix) else "exact" if is_exact else "approx",
             reason=None if fits else "prompt_mismatch",
-            num_computed=len(tokens) - num_copied,
+            num_computed=len(tokens) - num_copied - has_prefix,
+            num_local=int(has_prefix),
             num_answer_steps=2 if self.behaviour.speculation else 0,
             num_answer_tokens=5 if self.behaviour.speculation else 0,
             stage_seconds={"write": 0.001, "pass": 0.01, "save": 0.001},
@@ -150,22 +153,24 @@ class FakeConnector:
         return await handler(request)
 
     async def _info(self, request: web.Request) -> web.Response:
+        shares = not (self.behaviour.refusals or self.behaviour.passing)
         info = ReplicaInfo(
             epoch=self.epoch,
             model=self.model,
             versions={"vllm": "0.32.0"},
             refusals=self.behaviour.refusals,
             warnings=(),
-            can_move_keys=True,
-            namespace_fields={
+            can_move_keys=shares,
+            can_choose=shares,
+            namespace_fields={  # without a worker that shares, these are not known
                 "model": self.model,
-                "revision": "r",
+                "revision": "r" if shares else "",
                 "tokenizer": "bytes",
-                "dtype": "float32",
-                "kv_layout": "1x1x8",
-                "rope": "none",
+                "dtype": "float32" if shares else "unknown",
+                "kv_layout": "1x1x8" if shares else "0x0x0",
+                "rope": "none" if shares else "unknown",
             },
-            bytes_per_token=BYTES_PER_TOKEN,
+            bytes_per_token=BYTES_PER_TOKEN if shares else 0,
             max_bytes=self.behaviour.max_bytes,
             num_bytes=sum(len(tokens) * BYTES_PER_TOKEN for _, tokens in self.segments.values()),
             num_segments=len(self.segments),

@@ -89,7 +89,8 @@ class Reconciler:
             self._in_flight.forget_replica(replica.name)
         info = replica.info
         assert info is not None, "known with the connection"
-        self._use_model_of(info)
+        if info.shares:
+            self._use_model_of(info)
         await asyncio.to_thread(self._disks.note, replica.name, has_disk=bool(info.max_disk_bytes))
         if info.max_disk_bytes:
             self._sharing.cost.know_disk()
@@ -99,17 +100,18 @@ class Reconciler:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._sharing.indexing.remember_all(claimed)
         self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
-        await self._know_costs()
+        if info.shares:
+            await self._know_costs()
 
     async def _know_costs(self) -> None:
-        """Those that were kept of the first replica of the settings: there is one cost model."""
-        known = next(each.info for each in self._replicas.values() if each.info is not None)
+        """Those that were kept of the first replica of the settings that shares: there is one cost model."""
+        known = self._sharing_infos()[0]
         await asyncio.to_thread(self._runtime.kept_costs.use, fingerprint_of(known))
         self._measurement.want()
 
     def _use_model_of(self, info: ReplicaInfo) -> None:
-        """All replicas serve one model. Plans are made for all of them: they are what each can carry out."""
-        known = [each.info for each in self._replicas.values() if each.info is not None]
+        """All replicas serve one model. Plans are what each of those that share can carry out."""
+        known = self._sharing_infos()
         self._sharing.use_model(
             info.fingerprint,
             bytes_per_token=info.bytes_per_token,
@@ -119,6 +121,11 @@ class Reconciler:
         if info.fingerprint != self._fingerprint:
             self._fingerprint = info.fingerprint
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
+
+    def _sharing_infos(self) -> list[ReplicaInfo]:
+        """Of those that plans are made for, in the order of the settings. Others know less."""
+        infos = (each.info for each in self._replicas.values())
+        return [info for info in infos if info is not None and info.shares]
 
     async def apply(self, replica: Replica, event: JournalEvent) -> None:
         if isinstance(event, Moved):
@@ -242,15 +249,22 @@ class Reconciler:
         planned = plan.decision if isinstance(plan, Plan) else Decision.FULL
         reason = None if finished.reason is None else Reason.of(finished.reason)
         done, stages = Decision(finished.decision), finished.stage_seconds
-        self._keeper.telemetry.executed(planned, done, reason, stages)
+        if request.is_only_compared:  # what vLLM had of it in its own prefix cache was not planned
+            done = Decision.FULL
+        else:
+            self._keeper.telemetry.executed(planned, done, reason, stages)
+            self._log_if_otherwise(request, planned, finished)
+        if finished.num_answer_steps:
+            steps, tokens = finished.num_answer_steps, finished.num_answer_tokens
+            self._keeper.telemetry.answered(done, num_steps=steps, num_tokens=tokens)
+            self._control.note_steps(request.treatment, tokens, steps)
+        observe(self._sharing.cost, request.routed, request.progress, finished)
+
+    @staticmethod
+    def _log_if_otherwise(request: RoutedRequest, planned: Decision, finished: FinishedReport) -> None:
         if planned != finished.decision or finished.reason is not None:
             log.info(
                 "request id=%s: planned %s, carried out as %s with %d tokens computed: %s",
                 *(request.incoming.unique_id, planned, finished.decision),
                 *(finished.num_computed, finished.reason),
             )
-        if finished.num_answer_steps:
-            steps, tokens = finished.num_answer_steps, finished.num_answer_tokens
-            self._keeper.telemetry.answered(Decision(finished.decision), num_steps=steps, num_tokens=tokens)
-            self._control.note_steps(request.treatment, tokens, steps)
-        observe(self._sharing.cost, request.routed, request.progress, finished)

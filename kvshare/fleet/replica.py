@@ -67,7 +67,7 @@ class Replica:
         elif not self.is_connected or self.info is None:
             kind, detail = "no connector", self.connector_problem or "its connector has not answered yet"
         elif not self.info.shares:
-            kind, detail = "unshared", "; ".join(self.info.refusals)
+            kind, detail = "unshared", "; ".join(filter(None, (*self.info.refusals, self.info.passing)))
         elif self.info.warnings:
             kind, detail = "warns", "; ".join(self.info.warnings)
         else:

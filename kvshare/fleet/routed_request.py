@@ -114,6 +114,12 @@ class RoutedRequest:
         return None if prompt is None else Lookup(self.routed.plan).report(prompt.num_tokens)
 
     @property
+    def is_only_compared(self) -> bool:
+        """Whether its ticket copies and stores nothing, and only asks for a report."""
+        ticket = self.routed.ticket
+        return ticket is not None and not (ticket.copies or ticket.store)
+
+    @property
     def salt(self) -> str:
         """vLLM's cache_salt: unique for approximate KV, else that of the owner."""
         ticket = self.routed.ticket

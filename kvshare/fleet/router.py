@@ -95,9 +95,10 @@ class Router:
                 if route.replica is not None and route.replica.shares:
                     self._sharing.note_use(route.lookup)
                     request.progress.queue_s = route.replica.queue(self._sharing.cost.rates).computing_s
-                    request.routed = self._planned(
-                        self._as_controlled(request, route), route.replica, route.lookup
-                    )
+                    routed = self._planned(self._as_controlled(request, route), route.replica, route.lookup)
+                    if routed.ticket is None:
+                        routed = replace(routed, ticket=self._comparing(request, route.replica))
+                    request.routed = routed
                     return route.replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 what = classes_and_places(exc)
@@ -110,11 +111,13 @@ class Router:
 
     def _comparing(self, request: RoutedRequest, replica: Replica) -> Ticket | None:
         """
-        A ticket that shares and stores nothing: the replica reports how many steps the answer takes, with
-        which those of shared ones are compared. Only of the controller's experiments, and with drafts.
+        A ticket that shares and stores nothing: with drafts, the replica reports how many steps the answer
+        takes. For what is served unshared as an experiment, and for what might have been shared and finds
+        nothing, so that both kinds are of all requests.
         """
-        prompt, is_experiment = request.incoming.prompt, request.treatment.refusal is not None
-        if prompt is None or not is_experiment or not replica.shares or not replica.speculates:
+        prompt, treatment = request.incoming.prompt, request.treatment
+        is_compared = treatment.block is not None and treatment.refusal is not Reason.REDUCED
+        if prompt is None or not is_compared or not replica.shares or not replica.speculates:
             return None
         namespace = replica.namespace(request.incoming.owner).digest
         plan, ticket_id = NoPlan(Reason.EXPERIMENT), uuid.uuid4().hex

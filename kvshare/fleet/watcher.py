@@ -102,7 +102,7 @@ class Watcher:
         """Read what the replica is and holds. Afterwards the tier is correct as of event `_last`."""
         replica = self._replica
         info = await replica.control.info()
-        if missing := [name for name in NAMESPACE_FIELDS if not info.namespace_fields.get(name)]:
+        if missing := _missing_fields(info):
             raise UpstreamError(f"namespace_fields: {', '.join(missing)} missing")
         is_new = replica.info is None or replica.info.epoch != info.epoch
         if is_new or not self._is_in_step:
@@ -172,6 +172,12 @@ class Watcher:
         if kind != self._logged:
             log.warning("replica %s shares nothing for now: %s", self._replica.name, failure)
             self._logged = kind
+
+
+def _missing_fields(info: ReplicaInfo) -> list[str]:
+    """All of them while it starts. One that shares nothing may have no worker that knows their values."""
+    fields = info.namespace_fields
+    return [name for name in NAMESPACE_FIELDS if name not in fields or (info.shares and not fields[name])]
 
 
 def _log_connected(replica: Replica, info: ReplicaInfo) -> None:

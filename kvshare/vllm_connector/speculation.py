@@ -54,6 +54,8 @@ def _limits_of_model(config: VllmConfig) -> Sequence[str]:
     draft = speculative.draft_model_config
     checks = {
         "its vocabulary is another one (use_heterogeneous_vocab)": bool(speculative.use_heterogeneous_vocab),
+        "vLLM's model runner V2 reports a step before its drafts are computed, and was not tried with one "
+        "(set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM)": bool(config.use_v2_model_runner),
         "it drafts in parallel (parallel_drafting), which was not tested": bool(
             speculative.parallel_drafting
         ),

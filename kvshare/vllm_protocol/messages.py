@@ -24,7 +24,7 @@ from delta_tree import Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Seconds, Text
 from kvshare.vllm_protocol.places import Moved, OnDiskOnly
 
-PROTOCOL = 4
+PROTOCOL = 5
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
 TICKET_KEY = "kvshare"  # in kv_transfer_params
 PROMPT_KEY = "prompt_token_ids"  # the same, vLLM's own: rendered tokens that it need not render again

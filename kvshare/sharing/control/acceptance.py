@@ -1,40 +1,54 @@
 """
 Whether drafts are accepted as often with sharing as without, where the engine decodes speculatively.
 
-Blocks of time compare how long requests take in all, of which a short answer's drafts are a small part.
-Copied KV cannot change what is accepted of the requests next to it, so single requests are compared here: the
-steps for each token of an answer. A first token that comes sooner does not excuse an answer that takes more
-steps.
+Blocks of time compare how long requests take in all, of which a short answer's drafts are a small part. Here
+they compare the steps for each token of an answer: a first token that comes sooner does not excuse an answer
+that takes more steps. Answers of one block resemble each other, so that its mean counts as one figure.
 """
 
 from __future__ import annotations
 
 import math
 
+from kvshare.sharing.control.blocks import Arm, TimeBlock
 from kvshare.sharing.control.contest import LEAST
-from kvshare.sharing.control.sequential import Finding, SequentialTest
+from kvshare.sharing.control.sequential import Finding, Moments, SequentialTest
 
 _FEWEST_TOKENS = 8  # of an answer, after its first: fewer say little
+_LEFT_OPEN = 2  # of the newest blocks: the last reports of their answers may be on their way
 
 
 class Acceptance:
-    """One comparison of requests that may share with those that may not. Used under the controller's lock."""
+    """One comparison of blocks that may share with those that may not. Used under the controller's lock."""
 
     def __init__(self, confidence: float) -> None:
         self._confidence = confidence
-        self._test = SequentialTest(confidence, LEAST)
+        self._begin()
+        self._open: dict[TimeBlock, Moments] = {}  # not compared yet; the newest last
 
-    def add(self, num_tokens: int, num_steps: int, *, may_share: bool) -> float | None:
+    def _begin(self) -> None:
+        self._test = SequentialTest(self._confidence, LEAST)
+
+    def add(self, block: TimeBlock, num_tokens: int, num_steps: int) -> float | None:
         """
-        An answer, whose steps gave so many tokens after its first one.
+        An answer of a block that is served alike, whose steps gave so many tokens after its first one.
 
         Returns: by what share answers take more steps with sharing, once that is sure and matters. It begins
         again then.
         """
-        if num_steps < 1 or num_tokens < _FEWEST_TOKENS:
+        if block.is_compared or num_steps < 1 or num_tokens < _FEWEST_TOKENS:
             return None
-        self._test.add(math.log(num_steps / num_tokens), shares_more=may_share)
+        self._open.setdefault(block, Moments()).add(math.log(num_steps / num_tokens))
+        for each in tuple(self._open)[:-_LEFT_OPEN]:
+            if each.is_settled and (more_steps := self._compare(each)) is not None:
+                self._open.clear()
+                return more_steps
+        return None
+
+    def _compare(self, block: TimeBlock) -> float | None:
+        block.is_compared = True
+        self._test.add(self._open.pop(block).mean, shares_more=block.arm is not Arm.UNSHARED)
         finding, difference = self._test.finding(), self._test.difference
         if finding is not None or self._test.is_full:
-            self._test = SequentialTest(self._confidence, LEAST)
+            self._begin()
         return math.expm1(difference) if finding is Finding.SLOWER and difference is not None else None

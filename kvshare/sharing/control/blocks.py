@@ -64,6 +64,7 @@ class TimeBlock:
     token_s: float  # of an answer at this load, as learned before
     counts: bool = True  # false: it prepares the store for the blocks after it
     is_over: bool = False  # no further request will arrive
+    is_compared: bool = False  # by what drafts were worth
     num_running: int = 0
     num_arrived: int = 0
     sum_in_flight: int = 0

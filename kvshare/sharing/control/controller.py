@@ -12,6 +12,7 @@ Knows neither HTTP nor engines. Thread-safe.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -67,6 +68,7 @@ class Controller:
         self._changes = {"reduced": 0, "returned": 0}
         self._repeats = Repeats()
         self._acceptance = Acceptance(settings.confidence)
+        self._stopped_at = -math.inf  # since when nothing was shared for what drafts were worth
 
     @contextmanager
     def take(self, num_tokens: int, num_in_flight: int) -> Iterator[Treatment]:
@@ -97,17 +99,21 @@ class Controller:
 
         Nothing is shared at any load that was seen, once it is sure that sharing takes more steps.
         """
-        if treatment.block is None:
+        if treatment.block is None or treatment.refusal is Reason.REDUCED:
             return
-        now, may_share = self._clock(), treatment.refusal is None
+        now = self._clock()
         with self._lock:
-            more_steps = self._acceptance.add(num_tokens, num_steps, may_share=may_share)
+            # What began before it stopped says nothing new.
+            if treatment.block.began <= self._stopped_at:
+                return
+            more_steps = self._acceptance.add(treatment.block, num_tokens, num_steps)
             if more_steps is None:
                 return
+            self._stopped_at = now
             for level in self._levels.values():
                 if level.stop(now):
                     self._changes["reduced"] += 1
-            self._block = None
+            self._leave_block()
         log.warning(
             "sharing stops: drafts are accepted less often with it, answers take %.0f %% more steps; it is "
             "tried from time to time. See docs/operating.md for what to do",
@@ -129,10 +135,10 @@ class Controller:
             block = self._current_block(self._clock(), max(1, num_in_flight))
             rung, arm = block.rung, block.arm
             refusal = None
-            if arm is Arm.UNSHARED:
-                refusal = Reason.EXPERIMENT
-            elif not rung.shares(num_tokens, self._break_even):
+            if not rung.shares(num_tokens, self._break_even):
                 refusal = Reason.REDUCED
+            elif arm is Arm.UNSHARED:  # only what would be shared: requests of both kinds are alike
+                refusal = Reason.EXPERIMENT
             # At first most of what runs is from blocks before. Also where those were served the same way this
             # request does not count, as it does not in other arms: loads rise and fall within a block.
             is_representative = 2 * block.num_running >= self._num_running
@@ -173,6 +179,10 @@ class Controller:
         self._block = TimeBlock(arm, rung, load, level.epoch, now, num_in_flight, level.token_s, counts)
         return self._block
 
+    def _leave_block(self) -> None:
+        if self._block is not None:
+            self._block.is_over, self._block = True, None
+
     @property
     def _block_s(self) -> float:
         return min(_MOST_BLOCK_S, max(self._settings.block_s, _DURATIONS * self._duration_s))
@@ -203,7 +213,7 @@ class Controller:
         if (change := self._level(block.load).fold(block, now)) is not None:
             self._changes["reduced" if change.after > change.before else "returned"] += 1
             if self._block is not None and self._block.load == change.load:
-                self._block = None  # the next request is served on the other rung
+                self._leave_block()  # the next request is served on the other rung
             _log(change)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 _MANY = 16
-_PLACES_OF_POOL = 2  # places have at most so many blocks together as the pool has, times this
+_PLACES_OF_POOL = 2  # places, and copied rows, have at most so many blocks as the pool has, times this
 
 
 class BlockDonors:
@@ -94,7 +94,8 @@ class BlockDonors:
         """A request with these blocks holds them, and has computed none of their tokens again."""
         if self.are_found:
             assert self._pool is not None, "something can be found in it"
-            self._copied.note(copies, block_ids, self._pool, self._block_size)
+            most = _PLACES_OF_POOL * self._pool.num_gpu_blocks
+            self._copied.note(copies, block_ids, self._pool, self._block_size, most_blocks=most)
 
     def forget(self, segment_ids: Collection[SegmentId]) -> None:
         """They are dropped. Copies under way go on."""

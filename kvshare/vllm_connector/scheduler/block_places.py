@@ -36,6 +36,13 @@ class BlockPlace:
         pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
         return next(((block_id, known) for block_id, known in pairs if known is not None), None)
 
+    def is_gone(self, pool: BlockPool) -> bool:
+        """Whether every block has other tokens now, or was not full. Such a place is never found again."""
+        pairs = zip(self.block_ids, self.hashes, strict=True)
+        return not any(
+            known is not None and pool.blocks[block_id].block_hash is known for block_id, known in pairs
+        )
+
     def is_part_of(self, other: BlockPlace) -> bool:
         """Whether the other one has the same rows, and perhaps more of them."""
         return self.block_ids == other.block_ids and all(

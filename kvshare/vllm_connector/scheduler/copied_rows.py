@@ -7,7 +7,6 @@ Only rows that were not moved: these are the segment's own, byte for byte.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,29 +26,44 @@ _KEPT = 8  # of each segment: as many requests as copy from one donor at once
 class _CopiedRun:
     """`span`: tokens of the segment."""
 
+    segment_id: SegmentId
     span: Span
     place: BlockPlace
 
 
 class CopiedRows:
-    """One per scheduler, part of `BlockDonors`."""
+    """One per scheduler, part of `BlockDonors`. All runs together have at most `most_blocks` blocks."""
 
     def __init__(self) -> None:
-        self._runs: dict[SegmentId, deque[_CopiedRun]] = {}
+        self._runs: dict[SegmentId, list[_CopiedRun]] = {}  # the newest last
+        self._by_age: dict[_CopiedRun, None] = {}  # all of them, the newest last
+        self._num_blocks = 0
 
-    def note(self, copies: Iterable[WireCopy], block_ids: Sequence[int], pool: BlockPool, size: int) -> None:
+    def note(
+        self,
+        copies: Iterable[WireCopy],
+        block_ids: Sequence[int],
+        pool: BlockPool,
+        size: int,
+        *,
+        most_blocks: int,
+    ) -> None:
         """A request with these blocks, of `size` tokens each, holds what was copied, as it was copied."""
         for copy in copies:
             if copy.shift == 0:
                 span = Span(copy.offset, copy.offset + copy.length)
                 place = place_in(pool, copy.target, block_ids, block_size=size)
-                runs = self._runs.setdefault(copy.segment_id, deque(maxlen=_KEPT))
-                runs.append(_CopiedRun(span, place))
+                if not place.is_gone(pool):
+                    self._add(_CopiedRun(copy.segment_id, span, place))
+        while self._num_blocks > most_blocks:
+            self._remove(next(iter(self._by_age)))
 
     def find(self, segment_id: SegmentId, span: Span, pool: BlockPool, size: int) -> BlockSource | None:
         """Where these tokens of the segment can be read as a whole. The newest copy comes first."""
-        for run in reversed(self._runs.get(segment_id, ())):
-            if run.span.start <= span.start and span.end <= run.span.end:
+        for run in tuple(reversed(self._runs.get(segment_id, ()))):
+            if run.place.is_gone(pool):
+                self._remove(run)
+            elif run.span.start <= span.start and span.end <= run.span.end:
                 part = Span(span.start - run.span.start, span.end - run.span.start)
                 if (source := run.place.source(part, pool, block_size=size)) is not None:
                     return source
@@ -58,7 +72,26 @@ class CopiedRows:
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
         """They are dropped."""
         for segment_id in segment_ids:
-            self._runs.pop(segment_id, None)
+            for run in tuple(self._runs.get(segment_id, ())):
+                self._remove(run)
 
     def clear(self) -> None:
         self._runs.clear()
+        self._by_age.clear()
+        self._num_blocks = 0
+
+    def _add(self, run: _CopiedRun) -> None:
+        runs = self._runs.setdefault(run.segment_id, [])
+        runs.append(run)
+        self._by_age[run] = None
+        self._num_blocks += len(run.place.block_ids)
+        if len(runs) > _KEPT:
+            self._remove(runs[0])
+
+    def _remove(self, run: _CopiedRun) -> None:
+        del self._by_age[run]
+        self._num_blocks -= len(run.place.block_ids)
+        runs = self._runs[run.segment_id]
+        runs.remove(run)
+        if not runs:
+            del self._runs[run.segment_id]

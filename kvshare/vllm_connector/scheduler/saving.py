@@ -89,7 +89,9 @@ class Saving:
         for request_id, ticketed in due.items():
             if computed[request_id] >= ticketed.ticket.num_tokens:
                 block_ids = tuple(step.kv_connector_block_state.resolve_block_ids(request_id)[0])
-                self.donors.note_copied(unrepaired_copies(ticketed), block_ids)
+                copies = unrepaired_copies(ticketed)
+                held = [copy for copy in copies if copy.segment_id in self.segments]  # others may be dropped
+                self.donors.note_copied(held, block_ids)
                 self._save_prompt(ticketed, SaveRequest(request_id, block_ids, has_ended=False))
 
     def save_ended(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> bool:

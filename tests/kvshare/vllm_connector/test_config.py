@@ -40,6 +40,7 @@ def config(**changes: Any) -> SimpleNamespace:
         parallel_config=parallel,
         model_config=model,
         speculative_config=changes.get("speculative"),
+        use_v2_model_runner=changes.get("runner") == "V2",
         cache_config=SimpleNamespace(
             cache_dtype=changes.get("cache_dtype", "auto"),
             kv_cache_dtype_skip_layers=changes.get("skipped", []),
@@ -94,6 +95,8 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
         ({"method": "draft_model", "use_heterogeneous_vocab": True}, "vocabulary"),
         ({"method": "draft_model", "parallel_drafting": True}, "in parallel"),
         ({"method": "draft_model", "is_multimodal_model": True}, "media"),
+        ({"method": "draft_model", "runner": "V2"}, "runner V2"),
+        ({"method": "ngram_gpu", "runner": "V2"}, None),
         ({"method": "eagle3"}, "by eagle3"),
         ({"method": "mtp"}, "hidden states"),
         ({"method": "a new one"}, "hidden states"),
@@ -107,7 +110,8 @@ def test_what_may_be_shared_with_a_method_of_speculation(changes: dict[str, Any]
     draft = {"max_model_len": 4096, "is_multimodal_model": False}
     fields = {"method": "", "use_heterogeneous_vocab": False, "parallel_drafting": False} | changes
     draft |= {name: changes[name] for name in draft.keys() & changes.keys()}
-    given = config(speculative=SimpleNamespace(**fields, draft_model_config=SimpleNamespace(**draft)))
+    speculative = SimpleNamespace(**fields, draft_model_config=SimpleNamespace(**draft))
+    given = config(speculative=speculative, runner=changes.get("runner"))
     given.model_config.max_model_len = 4096
     assert known_reasons(given) == []
     reason = why_unshared(given)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvshare.fleet.watcher import _missing_fields
 from kvshare.vllm_protocol.salts import private_salt
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def test_a_draft_that_is_not_verified_leaves_requests_unshared(
     info = vllm.side.info()
     assert (info.shares, info.refusals, info.speculation) == (False, (), "draft_model")
     assert "512" in info.passing
+    assert not _missing_fields(info)  # a proxy connects, and its requests say why they pass
     tokens = text(300)
     ticket = vllm.ticket(tokens)
     first, again = (vllm.ask((tokens, ticket, "tenant"), max_tokens=8)[0] for _ in range(2))

@@ -257,6 +257,24 @@ def test_copied_rows_are_gone_when_their_blocks_are(how: str) -> None:
     assert found(donors, Span(0, 6)) is None
 
 
+def test_copied_rows_are_bounded_by_the_pool() -> None:
+    """The oldest are forgotten first, and those whose blocks are gone as soon as one looks."""
+    pool = new_pool()
+    donors, own = new_donors(pool), fill(pool, 3, num_full=3)
+    whole = Span(0, 12)
+    for number in range(1000):
+        donors.note_copied([WireCopy(SegmentId(number), 0, 12, 0, 0)], ids(own))
+    assert len(donors._copied._runs) == 2 * (BLOCKS + 1) // 3
+    assert donors.has(SegmentId(999), whole)
+    assert not donors.has(SegmentId(900), whole)
+    pool.free_blocks(own)
+    pool.evict_blocks(set(ids(own)))
+    assert not donors.has(SegmentId(999), whole)
+    assert SegmentId(999) not in donors._copied._runs
+    donors.clear()
+    assert donors._copied._num_blocks == 0
+
+
 def test_rows_follow_the_step_that_computes_them_until_it_has_ended() -> None:
     """After that their copies may begin at once."""
     pool = new_pool()

@@ -81,6 +81,23 @@ def test_a_donor_outlives_the_requests_that_copy_from_it(memory: ScheduledMemory
     assert memory.num_from_blocks == 8
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_rows_of_a_segment_that_is_dropped_are_not_kept(memory: ScheduledMemory, *, is_dropped: bool) -> None:
+    """While the request that copied them prefills: nobody would forget them later."""
+    reports = (e for e in memory.ours.events.read(0).events if isinstance(e, FinishedReport))
+    stored = [segment for segment in next(reports).stored if segment.start < DONOR]
+    copies = tuple(WireCopy(each.segment_id, 0, each.length, each.start, each.start) for each in stored)
+    memory.send("near", list(range(DONOR)) + [60] * 4, copies, max_tokens=2)
+    memory.step()
+    if is_dropped:
+        memory.ours.drop([each.segment_id for each in stored])
+        memory.step()
+    memory.end_load("near", fails=False)
+    for _ in range(10):
+        memory.step()
+    assert bool(memory.ours.donors._copied._runs) == (not is_dropped)
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_end_of_a_load_frees_what_it_read(memory: ScheduledMemory, fails: bool) -> None:
     """Also of one that was never reported as copied, because it failed."""
