@@ -7,6 +7,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     start_measurement.py  what prefills and loads cost, before the first request
     stored_kv.py       the tree and the tiers of KV, with what an earlier process has left
     shared_prompts.py  tells other servers of prompts, and stores theirs
+    exchange_state.py  the names of these prompts in the shared store, and why they are not exchanged now
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
     retention.py       stores prompt and answer of one request

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -20,8 +21,9 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Final
 
-from delta_tree import Node, NodeId, Segment, SegmentId, UnknownSegmentError
+from delta_tree import DeltaTreeError, Node, NodeId, Segment, SegmentId, UnknownSegmentError
 from kvshare.background import Background
+from kvshare.embedded.exchange_state import ExchangedNames, ExchangeProblem
 from kvshare.kv.sequence import SegmentKV
 from kvshare.runtime import Runtime
 from kvshare.sharing.memory_keeper import MemoryKeeper
@@ -29,6 +31,8 @@ from kvshare.tiers.disk_and_shared import DiskAndShared
 from kvshare.tiers.shared_backend import BackendError
 from kvshare.tiers.shared_prompts import PromptExchange, Reported, SharedPrompt
 from kvshare.tiers.shared_tier import SharedTier
+from kvshare.tiers.shares import Share
+from kvshare.tiers.tier_stack import TierStack
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +54,15 @@ class SharedPrompts:
         """`below`: the tier below memory, of which the shared one is all or a part."""
         self._exchange, self._tier, self._keeper, self._below = exchange, tier, keeper, below
         self._waiting: OrderedDict[NodeId, None] = OrderedDict()  # stored here, and not reported yet
-        self._names: dict[NodeId, str] = {}  # of what was reported by this server or by others
-        self._nodes: dict[str, NodeId] = {}
+        self._names = ExchangedNames()
+        self._has_named = False  # what was on disk at the start
+        self._to_revoke: dict[str, None] = {}  # others have deleted these, and it failed here
+        self._asking = threading.Lock()  # a stop does not end the thread that asks the store
         self._purged: list[tuple[str | None, tuple[Segment, ...]]] = []  # not deleted in the store yet
         self._renewed_at = time.monotonic()
-        self._problem: str | None = None
+        self._problem = ExchangeProblem()
+        # What this server has on its own disk, too, makes no room when it is evicted.
+        self._room = Share(tier.max_bytes, lambda: tier.num_bytes, tier.takes_room)
         keeper.on_purge = self._note_purged
 
     @property
@@ -82,13 +90,26 @@ class SharedPrompts:
 
     async def _run(self, runtime: Served) -> None:
         while True:
-            if not await self._turn(runtime):
+            has_more = False
+            try:
+                has_more = await self._turn(runtime)
+                self._problem.note_fault(None)
+            except Exception as exc:  # noqa: BLE001  logged, without its message; one fault must not end it
+                self._problem.note_fault(exc)
+            if not has_more:
                 await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _name_all(self) -> None:
+        """What was on disk at the start: others may have deleted it while this server was away."""
+        for node in self._keeper.tree.nodes():
+            self._names.remember(node.node_id, self._exchange.name_of(node.namespace, node.token_ids))
+        self._has_named = True
 
     async def _flush(self) -> None:
         until = time.monotonic() + _FLUSH_S
-        while self._waiting and time.monotonic() < until:
+        while (self._waiting or self._purged) and time.monotonic() < until:
             try:
+                await asyncio.to_thread(self._delete_purged)
                 await asyncio.to_thread(self._publish)
             except BackendError:
                 return
@@ -96,18 +117,20 @@ class SharedPrompts:
 
     async def _turn(self, runtime: Served) -> bool:
         """Returns whether there is more to do at once."""
+        if not self._has_named:
+            await asyncio.to_thread(self._name_all)
         try:
             await asyncio.to_thread(self._delete_purged)
             if await asyncio.to_thread(self._exchange.has_lost):
                 await runtime.write(self._forget_lost)
             reported = await asyncio.to_thread(self._exchange.reported)
-            await self._take_in(reported, runtime)
+            await self._take_in([*(Reported(name, None) for name in self._to_revoke), *reported], runtime)
             await asyncio.to_thread(self._publish)
             await asyncio.to_thread(self._renew)
         except BackendError as exc:
-            self._note_problem(exc)
+            self._problem.note(exc)
             return False
-        self._note_problem(None)
+        self._problem.note(None)
         return bool(reported)
 
     async def _take_in(self, reported: Sequence[Reported], runtime: Served) -> None:
@@ -124,9 +147,24 @@ class SharedPrompts:
             await runtime.sharing.indexing.remember_all(nodes)
 
     async def _revoke(self, name: str, runtime: Served) -> None:
-        if (node_id := self._nodes.get(name)) is not None:
-            await runtime.evict(self._keeper.revoke, node_id)
-            self._forget(node_id)
+        if (node_id := self._names.node_of(name)) is not None:
+            try:
+                await runtime.evict(self._evict_revoked, node_id)
+            except DeltaTreeError as exc:
+                if name not in self._to_revoke:
+                    log.warning("what another server deleted stays for now; it is tried again: %s", exc)
+                self._to_revoke[name] = None
+                return
+            self._names.forget(node_id)
+        self._to_revoke.pop(name, None)
+
+    def _evict_revoked(self, node_id: NodeId) -> None:
+        """In the writer's thread. What this server has written of it is deleted in the store, too."""
+        node = self._keeper.tree.get(node_id)
+        segments = () if node is None else self._tier.known(node.pieces.segment_ids)
+        self._keeper.revoke(node_id)
+        if freed := tuple(each for each in segments if not self._is_known(each.segment_id)):
+            self._purged.append((None, freed))
 
     def _adopt(self, name: str, prompt: SharedPrompt) -> Node | None:
         """In the writer's thread."""
@@ -139,26 +177,39 @@ class SharedPrompts:
         draft = prompt.draft(entry for entry in prompt.pieces.segment_ids if self._is_known(entry))
         if prompt.owner is not None:
             self._keeper.tenants.note_named(prompt.namespace, prompt.owner)
-        node = self._keeper.adopt(draft, room=self._tier, hold=lambda: self._tier.adopt(draft.new_segments))
+        node = self._keeper.adopt(draft, room=self._room, hold=lambda: self._tier.adopt(draft.new_segments))
         stored = node or tree.find(prompt.namespace, prompt.token_ids)
         if stored is not None:
-            self._remember(stored.node_id, name)
+            self._names.remember(stored.node_id, name)
         return node
 
     def _publish(self) -> None:
         """Write the records of prompts whose segments are all in the store. Raises BackendError."""
-        for node_id in list(self._waiting):
-            node = self._keeper.tree.get(node_id)
-            segments = () if node is None else self._segments_of(node)
-            if node is None or not segments:
-                self._waiting.pop(node_id, None)  # evicted, or not exact: others compute it themselves
-                continue
-            if not all(self._is_there(segment) for segment in segments):
-                continue
-            prompt = SharedPrompt.of(node, segments, self._keeper.tenants.owner_of(node.namespace))
-            self._exchange.publish(prompt)
-            self._remember(node_id, self._exchange.name_of(node.namespace, node.token_ids))
-            self._waiting.pop(node_id, None)
+        with self._asking:
+            for node_id in list(self._waiting):
+                node = self._keeper.tree.get(node_id)
+                segments = () if node is None else self._segments_of(node)
+                if node is None or not segments:
+                    self._waiting.pop(node_id, None)  # evicted, or not exact: others compute it themselves
+                    continue
+                new = [segment for segment in segments if segment.segment_id not in self._tier]
+                if all(self._is_there(segment) for segment in segments):
+                    self._publish_one(node, segments)
+                if self._keeper.tree.get(node_id) is None:  # evicted meanwhile: the tier forgot what it knew
+                    orphans = [each for each in new if not self._is_known(each.segment_id)]
+                    self._tier.drop(each.segment_id for each in orphans)
+                    self._tier.remove(orphans)
+
+    def _publish_one(self, node: Node, segments: Sequence[Segment]) -> None:
+        """Its name is known before its record is there, so that what deletes it meanwhile deletes both."""
+        name = self._exchange.name_of(node.namespace, node.token_ids)
+        self._names.remember(node.node_id, name)
+        if self._keeper.tree.get(node.node_id) is None:
+            self._names.forget(node.node_id)
+            return
+        prompt = SharedPrompt.of(node, segments, self._keeper.tenants.owner_of(node.namespace))
+        self._exchange.publish(prompt)
+        self._waiting.pop(node.node_id, None)
 
     def _segments_of(self, node: Node) -> Sequence[Segment]:
         """Nothing if not all of them are exact."""
@@ -185,30 +236,36 @@ class SharedPrompts:
     def _note_purged(self, removed: Sequence[tuple[str, int]], freed: Collection[SegmentId]) -> None:
         """In the writer's thread, before the tier forgets the segments."""
         segments = tuple(self._tier.known(freed))
-        names = [self._names.get(NodeId(node_id)) for _, node_id in removed]
-        for _, node_id in removed:
-            self._forget(NodeId(node_id))
+        names = [self._names.forget(NodeId(node_id)) for _, node_id in removed]
         self._purged += [(name, ()) for name in names if name is not None]
         if segments:
             self._purged.append((None, segments))
 
     def _delete_purged(self) -> None:
         """Raises BackendError; then it is tried again."""
-        while self._purged:
-            name, segments = self._purged[0]
-            if name is not None:
-                self._exchange.revoke([name])
-            self._tier.remove(segments)
-            self._purged.pop(0)
+        with self._asking:
+            while self._purged:
+                name, segments = self._purged[0]
+                if name is not None:
+                    self._exchange.revoke([name])
+                self._tier.remove(segments)
+                self._purged.pop(0)
 
     def _forget_lost(self) -> None:
-        """The store has lost what it had. In the writer's thread: prompts that need it are evicted by use."""
+        """
+        The store has lost what it had. In the writer's thread: what memory has is written again, and prompts
+        that need the store are evicted by use.
+        """
         log.warning(
             "the shared store has lost what it had: prompts are computed again where that was all of their KV"
         )
         self._tier.drop(segment.segment_id for segment in self._keeper.tree.segments())
-        self._names.clear()
-        self._nodes.clear()
+        stack = self._keeper.tier
+        if isinstance(stack, TierStack) and not isinstance(self._below, DiskAndShared):
+            stack.write_again()
+            for node in self._keeper.tree.nodes():
+                if all(entry in stack for entry in node.pieces.segment_ids):
+                    self.note(node)
 
     def _renew(self) -> None:
         """What was used lately, of this server's and of others' prompts. Raises BackendError."""
@@ -222,32 +279,11 @@ class SharedPrompts:
         self._renewed_at = time.monotonic()
 
     def _in_use(self, since: float) -> Iterator[str]:
-        for node_id, name in list(self._names.items()):
+        for node_id, name in self._names.all():
             node = self._keeper.tree.get(node_id)
             if node is None:
-                self._forget(node_id)
+                self._names.forget(node_id)
             elif node.last_used_at >= since:
                 yield name
                 for segment in self._tier.known(node.pieces.segment_ids):
                     yield self._tier.store.segment_key(segment)
-
-    def _remember(self, node_id: NodeId, name: str) -> None:
-        self._names[node_id] = name
-        self._nodes[name] = node_id
-
-    def _forget(self, node_id: NodeId) -> None:
-        name = self._names.pop(node_id, None)
-        if name is not None:
-            self._nodes.pop(name, None)
-
-    def _note_problem(self, exc: BackendError | None) -> None:
-        reason = None if exc is None else exc.strerror
-        if reason is not None and self._problem is None:
-            log.warning(
-                "the shared store is not used: %s. This server goes on alone, and tries again; look at "
-                "shared_tier.* and at the store",
-                reason,
-            )
-        elif reason is None and self._problem is not None:
-            log.warning("the shared store is used again")
-        self._problem = reason

@@ -27,6 +27,7 @@ class DiskAndShared:
 
     def __init__(self, disk: DiskTier, shared: SharedTier) -> None:
         self.disk, self.shared, self.form = disk, shared, disk.form
+        shared.counts_own = False
         self._problem = WriteProblem(log, "the shared store", lost_with="this server's disk")
 
     @property

@@ -2,7 +2,7 @@
 Valkey or Redis as a shared tier. Needs the extra `kvshare[redis]`.
 
     <key>       a value: SET with EX, GETEX
-    <channel>   a stream of messages: XADD with MAXLEN, XRANGE, XREVRANGE
+    <channel>   a stream of messages: XADD with MAXLEN and EXPIRE, XRANGE, XREVRANGE
     <name>      the epoch: a number that the first server draws; it is lost with everything else
 """
 
@@ -98,8 +98,14 @@ class RedisBackend:
         if keys:
             _asked(lambda: self._redis.unlink(*keys))
 
-    def announce(self, channel: str, message: bytes, *, most: int) -> None:
-        _asked(lambda: self._redis.xadd(channel, {b"m": message}, maxlen=most, approximate=True))
+    def announce(self, channel: str, message: bytes, *, most: int, keep_s: int) -> None:
+        def ask() -> None:
+            with self._redis.pipeline(transaction=False) as batch:
+                batch.xadd(channel, {b"m": message}, maxlen=most, approximate=True)
+                batch.expire(channel, keep_s)
+                batch.execute()
+
+        _asked(ask)
 
     def news(self, channel: str, *, after: str | None, most: int) -> list[News]:
         first = "-" if after is None else f"({after}"
@@ -109,10 +115,10 @@ class RedisBackend:
         last = "+" if before is None else f"({before}"
         return _news(_asked(lambda: self._redis.xrevrange(channel, max=last, count=most)))
 
-    def epoch(self, name: str) -> str:
+    def epoch(self, name: str, *, keep_s: int) -> str:
         def ask() -> Any:
-            self._redis.set(name, secrets.token_hex(8), nx=True)
-            return self._redis.get(name)
+            self._redis.set(name, secrets.token_hex(8), nx=True, ex=keep_s)
+            return self._redis.getex(name, ex=keep_s)
 
         found = _asked(ask)
         return "" if found is None else bytes(found).decode("ascii", "replace")

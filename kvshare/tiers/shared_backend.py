@@ -57,8 +57,8 @@ class SharedBackend(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None: ...
 
-    def announce(self, channel: str, message: bytes, *, most: int) -> None:
-        """Tell all servers. About `most` messages are kept."""
+    def announce(self, channel: str, message: bytes, *, most: int, keep_s: int) -> None:
+        """Tell all servers. About `most` messages are kept, until `keep_s` seconds after the last one."""
 
     def news(self, channel: str, *, after: str | None, most: int) -> list[News]:
         """The next messages after a place, the oldest first; None: from the first that is kept."""
@@ -66,8 +66,8 @@ class SharedBackend(Protocol):
     def latest(self, channel: str, *, before: str | None, most: int) -> list[News]:
         """The last messages before a place, the newest first; None: the last of all."""
 
-    def epoch(self, name: str) -> str:
-        """Stays the same until the store has lost what it had."""
+    def epoch(self, name: str, *, keep_s: int) -> str:
+        """Stays the same until the store has lost what it had, or no server asked for `keep_s` seconds."""
 
     def close(self) -> None: ...
 

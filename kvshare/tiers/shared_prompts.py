@@ -2,7 +2,8 @@
 Which prompts lie in a shared store: records that servers write for each other, and news of them.
 
     <prefix>:p:<name>    one prompt: its tokens, its pieces, the segments that they lie in, and whose it is
-    <prefix>:news        "+<name>" a prompt is there, "-<name>" an administrator has deleted it
+    <prefix>:news        "+<name>" a prompt is there, "-<name>" an administrator has deleted it; with the
+                         operator's key names are sealed for this stream and this sign
 
 A record is written when all its segments are there. No server is asked whether a record still holds: a
 segment that has ended is a miss for the server that reads it.
@@ -11,6 +12,7 @@ segment that has ended is a miss for the server that reads it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -27,6 +29,8 @@ from kvshare.tiers.shared_tier import SharedStore
 
 FORMAT: Final = "kvshare prompt 1"
 _MOST_NEWS: Final = 100_000
+_NEWS_S: Final = 30 * 86400  # after the last: so long a server may be away and still hear of deletions
+_NAMESPACE: Final = re.compile("[0-9a-f]{64}")
 _PAGE: Final = 64  # records at once
 
 
@@ -80,15 +84,17 @@ class SharedPrompt:
             if own["format"] != FORMAT:
                 raise RecordError("it has another format")
             end = 4 * own["num_tokens"]
-            owner = None if own["owner"] is None else NamespaceOwner(**own["owner"])
+            namespace, owner = own["namespace"], _owner(own["owner"])
+            if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+                raise RecordError("its namespace is none")
             found = cls(
-                namespace=own["namespace"],
+                namespace=namespace,
                 token_ids=token_ids(np.frombuffer(rest[:end], dtype="<i4")),
                 pieces=PieceTable.from_bytes(rest[end:]),
-                segments=tuple(_segment(own["namespace"], numbers) for numbers in own["segments"]),
+                segments=tuple(_segment(namespace, numbers) for numbers in own["segments"]),
                 owner=owner,
             )
-        except (ValueError, KeyError, TypeError, DeltaTreeError) as exc:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, DeltaTreeError) as exc:
             raise RecordError("it cannot be read") from exc
         found._check()
         return found
@@ -123,6 +129,8 @@ class PromptExchange:
         self._after: str | None = None  # place of the last news that were read
         self._before: str | None = None  # while older ones are read, from the newest on
         self._epoch: str | None = None
+        self._takes_older = True
+        self._unannounced: set[str] = set()  # records that are there
         self._is_caught_up = False
 
     def name_of(self, namespace: str, tokens: TokenIds) -> str:
@@ -130,12 +138,28 @@ class PromptExchange:
         return self.store.key("p", namespace.encode(), np.ascontiguousarray(tokens, dtype="<i4").tobytes())
 
     def publish(self, prompt: SharedPrompt) -> bool:
-        """Its segments are there. Returns whether it is new to the store."""
-        name = self.name_of(prompt.namespace, prompt.token_ids)
-        is_new = self.store.put_new(name, prompt.to_bytes())
-        if is_new:
-            self._announce(b"+", name)
-        return is_new
+        """
+        Its segments are there. Returns whether it is announced: it is not if there is a record already,
+        unless that cannot be read, or names segments that have ended.
+        """
+        name, record = self.name_of(prompt.namespace, prompt.token_ids), prompt.to_bytes()
+        if not self.store.put_new(name, record) and name not in self._unannounced:
+            if self._holds(name):
+                return False
+            self.store.put(name, record)
+        self._unannounced.add(name)
+        self._announce(b"+", name)
+        self._unannounced.discard(name)
+        return True
+
+    def _holds(self, name: str) -> bool:
+        """Whether a record and all its segments are there."""
+        value = self.store.get(name)
+        prompt = None if value is None else self._opened(name, value)
+        if prompt is None:
+            return False
+        keys = [self.store.segment_key(segment) for segment in prompt.segments]
+        return self.store.renew(keys) == len(keys)
 
     def revoke(self, names: Sequence[str]) -> None:
         """Delete records, and tell all servers to evict these prompts."""
@@ -146,12 +170,12 @@ class PromptExchange:
     def has_lost(self) -> bool:
         """Whether the store has lost all it had since the last call: everything is to be reported again."""
         backend, name = self.store.backend, f"{self.store.prefix}:epoch"
-        epoch = self.store.breaker.call(lambda: backend.epoch(name))
+        epoch = self.store.breaker.call(lambda: backend.epoch(name, keep_s=self._news_s))
         was, self._epoch = self._epoch, epoch
         if was is None or was == epoch:
             return False
         self._after = self._before = None
-        self._is_caught_up = False
+        self._is_caught_up, self._takes_older = False, True
         return True
 
     @property
@@ -161,8 +185,9 @@ class PromptExchange:
 
     def reported(self) -> list[Reported]:
         """
-        A page of what is new to this server; nothing if there is none. First the records that were there, the
-        newest first, then what others announce.
+        A page of what is new to this server; nothing if there is none. First what was announced before, the
+        newest first, then what others announce. What has a record is there; of what has none, deletions are
+        reported, so that a server that was away hears of them.
         """
         backend, channel = self.store.backend, self._channel
         while not self._is_caught_up:
@@ -171,8 +196,8 @@ class PromptExchange:
             news = self.store.breaker.call(page)
             if before is None:
                 self._after = news[0].place if news else None
-            # What was deleted is not there any more, or is there again.
-            reported = self._records([each for each in news if each.message[:1] == b"+"])
+            wanted = b"+-" if self._takes_older else b"-"
+            reported = self._records([each for each in news if each.message[:1] in wanted])
             self._before, self._is_caught_up = (news[-1].place, False) if news else (None, True)
             if reported:
                 return reported
@@ -183,22 +208,40 @@ class PromptExchange:
         return reported
 
     def stop_looking_back(self) -> None:
-        """There is no room for older prompts."""
-        self._is_caught_up = True
+        """There is no room for older prompts: of older news only deletions are reported."""
+        self._takes_older = False
 
     def _records(self, news: Sequence[News]) -> list[Reported]:
         backend = self.store.backend
-        names = {each.message[1:].decode("ascii", "replace"): each.message[:1] for each in news}
-        wanted = [name for name, sign in names.items() if sign == b"+"]
-        values = self.store.breaker.call(lambda: backend.get_many(wanted))
-        found = dict(zip(wanted, values, strict=True))
+        signs: dict[str, set[bytes]] = {}
+        for each in news:
+            if (name := self._name_in(each.message)) is not None:
+                signs.setdefault(name, set()).add(each.message[:1])
+        names = list(signs)
+        values = self.store.breaker.call(lambda: backend.get_many(names))
         reported = []
-        for name, sign in names.items():
-            if sign == b"-":
+        for name, value in zip(names, values, strict=True):
+            if value is None and b"-" in signs[name]:
                 reported.append(Reported(name, None))
-            elif (value := found[name]) is not None and (prompt := self._opened(name, value)) is not None:
+            elif value is not None and b"+" in signs[name] and (prompt := self._opened(name, value)):
                 reported.append(Reported(name, prompt))
         return reported
+
+    def _name_in(self, message: bytes) -> str | None:
+        """None for a message that no server with this key has written."""
+        try:
+            return bytes(self.store.seal.opened(self._bound_to(message[:1]), message[1:])).decode("ascii")
+        except (SealError, UnicodeDecodeError):
+            self.num_damaged += 1
+            return None
+
+    def _bound_to(self, sign: bytes) -> str:
+        """What a message is sealed for: it is none in another stream, or with another sign."""
+        return f"{self._channel}:{sign.decode('latin-1')}"
+
+    @property
+    def _news_s(self) -> int:
+        return max(_NEWS_S, self.store.keep_s)
 
     def _opened(self, name: str, value: bytes) -> SharedPrompt | None:
         try:
@@ -211,8 +254,25 @@ class PromptExchange:
         return prompt
 
     def _announce(self, sign: bytes, name: str) -> None:
-        backend, message = self.store.backend, sign + name.encode()
-        self.store.breaker.call(lambda: backend.announce(self._channel, message, most=_MOST_NEWS))
+        backend = self.store.backend
+        message = sign + self.store.seal.sealed(self._bound_to(sign), name.encode())
+        self.store.breaker.call(
+            lambda: backend.announce(self._channel, message, most=_MOST_NEWS, keep_s=self._news_s)
+        )
+
+
+def _owner(given: dict[str, Any] | None) -> NamespaceOwner | None:
+    """Raises TypeError, ValueError: the file of namespaces takes text only."""
+    if given is None:
+        return None
+    owner = NamespaceOwner(**given)
+    for text in (owner.tenant, owner.scope, *(() if owner.key is None else (owner.key,))):
+        if not isinstance(text, str):
+            raise TypeError("expected text")
+        text.encode()
+    if not isinstance(owner.is_divided, bool):
+        raise TypeError("expected true or false")
+    return owner
 
 
 def _numbers(segment: Segment) -> list[int]:

@@ -79,11 +79,13 @@ class SharedTier:
     is_swept = True
 
     def __init__(self, store: SharedStore, form: ObjectForm, *, max_bytes: int) -> None:
-        """`max_bytes`: of the segments that this server knows of."""
+        """`max_bytes`: of others' segments that this server knows of; without a disk also of its own."""
         self.store, self.form, self.max_bytes = store, form, max_bytes
-        self.num_bytes = 0
+        self.num_bytes = 0  # of those that count
+        self.counts_own = True  # a disk above it limits them already
         self.counts: Counter[str] = Counter()
         self._segments: dict[SegmentId, Segment] = {}
+        self._counted: set[SegmentId] = set()
         self._lock = threading.Lock()
 
     @property
@@ -106,10 +108,20 @@ class SharedTier:
 
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Others have written these; whether they are what they are said to be is seen when they are read."""
+        self._hold(segments, is_counted=True)
+
+    def takes_room(self, segment_id: object) -> bool:
+        """Whether a segment counts against `max_bytes`."""
+        return segment_id in self._counted
+
+    def _hold(self, segments: Iterable[Segment], *, is_counted: bool) -> None:
         with self._lock:
             for segment in segments:
-                if segment.segment_id not in self._segments:
-                    self._segments[segment.segment_id] = segment
+                if segment.segment_id in self._segments:
+                    continue
+                self._segments[segment.segment_id] = segment
+                if is_counted:
+                    self._counted.add(segment.segment_id)
                     self.num_bytes += segment.num_bytes
 
     def takes(self, segment: Segment) -> bool:
@@ -122,7 +134,7 @@ class SharedTier:
         header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
         value = b"".join((header.to_bytes(), *(plane.data.cast("B") for plane in rows)))
         self.store.put(self.store.segment_key(segment), value)
-        self.adopt([segment])
+        self._hold([segment], is_counted=self.counts_own)
         with self._lock:
             self.counts["written"] += 1
 
@@ -153,7 +165,10 @@ class SharedTier:
         with self._lock:
             found = (self._segments.pop(segment_id, None) for segment_id in segment_ids)
             held = [segment for segment in found if segment is not None]
-            self.num_bytes -= sum(segment.num_bytes for segment in held)
+            for segment in held:
+                if segment.segment_id in self._counted:
+                    self._counted.discard(segment.segment_id)
+                    self.num_bytes -= segment.num_bytes
         return [segment.segment_id for segment in held]
 
     def known(self, segment_ids: Iterable[SegmentId]) -> list[Segment]:

@@ -20,6 +20,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from delta_tree import Segment, SegmentId
@@ -28,6 +29,7 @@ from kvshare.kv.tier import Budget, Fetched
 from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
 from kvshare.tiers.write_problem import WriteProblem
@@ -109,7 +111,6 @@ class TierStack:
     def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         """
         The segments whose bytes match their checks. The others are missing, or late: not read in that time.
-
         What comes late is in memory for the next request.
         """
         wanted = frozenset(segment_ids)
@@ -187,7 +188,8 @@ class TierStack:
         def held() -> int:
             return tier.num_bytes + (self._num_due if tier is self.below.parts[0] else 0)
 
-        return Share(tier.max_bytes, held, tier.__contains__)
+        holds = tier.takes_room if isinstance(tier, SharedTier) else tier.__contains__
+        return Share(tier.max_bytes, held, holds)
 
     def _read_all(
         self, entries: Iterable[SegmentId], within_s: float
@@ -250,8 +252,8 @@ class TierStack:
                 self._forget(segment_id)
 
     def _forget(self, segment_id: SegmentId) -> None:
-        if (held := self._memory.pop(segment_id, None)) is not None:
-            self.num_bytes -= held.kv.num_bytes
+        held = self._memory.pop(segment_id, None)
+        self.num_bytes -= 0 if held is None else held.kv.num_bytes
 
     def write_due(self) -> int | None:
         """Delete a file that belongs to nothing; where none does, write the segment that is due longest."""
@@ -270,11 +272,28 @@ class TierStack:
             self.below.write(segment, held.kv.rows())
         except OSError as exc:
             self._problem.note(exc)
+            with self._lock:  # one that can never be written must not keep the others from being
+                if segment.segment_id in self._to_write:
+                    self._to_write.move_to_end(segment.segment_id)
             return 0 if self.below.sweep() else None  # what belongs to nothing may be all that is in the way
         self._problem.end()
         if not self._written(segment.segment_id):  # dropped meanwhile
             self.below.drop([segment.segment_id])
+            for tier in (each for each in self.below.parts if isinstance(each, SharedTier)):
+                with suppress(OSError):  # then it ends by itself
+                    tier.remove([segment])
         return segment.num_bytes
+
+    def write_again(self) -> None:
+        """Write what memory holds and the tier below has lost."""
+        with self._lock:
+            for segment_id, held in self._memory.items():
+                if segment_id not in self._due and segment_id not in self.below:
+                    self._due[segment_id] = held
+                    self._num_due += held.kv.num_bytes
+                    if self.below.takes(held.segment):
+                        self._to_write[segment_id] = held
+        self._writer.wake()
 
     def _written(self, segment_id: SegmentId) -> bool:
         """It is not in memory only any more, or is not in memory. Returns whether it was."""

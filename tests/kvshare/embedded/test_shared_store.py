@@ -1,8 +1,7 @@
 """Embedded engines that share a real Redis: each finds the others' KV, and none needs the store."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from delta_tree import TokenIds, token_ids
 from kvshare.admin import Evict
 from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.requests import SharingMode
-from kvshare_lab.bench.harness import Answer, ask
-from tests.kvshare.embedded.tiny_engine import engine_at, prompt, stored
+from tests.kvshare.embedded.sharing_engines import NO_DISK, OWN_DISK, WAIT_S, asked, running, until_known
+from tests.kvshare.embedded.tiny_engine import prompt, stored
 from tests.redis_server import RedisServer, needs_redis, redis_at
 
 pytestmark = needs_redis
 DONOR = prompt(300)
-WAIT_S = 90
-OWN_DISK, NO_DISK = None, 0
 
 
 @pytest.fixture
@@ -31,44 +28,10 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield started
 
 
-@asynccontextmanager
-async def running(
-    path: Path, server: RedisServer, *, disk: int | None = OWN_DISK, seed: int = 0, **given: Any
-) -> AsyncIterator[EmbeddedEngine]:
-    shared = server.settings().model_dump()
-    overrides = {f"shared_tier.{name}": value for name, value in shared.items()} | given
-    engine = engine_at(path, seed=seed, **{"store.disk_bytes": disk, **overrides})
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-async def asked(
-    engine: EmbeddedEngine, tokens: TokenIds, mode: SharingMode = SharingMode.APPROX, tenant: str = "t"
-) -> Answer:
-    return await ask(engine, tokens, mode=mode, tenant=tenant, max_tokens=8)
-
-
 def edited() -> TokenIds:
     tokens = np.array(DONOR)
     tokens[120:124] = 17
     return token_ids(tokens)
-
-
-async def until_known(engine: EmbeddedEngine, number: int) -> None:
-    """Until it knows so many prompts, and has nothing left to tell."""
-    async with asyncio.timeout(WAIT_S):
-        while engine.status().num_nodes != number or _unreported(engine):  # noqa: ASYNC110  there is no event
-            await asyncio.sleep(0.1)
-    await engine.settle()
-
-
-def _unreported(engine: EmbeddedEngine) -> bool:
-    shared = engine.server.shared_prompts
-    assert shared is not None
-    return shared.num_waiting > 0
 
 
 def tier(engine: EmbeddedEngine, name: str) -> Any:

@@ -206,3 +206,19 @@ def test_a_damaged_object_is_missing_and_counted(tmp_path: Path) -> None:
         assert (fetched.missing, fetched.late, fetched.read_bytes) == (frozenset(ids(1)), frozenset(), 0)
         assert SegmentId(1) not in stack
         assert stack.status()[1].num_dropped == 1
+
+
+def test_one_that_cannot_be_written_keeps_no_other_from_it(tmp_path: Path) -> None:
+    class OneFails(Files):
+        def create(self, path: Path) -> int:
+            if f"{1:016x}" in str(path):
+                raise OSError(errno.EIO, "no")
+            return super().create(path)
+
+    with stack_at(tmp_path, files=OneFails()) as stack:
+        put(stack, 1, 2, 3)
+        until = time.monotonic() + 60
+        while len(stack.below) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert [each in stack.below for each in ids(1, 2, 3)] == [False, True, True]
