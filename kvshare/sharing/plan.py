@@ -164,9 +164,8 @@ class Plan:
     @property
     def first_approximate(self) -> int:
         """Position of the first approximate KV; num_tokens if all is exact."""
-        first = self.exact_length
-        for span in self.placeholders:  # what none of them covers is copied
-            first = max(first, span.end) if span.start <= first else first
+        starts = (copy.target_start for copy in self.copies if copy.target_start >= self.exact_length)
+        first = min(starts, default=self.num_tokens)
         return first if self.exact_until is None else min(first, self.exact_until)
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -210,3 +211,11 @@ class SharedTier:
     def _count(self, what: str) -> None:
         with self._lock:
             self.counts[what] += 1
+
+
+def remove_from_shared(tiers: Iterable[LowerTier], segment: Segment) -> None:
+    """Remove a segment from those of the tiers that other servers read, too."""
+    for tier in tiers:
+        if isinstance(tier, SharedTier):
+            with suppress(OSError):  # then it ends by itself
+                tier.remove([segment])

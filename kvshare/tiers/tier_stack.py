@@ -20,7 +20,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 
 from delta_tree import Segment, SegmentId
@@ -29,7 +28,7 @@ from kvshare.kv.tier import Budget, Fetched
 from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
-from kvshare.tiers.shared_tier import SharedTier
+from kvshare.tiers.shared_tier import SharedTier, remove_from_shared
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
 from kvshare.tiers.write_problem import WriteProblem
@@ -78,9 +77,8 @@ class TierStack:
     @property
     def budgets(self) -> tuple[Budget, ...]:
         """Memory; and what is below, unless nothing can be written there now."""
-        if self._problem.reason is not None:
-            return (self._in_memory_only,)
-        return (self._in_memory_only, *self._below_or_due)
+        below = self._below_or_due if self._problem.reason is None else ()
+        return (self._in_memory_only, *below)
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._memory or segment_id in self.below
@@ -279,9 +277,7 @@ class TierStack:
         self._problem.end()
         if not self._written(segment.segment_id):  # dropped meanwhile
             self.below.drop([segment.segment_id])
-            for tier in (each for each in self.below.parts if isinstance(each, SharedTier)):
-                with suppress(OSError):  # then it ends by itself
-                    tier.remove([segment])
+            remove_from_shared(self.below.parts, segment)
         return segment.num_bytes
 
     def write_again(self) -> None:
