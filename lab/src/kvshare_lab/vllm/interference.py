@@ -12,6 +12,7 @@ copies; they do not show what a GPU does at the same time.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,10 +95,12 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
             hit = partial(prefix_hit, bench.rng, donor, num_new=num_computed, block_size=block_size)
             return await _scene(bench, bench.plain, [hit() for _ in arrivals])
         scene = await _scene(bench, bench.proxy, [bench.edited(donor) for _ in arrivals])
-        finished = [each for each in await bench.watch.look() if each.decision == "approx"]
+        reports = await bench.watch.look()
+        finished = [each for each in reports if each.decision == "approx"]
         if len(finished) != len(arrivals):
             shared = f"{len(finished)} of {len(arrivals)} planned requests were shared"
-            raise EngineError(f"{shared}, expected all: {bench.watch.decisions}")
+            reasons = Counter(each.reason or "none" for each in reports if each.decision != "approx")
+            raise EngineError(f"{shared}, expected all; of the others the reasons were {dict(reasons)}")
         num_computed = round(median([each.num_computed for each in finished]))
         return replace(scene, finished=finished)
 
