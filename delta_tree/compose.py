@@ -149,7 +149,7 @@ class _Layout:
         return look
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
-        """Whether a donor shares a run anywhere in the prompt."""
+        """Return whether a donor shares a run anywhere in the prompt."""
         if donor.exact_length >= self._min_run:
             return True
         places = self._shared.anywhere.passing(look.hashes)

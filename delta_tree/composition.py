@@ -45,7 +45,7 @@ class Copy(NamedTuple):
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
-        """Whether this copy follows `previous` without a gap, in segment, donor and target."""
+        """Return whether this copy follows `previous` without a gap, in segment, donor and target."""
         return (
             self.segment_id == previous.segment_id
             and self.offset == previous.offset + previous.length
@@ -101,8 +101,8 @@ class Composition:
     @property
     def approximate_donors(self) -> tuple[NodeId, ...]:
         """The same, for copies after the exact prefix only."""
-        behind = (copy for copy in self.copies if copy.target_start >= self.exact_length)
-        return tuple(dict.fromkeys(copy.donor for copy in behind))
+        approximate = (copy for copy in self.copies if copy.target_start >= self.exact_length)
+        return tuple(dict.fromkeys(copy.donor for copy in approximate))
 
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:

@@ -95,7 +95,7 @@ class Donor:
 
     @property
     def usable(self) -> bool:
-        """Whether anything of this donor may be copied at all."""
+        """Return whether anything of this donor may be copied at all."""
         return self.reason not in (DonorReason.MISSING_SEGMENT, DonorReason.GENERATION)
 
     def num_in_place(self, exact_length: int) -> int:

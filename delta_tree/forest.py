@@ -105,7 +105,7 @@ class Forest:
         self.eviction_order = EvictionOrder()
 
     def num_references(self, segment_id: SegmentId) -> int:
-        """How many nodes refer to a segment; 0 if there is no such segment."""
+        """Return how many nodes refer to a segment; 0 if there is no such segment."""
         return self._references.get(segment_id, 1) if segment_id in self.segments else 0
 
     def find(self, namespace: str, tokens: TokenIds) -> Node | None:
@@ -213,7 +213,8 @@ class Forest:
                 self._release(old)
         is_resized = old is not None and old.num_tokens != node.num_tokens
         if old is not None and is_resized:
-            # That is no use, so its rank in the order of eviction stays. Any other change is a use or a pin.
+            # That does not count as a use, so its rank in the order of eviction stays. Any other change
+            # is a use or a pin.
             del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
             if node.num_tokens < old.num_tokens:
                 self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)

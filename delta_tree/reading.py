@@ -59,7 +59,7 @@ class TreeReader:
         return self._forest.find(namespace, token_ids(tokens))
 
     def reference_count(self, segment_id: SegmentId) -> int:
-        """How many nodes refer to a segment; 0 if there is no such segment."""
+        """Return how many nodes refer to a segment; 0 if there is no such segment."""
         return self._forest.num_references(segment_id)
 
     def nodes(self, namespace: str | None = None) -> tuple[Node, ...]:
@@ -179,7 +179,7 @@ class TreeReader:
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
-        """How many nodes refer to that segment of this one to which most do, without this one."""
+        """Return how many nodes refer to that segment of this one to which most do, without this one."""
         with self._lock:
             return (
                 max(self._forest.num_references(each) for each in self.node(node_id).pieces.segment_ids) - 1

@@ -147,7 +147,7 @@ def aside_path(path: Path) -> Path:
 
 def set_aside(path: Path) -> Path:
     """
-    Move a store, damaged or not, and its journal to `path` with `.old` behind it, and return that path.
+    Move a store, damaged or not, and its journal to `path` with `.old` at its end, and return that path.
 
     An earlier `.old` is replaced. File modes stay as they are.
     Raises:  StoreLockedError if a process has it open; StoreUnavailableError

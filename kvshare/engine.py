@@ -193,7 +193,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def stats(self, question: StatsQuestion) -> ServerStats:
-        """How much is stored, in all and per namespace, and what plans are priced with."""
+        """Return how much is stored, in all and per namespace, and what plans are priced with."""
 
     @abstractmethod
     async def tree(self, question: TreeQuestion) -> TreeDocument:

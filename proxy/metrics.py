@@ -168,7 +168,7 @@ class Metrics(Collector):
         tokens.labels(tenant, "kvshare_approx").inc(total.num_copied)
 
     def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
-        """Where the KV of a prompt came from."""
+        """Count the tokens of a prompt by where their KV came from."""
         tokens = self._counters["kvshare_prompt_tokens_by_source"]
         tokens.labels("compute").inc(report.num_missed)
         tokens.labels("kvshare_exact").inc(report.num_exact)
@@ -190,7 +190,7 @@ class Metrics(Collector):
 
 
 def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
-    """What the engine, its index and its replicas are like now; names of replicas are the operator's."""
+    """Yield gauges of the engine, its index and its replicas. Names of replicas are the operator's."""
     figures: dict[str, float | None] = {
         "kvshare_queue_depth": status.num_waiting,
         "kvshare_running_requests": status.num_running,
@@ -228,7 +228,7 @@ def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
 
 
 def _tiers(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
-    """Of the engine in this process."""
+    """Yield gauges of the tiers of the engine in this process."""
     if tiers := status.tiers:
         yield "kvshare_tier_segments", [((tier.name,), tier.num_segments) for tier in tiers]
         yield "kvshare_tier_bytes", [((tier.name,), tier.num_bytes) for tier in tiers]
@@ -251,7 +251,7 @@ def _tiers(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
 
 
 def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
-    """What the engine counts. All causes of evictions are there, also with 0."""
+    """Yield counters of the engine. All causes of evictions are listed, also with 0."""
     counts, index = status.counts, status.index
     if not status.replicas:  # vLLM counts the tokens that it generates
         yield "kvshare_generated_tokens", [((), counts.num_generated_tokens)]

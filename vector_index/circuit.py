@@ -87,7 +87,7 @@ class Circuit:
         """
         What `call` returns, or a Failure if it raises, takes too long, or the circuit is open.
 
-        Cancellation from outside passes through, and IndexPausedError, which is no failure.
+        Cancellation from outside passes through, and IndexPausedError, which is not a failure.
         """
         state = self.state
         if state is CircuitState.OPEN:

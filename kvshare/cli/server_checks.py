@@ -164,7 +164,7 @@ def _judged(setting: str, value: object) -> Check:
 
 
 def _probe_render(server: JsonClient, model: str) -> Check:
-    """Whether vLLM has its `/render` routes, which plan what is no chat."""
+    """Whether vLLM has its `/render` routes, which plan requests other than chats."""
     try:
         server.send("/v1/completions/render", body={"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:

@@ -68,7 +68,7 @@ def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Call
 
 @with_source
 def stats(origin: Source, namespace: NamespaceDigest = None, tenant: TenantName = None) -> Document:
-    """How much is stored, in all, per tenant and per namespace."""
+    """Return how much is stored, in all, per tenant and per namespace."""
     return origin.stats(namespace=namespace, tenant=tenant)
 
 
@@ -205,7 +205,7 @@ def source(*, url: str | None, key: str | None, store: Path | None, config: Path
     """
     The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
 
-    Raises:  a usage error for both at once or for a URL that is none; StoreError if there is no such store
+    Raises:  a usage error for both at once or for what is not a URL; StoreError if there is no such store
     """
     if url is not None and store is not None:
         raise typer.BadParameter("expected either --url (a running server) or --store (a stopped one)")

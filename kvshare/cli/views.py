@@ -238,7 +238,7 @@ _PREPARED: Mapping[str, Callable[[Document], Document]] = {
     "bench": lambda document: {"figures": dict(_flat(document))},
     "replay": _replay,
 }
-"""By view: what its template needs beside the keys of the document."""
+"""By view: what its template needs besides the keys of the document."""
 
 
 def _unit(text: Callable[..., str]) -> Callable[..., str]:

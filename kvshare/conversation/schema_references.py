@@ -13,7 +13,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 KEYWORDS = ("$ref", "$dynamicRef")
 DOCUMENT = "http://document/"  # what a schema without `$id` counts as; llguidance calls it json-schema:///
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))  # what is in them is no schema
+NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))  # what is in them is not a schema
 
 
 class _NoTargetError(LookupError):

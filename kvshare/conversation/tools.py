@@ -47,7 +47,7 @@ def tool_format(chat_template: ChatTemplate) -> ToolFormat:
 
 
 def takes_tools(chat_template: ChatTemplate) -> bool:
-    """Whether the template puts `tools` into the prompt."""
+    """Return whether the template puts `tools` into the prompt."""
     return _reads_tools(_for_tools(chat_template))
 
 

@@ -271,7 +271,7 @@ def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:
-    """How many tokens a request may generate. Raises ContextLengthError, RequestError."""
+    """Return how many tokens a request may generate. Raises ContextLengthError, RequestError."""
     num_prompt_tokens = request.prompt.num_tokens
     if num_prompt_tokens == 0:
         raise RequestError("the prompt is empty", param="messages")

@@ -80,7 +80,7 @@ class _ProbePass:
         )
 
     def choice(self) -> RepairChoice:
-        """Choose the repairs, and put the copied KV of the probes back, as a probe is no repair."""
+        """Choose the repairs, and put the copied KV of the probes back, as a probe is not a repair."""
         changed = self._changed()
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
         return choose(

@@ -152,7 +152,7 @@ class Task:
             self.num_remaining = 0
             self._start_choices(logits)
             self.on_prefilled()
-            self.cost.observe(self._work, self.stage_seconds["recompute"])  # behind the first token
+            self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
 
     def _with_reused_kv(self) -> RunningSequence:
         """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""
@@ -269,7 +269,7 @@ class Scheduler:
             more = not task.cancelled and work()
         except RequestError as exc:  # its grammar cannot be followed any further
             error = exc
-        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are no Exception
+        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are not an Exception
             log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc
         if not more:

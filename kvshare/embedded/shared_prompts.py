@@ -78,7 +78,7 @@ class SharedPrompts:
 
     @asynccontextmanager
     async def running(self, runtime: Served) -> AsyncIterator[None]:
-        """Beside requests; at the end, what is stored by then is reported for some seconds."""
+        """Runs next to requests; at the end, what is stored by then is reported for some seconds."""
         exchanging = Background()
         exchanging.spawn(self._run(runtime))
         try:

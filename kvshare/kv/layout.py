@@ -60,7 +60,7 @@ ALL_EARLIER = Reach()
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
     """
-    What a layer needs of its attention beside softmax over all earlier slots.
+    What a layer needs of its attention besides softmax over all earlier slots.
 
     `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
     which takes part in the softmax and has no value (gpt-oss).
@@ -225,7 +225,7 @@ class KVLayout:
 
     @property
     def can_move(self) -> bool:
-        """Whether the movement of all rows is known."""
+        """Return whether the movement of all rows is known."""
         return all(movement is not None for plane in self.planes for movement in plane.movements)
 
     @property

@@ -142,7 +142,7 @@ class MemoryTier(SegmentTable[_Stored]):
         """There is nothing to write."""
 
     def status(self) -> tuple[TierStatus, ...]:
-        """How much is held."""
+        """Return how much is held."""
         return (
             TierStatus("memory", len(self), self.num_bytes, self.max_bytes, self._num_hits, self._num_misses),
         )

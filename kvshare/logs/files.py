@@ -116,7 +116,7 @@ def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int,
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | RowFault]]:
-    """Without those that are blank: they are no rows, but they have numbers."""
+    """Without blank lines, which are not rows but are counted in line numbers."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1

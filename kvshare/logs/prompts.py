@@ -188,9 +188,9 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
         Helicone   `request_body` and `response_body`
 
     Chat completions, completions (a prompt may be a text, token ids, or a list of either: one request each)
-    and responses (`input`, `instructions`). Conversation, user and time are beside the body, in it, or in its
-    `metadata`. Tools become a system message before the others: the template of the log's model would write
-    them there, in words that are not known here.
+    and responses (`input`, `instructions`). Conversation, user and time are next to the body, in it, or in
+    its `metadata`. Tools become a system message before the others: the template of the log's model would
+    write them there, in words that are not known here.
     """
     body = body_of(row)
     known = _known(row, body)

@@ -251,7 +251,7 @@ class DiskTier:
 
     @property
     def is_swept(self) -> bool:
-        """Whether no file of this model is to be deleted."""
+        """Return whether no file of this model is to be deleted."""
         return not self._garbage
 
     def segment(self, segment_id: SegmentId) -> Segment | None:

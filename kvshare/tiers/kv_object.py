@@ -75,7 +75,7 @@ class ObjectForm:
 
     @classmethod
     def of(cls, layout: KVLayout, parts: Sequence[str]) -> Self:
-        """`parts`: all on which it depends whether KV may be used, beside the layout."""
+        """`parts`: all on which it depends whether KV may be used, besides the layout."""
         digest = hashlib.sha256()
         for part in (FORMAT, str(layout), layout.digest, str(layout.dtype), *parts):
             digest.update(f"{len(part)}:{part}".encode())

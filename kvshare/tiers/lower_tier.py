@@ -35,7 +35,7 @@ class LowerTier(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why it is not used now, as far as its writer does not know; else None."""
+        """Return why it is not used now, as far as its writer does not know; else None."""
 
     @property
     def parts(self) -> Sequence[LowerTier]:
@@ -49,7 +49,7 @@ class LowerTier(Protocol):
         """What is known of a segment that is held."""
 
     def takes(self, segment: Segment) -> bool:
-        """Whether such a segment is written at all."""
+        """Return whether such a segment is written at all."""
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """Store a segment. Raises OSError; nothing is held then."""
@@ -72,4 +72,4 @@ class LowerTier(Protocol):
 
     @property
     def is_swept(self) -> bool:
-        """Whether nothing must be deleted before more is written."""
+        """Return whether nothing must be deleted before more is written."""

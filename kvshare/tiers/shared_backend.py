@@ -83,7 +83,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is asked now."""
+        """Return whether nothing is asked now."""
         return self._clock() < self._until
 
     def call(self, ask: Callable[[], _T]) -> _T:

@@ -153,7 +153,7 @@ class PromptExchange:
         return True
 
     def _holds(self, name: str) -> bool:
-        """Whether a record and all its segments are there."""
+        """Return whether a record and all its segments are there."""
         value = self.store.get(name)
         prompt = None if value is None else self._opened(name, value)
         if prompt is None:
@@ -180,7 +180,7 @@ class PromptExchange:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all records that were there have been read, so that only new ones are reported."""
+        """Return whether all records that were there have been read, so that only new ones are reported."""
         return self._is_caught_up
 
     def reported(self) -> list[Reported]:

@@ -95,7 +95,7 @@ class SharedTier:
 
     @property
     def problem(self) -> str | None:
-        """Why the store did not do what it was asked last."""
+        """Return why the store did not do what it was asked last."""
         return self.store.breaker.reason
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class SharedTier:
         self._hold(segments, is_counted=True)
 
     def takes_room(self, segment_id: object) -> bool:
-        """Whether a segment counts against `max_bytes`."""
+        """Return whether a segment counts against `max_bytes`."""
         return segment_id in self._counted
 
     def _hold(self, segments: Iterable[Segment], *, is_counted: bool) -> None:

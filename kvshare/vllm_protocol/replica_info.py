@@ -50,7 +50,7 @@ class ReplicaInfo(Message):
 
     @property
     def budget_bytes(self) -> int:
-        """How much of that the proxy uses, see `budget_of`."""
+        """Return how much of that the proxy uses, see `budget_of`."""
         return budget_of(self.most_bytes)
 
     @property

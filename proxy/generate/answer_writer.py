@@ -62,7 +62,7 @@ class AnswerWriter(ABC):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer, which has ended, calls tools: each call is whole."""
+        """Return whether the answer, which has ended, calls tools: each call is whole."""
         return False
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Blocks:
     @property
     def calls_tools(self) -> bool:
         """
-        Whether the answer has calls, and each has the JSON text of an object as arguments.
+        Return whether the answer has calls, and each has the JSON text of an object as arguments.
 
         A call that is cut short, by the token limit or a stop string, or that the model wrote wrongly, must
         not pass for one that can be made.
@@ -162,7 +162,7 @@ class Blocks:
         return self._parser.num_read
 
     def is_shown(self, offset: int) -> bool:
-        """Whether the answer's text at this place is in a block: the head of a cut call is not."""
+        """Return whether the answer's text at this place is in a block: the head of a cut call is not."""
         hidden_from = self._parser.hidden_from
         return hidden_from is None or offset < hidden_from
 

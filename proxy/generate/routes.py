@@ -131,7 +131,7 @@ async def _completion(request: web.Request) -> AnswerWriter:
     return CompletionWriter(requests, body, engine.card.model_id, echoed)
 
 
-# What generates, and how a request to it is read, tokenized, and going to be answered.
+# The generating routes, each with its reader, which makes the writer of the answer.
 _READERS: Mapping[str, Callable[[web.Request], Awaitable[AnswerWriter]]] = {
     "/v1/chat/completions": _chat_reader(ChatBody, ChatWriter),
     "/v1/completions": _completion,

@@ -226,7 +226,7 @@ def _schema(param: str, schema: object) -> Mapping[str, Any] | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise invalid(param, "expected a JSON schema, got a string that is no JSON") from None
+            raise invalid(param, "expected a JSON schema, got a string that is not JSON") from None
     if schema is None or isinstance(schema, dict):
         return schema
     raise invalid(param, f"expected a JSON schema, got {found(schema)}")

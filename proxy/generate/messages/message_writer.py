@@ -49,7 +49,7 @@ class MessageWriter(BlockWriter):
 
     @property
     def _ending(self) -> dict[str, str | None]:
-        """Why it ended. A stop string may cut a call short, so it counts before the calls."""
+        """Return why it ended. A stop string may cut a call short, so it counts before the calls."""
         blocks = self._blocks
         if blocks.finish_reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
