@@ -129,7 +129,7 @@ def _all_equal(
 
 
 def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions) -> npt.NDArray[np.bool_]:
-    """Whether the token at each target position equals the source's; False outside of either prompt."""
+    """Compare the token at each target position with the source's; False outside of either prompt."""
     others = positions + shifts
     inside = (positions >= 0) & (positions < len(target)) & (others >= 0) & (others < len(source))
     inside[inside] = source[others[inside]] == target[positions[inside]]

@@ -36,12 +36,12 @@ class Copy(NamedTuple):
 
     @property
     def target_end(self) -> int:
-        """Where they end, without a `Span`: plans of long prompts have hundreds of copies."""
+        """Return the end without making a `Span`: plans of long prompts have hundreds of copies."""
         return self.target_start + self.length
 
     @property
     def shift(self) -> int:
-        """By how many positions the keys must be rotated."""
+        """Return by how many positions the keys must be rotated."""
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class DonorReason(StrEnum):
-    """Whether a candidate was used, or why not."""
+    """The use of a candidate, or why it was not used."""
 
     USED = "used"
     NOTHING_LEFT = "nothing_left"  # other donors covered all that it shares

@@ -117,7 +117,7 @@ class Forest:
         return node if np.array_equal(node.token_ids, tokens) else None
 
     def totals(self, namespace: str | None = None) -> Totals:
-        """Of all nodes, or those of one namespace."""
+        """Sum up all nodes, or those of one namespace."""
         return self._totals.get(namespace) or Totals()
 
     def put_into(self, group: str, namespace: str) -> None:
@@ -126,7 +126,7 @@ class Forest:
             self._add_bytes(group, self.totals(namespace).stats().num_bytes)
 
     def bytes_of_groups(self) -> Counter[str]:
-        """Of each group that has KV, the bytes of its namespaces. Not to be changed."""
+        """Return for each group with KV the bytes of its namespaces. Not to be changed."""
         return self._bytes_of_groups
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:

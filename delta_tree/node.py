@@ -234,7 +234,7 @@ class Insertion:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What left the tree."""
+    """The nodes and segments that left the tree."""
 
     num_nodes: int
     freed_segments: tuple[SegmentId, ...]

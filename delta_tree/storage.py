@@ -141,7 +141,7 @@ class Storage:
 
 
 def aside_path(path: Path) -> Path:
-    """Where `set_aside` moves a store."""
+    """Return the path to which `set_aside` moves a store."""
     return path.with_name(f"{path.name}.old")
 
 

@@ -56,7 +56,7 @@ def is_own(url: str, host: str, ports: Iterable[int]) -> bool:
 
 
 def reachable(host: str) -> str:
-    """Where this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return _LOOPBACK.get(host, host)
 
 

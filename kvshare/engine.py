@@ -45,7 +45,7 @@ from kvshare.tenants import Tenants
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words."""
+    """The reason why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"

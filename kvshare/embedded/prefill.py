@@ -64,7 +64,7 @@ class Prefill:
 
 
 class _ProbePass:
-    """What the first passes of a plan measure, and the choice of repairs that follows from it."""
+    """The measurements of a plan's first passes, and the choice of repairs that follows."""
 
     def __init__(self, kv: SequenceKV, plan: Plan, order: RepairOrder) -> None:
         self.plan = plan

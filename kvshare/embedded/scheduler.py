@@ -126,7 +126,7 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last token of a choice may have been its last one, which its grammar says later."""
+        """True if a choice may have ended with its last token, which its grammar says later."""
         return any(choice.is_pending for choice in self._choices)
 
     def settle(self) -> bool:
@@ -185,7 +185,7 @@ class Task:
             self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
-        """Those after its last token, which may have been computed in an earlier quantum."""
+        """Return the logits after its last token, which may have been computed in an earlier quantum."""
         if (logits := self._unused_logits.pop(choice.index, None)) is not None:
             return logits
         position = len(self._prompt) + len(choice.generated) - 1
@@ -201,7 +201,7 @@ class Task:
         self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
     def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
-        """Of the tokens whose text goes out now."""
+        """Return the log-probabilities of the tokens whose text is sent now."""
         k = self.request.sampling.logprobs
         if k is None:
             return ()

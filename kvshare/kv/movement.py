@@ -52,7 +52,7 @@ class Movement:
 
     @classmethod
     def turning(cls, table: torch.Tensor, pairing: Pairing = "half", first: int = 0) -> Movement:
-        """With a frequency table of the model, (F,)."""
+        """Make the movement that turns by a frequency table of the model, (F,)."""
         return cls(tuple(table.detach().float().cpu().tolist()), pairing, first)
 
     @property

@@ -54,7 +54,7 @@ class Tier(Protocol):
 
     @property
     def on_disk(self) -> Container[SegmentId]:
-        """Those of its segments that are read from disk."""
+        """Return its segments that are read from disk."""
 
     def __contains__(self, segment_id: object) -> bool: ...
 
@@ -94,7 +94,7 @@ class SegmentTable(Generic[SizedT]):
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What prompts are evicted for."""
+        """Return the budgets for which prompts are evicted."""
         return (self,)
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:

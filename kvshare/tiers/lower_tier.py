@@ -25,7 +25,7 @@ class LowerTier(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """Of objects: written, read, damaged, failed."""
+        """Count the objects that were written, read, damaged, failed."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -46,7 +46,7 @@ class LowerTier(Protocol):
     def __contains__(self, segment_id: object) -> bool: ...
 
     def segment(self, segment_id: SegmentId) -> Segment | None:
-        """What is known of a segment that is held."""
+        """Return what is known of a segment that is held."""
 
     def takes(self, segment: Segment) -> bool:
         """Return whether such a segment is written at all."""

@@ -34,7 +34,7 @@ class SealError(Exception):
 
 
 class Seal:
-    """Without a key, values stay as they are. Thread-safe."""
+    """Encrypts values; without a key they stay as they are. Thread-safe."""
 
     def __init__(self, key: bytes | None) -> None:
         """`key`: 32 bytes. Raises ImportError without the extra `redis`."""

@@ -48,7 +48,7 @@ class SharedStore:
         self.prefix = f"{PROTOCOL}:{seal.name_of(form.fingerprint.encode())}"
 
     def key(self, kind: str, *parts: bytes) -> str:
-        """Of a value: `kind` is o for a segment, p for a prompt."""
+        """Return the key of a value: `kind` is o for a segment, p for a prompt."""
         return f"{self.prefix}:{kind}:{self.seal.name_of(*parts)}"
 
     def segment_key(self, segment: Segment) -> str:
@@ -126,7 +126,7 @@ class SharedTier:
                     self.num_bytes += segment.num_bytes
 
     def takes(self, segment: Segment) -> bool:
-        """What is not exact stays where it was computed."""
+        """Refuse what is not exact: it stays where it was computed."""
         return segment.generation == 0
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:

@@ -48,7 +48,7 @@ class WireCopy(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """By how many positions the keys move."""
+        """Return by how many positions the keys move."""
         return self.target_start - self.source_position
 
 

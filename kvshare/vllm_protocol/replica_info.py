@@ -55,5 +55,5 @@ class ReplicaInfo(Message):
 
     @property
     def most_bytes(self) -> int:
-        """That it may hold: in memory, or on its disk, which has what is in memory, too."""
+        """Return the most bytes it may hold: in memory, or on its disk, which also has what is in memory."""
         return max(self.max_bytes, self.max_disk_bytes)

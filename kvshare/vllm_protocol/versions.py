@@ -30,7 +30,7 @@ def untested(version: str) -> str | None:
 
 
 def only_read(version: str) -> str | None:
-    """What to say of a version that was read and never run, or None."""
+    """Return the warning about a version that was read and never run, or None."""
     if not _is_in(version, ALLOWED) or _is_in(version, TESTED):
         return None
     return (
