@@ -87,7 +87,7 @@ def seconds(text: str, option: str) -> int:
 
 
 class OutputFormat(StrEnum):
-    """How the answer is written to stdout."""
+    """The format of the answer on stdout."""
 
     TERMINAL = "terminal"
     JSON = "json"

@@ -74,7 +74,7 @@ def stats(origin: Source, namespace: NamespaceDigest = None, tenant: TenantName 
 
 @with_source
 def tiers(origin: Source) -> Document:
-    """What memory and disk hold of KV, and how often plans found it there."""
+    """Show what memory and disk hold of KV, and how often plans found it there."""
     return origin.tiers()
 
 
@@ -180,7 +180,7 @@ def explain(
 def _chosen(
     node_id: int | None, namespace: str | None, tenant: str | None, everything: bool | None = None
 ) -> Chosen:
-    """What the options name; `everything`: --all, of a command that has it. Raises a usage error."""
+    """Return what the options name; `everything`: --all, if the command has it. Raises a usage error."""
     given = (node_id is not None, namespace is not None, tenant is not None, bool(everything))
     if sum(given) != 1:
         options = ["ID", "--namespace", "--tenant"] + ["--all"] * (everything is not None)

@@ -121,7 +121,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def _is_for(settings: Settings, identity: str) -> bool:
-    """Whether the server would take a store of this identity, as far as is known without the weights."""
+    """True if the server would take a store of this identity, as far as known without the weights."""
     from kvshare.vllm_protocol.messages import PROTOCOL
 
     if settings.engine.kind == "vllm":

@@ -151,7 +151,7 @@ def _findings(checks: Iterable[Document]) -> Table:
 
 
 def _stats(document: Document) -> Document:
-    """With the costs of a running server; those of another version are not shown."""
+    """Add the costs of a running server; those of another version are not shown."""
     said = in_words(document.get("costs"))
     if said is None:
         return {"cost_lines": []}

@@ -145,7 +145,7 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _file_options(path: str | None) -> dict[str, Any]:
-    """What cannot be read is none of ours: vLLM will say so."""
+    """Read vLLM's --config file. If it cannot be read, vLLM reports that."""
     import yaml
 
     try:

@@ -65,7 +65,7 @@ class AnswerParser:
 
 
 def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> AnswerParser:
-    """For one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
+    """Make the parser of one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
     return AnswerParser(chat, READERS[fmt](chat.tools) if chat.may_call else None, in_reasoning=in_reasoning)
 
 

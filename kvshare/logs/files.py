@@ -205,7 +205,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
 
 
 def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | RowFault]:
-    """As many rows of the group as can be decoded."""
+    """Yield as many rows of the group as can be decoded."""
     from pyarrow import ArrowException
 
     columns = [name for name in file.schema_arrow.names if name not in _UNUSED_COLUMNS]

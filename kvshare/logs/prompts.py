@@ -292,6 +292,6 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 
 def _milliseconds(row: Row, name: str) -> float | None:
-    """In seconds."""
+    """Return a member that is in milliseconds as seconds."""
     value = fields.optional(fields.seconds, row, name)
     return None if value is None else value / 1e3

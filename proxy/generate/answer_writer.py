@@ -28,14 +28,14 @@ from proxy.sse import KEEP_ALIVE
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer took, over all prompts of its request."""
+    """The tokens of an answer, over all prompts of its request."""
 
     report: SharingReport
     num_completion_tokens: int
 
     @property
     def kvshare(self) -> dict[str, Any]:
-        """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
+        """Return where the prompt's KV came from, and why not more was shared. Donors are never named."""
         report, prediction = self.report, self.report.prediction
         return {
             **tokens_by_source(report),
@@ -171,7 +171,7 @@ class Blocks:
         return "".join(block.text for block in self.all if block.kind is kind)
 
     def add(self, delta: Delta) -> list[BlockChange]:
-        """What a delta changes. The last delta, which has a finish reason, ends the last block."""
+        """Return what a delta changes. The last delta, which has a finish reason, ends the last block."""
         changes = list(self._take(self._parser.add(delta.text)))
         if delta.finish_reason is not None:
             self._finish_reason, self.stop = delta.finish_reason, delta.stop

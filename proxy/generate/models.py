@@ -59,7 +59,7 @@ def _card(engine: GeneratingEngine) -> dict[str, object]:
 
 
 class TokenizeBody(Body):
-    """What a text and a chat have in common."""
+    """The common fields of a text and a chat."""
 
     model: str | None = None  # None: the one that is served
     add_special_tokens: bool | None = None

@@ -50,7 +50,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both generating routes read. `api`: the route's table of what is not implemented."""
+    """The fields that both generating routes read. `api`: the route's table of what is not implemented."""
 
     api: ClassVar[str]
 
@@ -205,7 +205,7 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
 
 
 def _structured_outputs(given: object) -> Mapping[str, Any] | None:
-    """Of vLLM's constraints the two that ask for JSON."""
+    """Read those two of vLLM's constraints that ask for JSON."""
     if given is None:
         return None
     if not isinstance(given, dict):

@@ -55,7 +55,7 @@ class TemplateBody(Body):
 
     @property
     def answer_param(self) -> str:
-        """Where that is."""
+        """Return the parameter that holds it."""
         return "response_format"
 
     @property
