@@ -58,6 +58,23 @@ def _keys() -> list[dict[str, str]]:
     ]
 
 
+HOWEVER_BUSY = {
+    "KVSHARE_COST__MIN_SAVED_S": "-3600",
+    "KVSHARE_COST__MIN_SAVED_FRACTION": "0",
+    "KVSHARE_COST__MEASURE_AT_START": "false",
+    "KVSHARE_COST__LEARN": "false",
+    "KVSHARE_INDEX__SEARCH_TIMEOUT_S": "60",
+    "KVSHARE_INDEX__EMBED_TIMEOUT_S": "60",
+}
+
+
+@pytest.fixture
+def however_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which plan is made, and whether, does not depend on how busy the machine is."""
+    for name, value in HOWEVER_BUSY.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The demo model behind the real command, with several tenants, on a free port of loopback."""
@@ -71,8 +88,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "cost": always,
         "control": {"unshared_share": 0.0},
         "sharing": {"max_risk": 1.0},  # nor what is certified of the forms model
-        # Of prompts that come together one must not be stored while another is looked up.
-        "index": {"dense_min_tokens": 100_000},
+        # Of prompts that come together one must not be stored while another is looked up; no search is late.
+        "index": {"dense_min_tokens": 100_000, "search_timeout_s": 60.0, "embed_timeout_s": 60.0},
     }
     config.write_text(yaml.safe_dump(document))
     kvshare = Path(sys.executable).with_name("kvshare")

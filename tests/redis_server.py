@@ -45,7 +45,8 @@ class RedisServer:
         file = self.folder / "password"
         file.write_text(PASSWORD + "\n")
         scheme = "rediss" if self.is_tls else "redis"
-        values = {"url": f"{scheme}://localhost:{self.port}/0", "password_file": str(file), **given}
+        values = {"url": f"{scheme}://localhost:{self.port}/0", "password_file": str(file)}
+        values = {**values, "timeout_s": 20.0, **given}  # a busy machine's
         if self.is_tls:
             values.setdefault("ca_file", str(self.folder / "ca.pem"))
         overrides = {f"shared_tier.{name}": value for name, value in values.items()}

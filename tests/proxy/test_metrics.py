@@ -89,7 +89,7 @@ async def test_failures_and_disconnects_have_their_own_labels() -> None:
     assert value(samples, "kvshare_requests_total", endpoint=CHAT, status="200", finish_reason="error") == 1
     async with running_server(Behaviour(prefill_s=30)) as server:
         task = asyncio.create_task(server.post(CHAT, chat()))
-        await asyncio.wait_for(server.engine.running.wait(), 1)
+        await asyncio.wait_for(server.engine.running.wait(), 20)
         assert value(await scrape(server), "kvshare_inflight_requests") == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

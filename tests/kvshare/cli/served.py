@@ -23,9 +23,9 @@ from kvshare.demo import MODEL_PATH
 
 START_S = 180
 # Nothing here is about meaning, and loading the embedder takes a second.
-# What is fast on a busy machine is no question here: every plan that is right is made.
+# What is fast on a busy machine is no question here: every plan that is right is made, and no search is late.
 CONFIG = """\
-index: {dense: false}
+index: {dense: false, search_timeout_s: 60.0}
 logging: {json: true}
 control: {unshared_share: 0.0}
 sharing: {max_risk: 1.0}

@@ -38,7 +38,7 @@ def put(stack: TierStack, *numbers: int) -> None:
 
 def settle(stack: TierStack) -> None:
     """Until all is written."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while stack.status()[1].num_due_bytes:
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -84,9 +84,11 @@ def test_it_survives_a_stop(tmp_path: Path) -> None:
 def test_writing_is_as_slow_as_it_is_set(tmp_path: Path) -> None:
     """Requests are never in its way, and it is never in theirs."""
     with stack_at(tmp_path, rate=ONE / 0.2) as stack:
+        began = time.monotonic()
         put(stack, *range(1, 6))
-        time.sleep(0.3)
-        assert 1 <= stack.status()[1].num_written <= 3
+        settle(stack)
+        assert stack.status()[1].num_written == 5
+        assert time.monotonic() - began > 0.75  # four pauses; a busy machine takes longer
 
 
 def test_what_is_dropped_is_in_no_tier(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_slow_read_is_late_and_harms_nothing(tmp_path: Path) -> None:
         assert (fetched.late, fetched.missing) == (frozenset(ids(1)), frozenset())
         assert is_whole(fetched, 2)
         files.may_read.set()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while SegmentId(1) in stack.on_disk and time.monotonic() < until:
             time.sleep(0.002)
         assert is_whole(stack.fetch(ids(1)), 1)
@@ -161,7 +163,7 @@ def test_a_full_disk_is_tried_again(tmp_path: Path) -> None:
     files = FaultyFiles(lambda name: state.get("number") if name == "write" else None)
     with stack_at(tmp_path, files=files) as stack:
         put(stack, 1, 2)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while stack.status()[1].problem is None and time.monotonic() < until:
             time.sleep(0.002)
         assert stack.status()[1].problem == "No space left on device"

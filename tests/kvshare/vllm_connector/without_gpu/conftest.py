@@ -91,4 +91,4 @@ def _interpreting(name: str, *arguments: str) -> Iterator[Ask]:
     timer.cancel()
     questions.close()
     answers.close()
-    process.wait(timeout=30)
+    process.wait(timeout=120)
