@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,6 +46,29 @@ class Server:
     @staticmethod
     def key(name: str) -> str:
         return f"kvs-{name}"
+
+    def settle(self) -> None:
+        """
+        Wait until all prompts that were answered are stored and in the index. A request waits for those
+        before it, but on a busy machine not long enough.
+        """
+        deadline = time.monotonic() + 120
+        while self._unsettled():
+            assert time.monotonic() < deadline, self._unsettled()
+            time.sleep(0.02)
+
+    def _unsettled(self) -> list[str]:
+        request = urllib.request.Request(
+            f"{self.url}/admin/requests?limit=50", headers={"Authorization": f"Bearer {self.key('root')}"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return unsettled(json.load(reply)["requests"])
+
+
+def unsettled(requests: Iterable[dict[str, Any]]) -> list[str]:
+    """The ids of those of /admin/requests whose prompts are not stored yet, or not in the index."""
+    answered = (row for row in requests if row["status"] == 200)
+    return [row["id"] for row in answered if not all(entry["settled"] for entry in row.get("stored", ()))]
 
 
 def _keys() -> list[dict[str, str]]:

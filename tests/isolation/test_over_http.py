@@ -30,6 +30,7 @@ def cached(server: Server, key: str, text: str, **extra: Any) -> int:
             temperature=0,
             extra_body=extra or None,
         )
+    server.settle()
     assert reply.usage is not None
     assert reply.usage.prompt_tokens_details is not None
     return reply.usage.prompt_tokens_details.cached_tokens or 0

@@ -131,7 +131,7 @@ def test_a_slow_read_is_late_and_harms_nothing(tmp_path: Path) -> None:
         files.may_read.clear()
         began = time.monotonic()
         fetched = stack.fetch(ids(1, 2), within_s=0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         assert (fetched.late, fetched.missing) == (frozenset(ids(1)), frozenset())
         assert is_whole(fetched, 2)
         files.may_read.set()
@@ -152,8 +152,8 @@ def test_a_disk_that_is_late_again_and_again_is_left_alone(tmp_path: Path) -> No
         for number in (1, 2, 3):
             assert stack.fetch(ids(number), within_s=0.02).late
         began = time.monotonic()
-        assert stack.fetch(ids(4), within_s=10.0).late
-        assert time.monotonic() - began < 5
+        assert stack.fetch(ids(4), within_s=600.0).late
+        assert time.monotonic() - began < 60
         files.may_read.set()
 
 
