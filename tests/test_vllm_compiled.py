@@ -7,7 +7,6 @@ vLLM as users start it: the model compiled, which is its default. All other test
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import pytest
 import yaml
 
 from kvshare_lab.demo_model.pairs import near_duplicate_pairs
-from kvshare_lab.vllm.ports import free_ports
+from kvshare_lab.vllm.ports import free_ports, port_with_next
 from kvshare_lab.vllm.servers import Server, running
 
 pytestmark = [
@@ -117,18 +116,6 @@ def front(tmp_path: Path) -> Iterator[Server]:
     )
     with running([vllm]), running([proxy]):
         yield proxy
-
-
-def port_with_next() -> int:
-    """A port that is free, as the next one is, which `kvshare vllm` gives to its control server."""
-    while True:
-        (port,) = free_ports(1)
-        with socket.socket() as following:
-            try:
-                following.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def test_the_readmes_commands_share(front: Server) -> None:

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from kvshare.errors import EngineError, ModelError
+from kvshare_lab.vllm.ports import free_ports
 from proxy.app import serve
 from tests.proxy.conftest import chat, eventually, running_server, settings_with
 from tests.proxy.fake_engine import Behaviour, FakeEngine
@@ -84,9 +85,7 @@ async def test_a_dead_engine_is_not_ready() -> None:
 
 async def test_serve_takes_a_free_port_and_both_listeners() -> None:
     """Port 0 is reported as the port that was taken; the admin port listens beside it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        admin_port = probe.getsockname()[1]
+    (admin_port,) = free_ports(1)
     async with serving(server__admin_port=admin_port) as front:
         assert not front.url.endswith(":0")
         assert (await front.ask())[0] == 200

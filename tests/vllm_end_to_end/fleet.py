@@ -138,6 +138,7 @@ def proxy_with_keys(
     off = {"unshared_share": 0.0}
     index = {"dense": False, "search_timeout_s": 60.0}  # the first search after a start is slow
     settings = {"auth": {"keys": keys}, "cost": dict(cost), "control": off, "index": index}
+    settings["vllm"] = {"connect_timeout_s": WAIT_S, "control_timeout_s": WAIT_S}
     settings["sharing"] = {"max_risk": 1.0}  # nor what is certified of the forms model
     config.write_text(yaml.safe_dump(settings))
     port = free_ports(1)[0]

@@ -21,6 +21,14 @@ def free_ports(count: int) -> list[int]:
         return [_free_port(taken) for _ in range(count)]
 
 
+def port_with_next() -> int:
+    """A port that is free, as the next one is, which `kvshare vllm` gives to its control server."""
+    while True:
+        (port,) = free_ports(1)
+        with suppress(OSError), socket.create_server((_HOST, port + 1)):
+            return port
+
+
 def _free_port(taken: ExitStack) -> int:
     """Taken until `taken` ends."""
     while True:
