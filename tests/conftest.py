@@ -94,6 +94,14 @@ HOWEVER_BUSY = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compilers_may_start_late() -> Iterator[None]:
+    """Those of grammars, whose first process takes its time on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 120.0)
+        yield
+
+
 @pytest.fixture
 def however_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which plan is made, and whether, does not depend on how busy the machine is."""

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from kvshare.grammar_pool.pool import GrammarPool
@@ -10,10 +9,7 @@ from tests.kvshare.grammar_pool.schemas import TOKENIZER
 
 
 @pytest_asyncio.fixture
-async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarPool]:
-    monkeypatch.setattr(
-        "kvshare.grammar_pool.pool.ANSWER_S", 120.0
-    )  # its first process starts late on a busy machine
+async def pool() -> AsyncIterator[GrammarPool]:
     opened = GrammarPool(
         lambda: {"kind": "llguidance", "tokenizer": TOKENIZER, "vocab_size": 1536, "eos_token_ids": [2]}
     )

@@ -29,9 +29,7 @@ needs_xgrammar = pytest.mark.skipif(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[GrammarPool]:
     opened = GrammarPool(lambda: {"kind": "vllm"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvshare.grammar_pool.pool.ANSWER_S", 120.0)  # as of a machine that is not busy
-        yield opened
+    yield opened
     opened.close()
 
 
