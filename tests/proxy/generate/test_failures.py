@@ -135,7 +135,7 @@ async def test_a_disconnect_storm_leaves_nothing_behind() -> None:
 
 async def test_a_client_that_closes_the_stream_frees_its_slot() -> None:
     """Closing the openai client's stream after the first chunk is enough."""
-    async with running_server(Behaviour(token_s=0.05)) as server, server.client() as client:
+    async with running_server(Behaviour(token_s=0.5)) as server, server.client() as client:
         stream = await client.chat.completions.create(
             model="echo", messages=[{"role": "user", "content": "x" * 200}], stream=True
         )

@@ -81,6 +81,7 @@ async def test_a_proxy_in_front_of_a_proxy_says_so(
         there = {"url": first.url, "control_url": first.url}
         async with running_relay(tmp_path / "b", there, wait=False) as second:
             assert (await second.send(CHAT, chat_body("Rome"))).status == 503
+            await eventually(lambda: caplog.text.count("a KVShare server answers") >= 2)
             await asyncio.sleep(0.5)
     told = [record.getMessage() for record in caplog.records if "KVShare server" in record.getMessage()]
     assert len(told) == 2
@@ -104,6 +105,7 @@ async def test_a_connector_that_cannot_be_used_is_told_once(
     async with running_vllm(behaviour) as vllm, running_relay(tmp_path, vllm, wait=False) as relay:
         assert (await relay.send(CHAT, chat_body("Rome"))).status == 200
         assert vllm.generated[0].ticket is None
+        await eventually(lambda: told in caplog.text)
         await asyncio.sleep(0.3)
     assert len([record for record in caplog.records if told in record.getMessage()]) == 1
 
