@@ -78,7 +78,7 @@ async def test_requests_are_counted_by_route_and_outcome(server: Server) -> None
     assert value(samples, "kvshare_inter_token_latency_seconds_count") == 4 + 1
     assert value(samples, "kvshare_stage_duration_seconds_count", stage="plan") == 4
     assert value(samples, "kvshare_stage_duration_seconds_count", stage="tokenize") == 3
-    assert value(samples, "kvshare_stage_duration_seconds_sum", stage="tokenize") < 1
+    assert value(samples, "kvshare_stage_duration_seconds_sum", stage="tokenize") < 60
 
 
 async def test_failures_and_disconnects_have_their_own_labels() -> None:
