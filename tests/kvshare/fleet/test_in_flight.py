@@ -125,5 +125,5 @@ async def test_a_report_that_does_not_come_is_not_waited_for_long() -> None:
     in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
     in_flight.add(entry)
     in_flight.end(entry)
-    clock.now = 6.0
+    clock.now = 601.0
     await asyncio.wait_for(in_flight.wait_reconciled(OWNER, NEXT_TURN, timeout_s=600), 60)
