@@ -215,7 +215,7 @@ def rested(fleet: Fleet) -> float:
     return num_nodes(fleet)
 
 
-def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
+def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> None:
     before = rested(fleet)
-    ask(client, messages)
+    ask(client, messages, **extra)
     settled(fleet, before)

@@ -26,12 +26,13 @@ from tests.vllm_end_to_end.fleet import (
 
 def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
     """Each replica has its own prompts; every near-duplicate finds the one that has its donor."""
-    pairs = [pair(20 + seed) for seed in range(4)]
+    # Each with a salt of its own: forms are near-duplicates of each other, and would go to one replica.
+    pairs = {f"form {seed}": pair(20 + seed) for seed in range(4)}
     with fleet.client("ann") as ann:
-        for forms in pairs:
-            donate(fleet, ann, forms.donor_messages)
-        for forms in pairs:
-            answer, num_tokens, num_cached = ask(ann, forms.recipient_messages)
+        for salt, forms in pairs.items():
+            donate(fleet, ann, forms.donor_messages, cache_salt=salt)
+        for salt, forms in pairs.items():
+            answer, num_tokens, num_cached = ask(ann, forms.recipient_messages, cache_salt=salt)
             assert answer == forms.answer, fleet.why()
             assert num_cached > 0.3 * num_tokens, fleet.why()  # much is repaired: nobody measured the model
     served = [
