@@ -1,7 +1,7 @@
 """
 Ports for servers that are started later, or again.
 
-Systems give no port of this range to a socket for which any port is good, so that none is taken in the meantime.
+Systems give no port of this range to a socket for which any port is good: none is taken in the meantime.
 """
 
 from __future__ import annotations
