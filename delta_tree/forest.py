@@ -117,7 +117,7 @@ class Forest:
         return node if np.array_equal(node.token_ids, tokens) else None
 
     def totals(self, namespace: str | None = None) -> Totals:
-        """Sum up all nodes, or those of one namespace."""
+        """Return the totals of all nodes, or of those of one namespace."""
         return self._totals.get(namespace) or Totals()
 
     def put_into(self, group: str, namespace: str) -> None:

@@ -134,7 +134,7 @@ class Runtime(Generic[KeeperT]):
         )
 
     def _parts(self) -> Iterator[PartReading]:
-        """Yield the states of the parts that requests do not need, but for those that the engine adds."""
+        """Yield the states of the parts that requests can do without, except those that the engine adds."""
         yield from self.index.parts()
         if self.index.embedder is not None:
             yield PartReading(ServedPart.BACKLOG, "full" if self.embedding.is_behind else None)

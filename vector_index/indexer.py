@@ -248,7 +248,7 @@ class Indexer:
         return failures + failed
 
     def _note_embedded(self, batch: Sequence[PromptRecord], seconds: float) -> None:
-        """Note the seconds of an embedding; of several at once, what one takes is not known."""
+        """Report the seconds of a single embedding; of several at once, what one takes is not known."""
         if len(batch) == 1:
             self.on_embedded(len(batch[0].token_ids), seconds)
 

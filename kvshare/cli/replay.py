@@ -222,7 +222,7 @@ def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
 
 
 def _tokens(word: str, bytes_per_token: int) -> int:
-    """Read a number of "500k" tokens, or of "4GB" or "4GiB" bytes."""
+    """Return the tokens of "500k", or those that fit into the bytes of "4GB" or "4GiB"."""
     is_bytes = word.lower().endswith("b")
     try:
         amount = parse_bytes(word if is_bytes else f"{word}b")

@@ -123,7 +123,7 @@ class Reconciler:
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
     def _sharing_infos(self) -> list[ReplicaInfo]:
-        """Return the replicas that plans are made for, in the order of the settings. Others know less."""
+        """Return the infos of the replicas that share, in the order of the settings. Others say less."""
         infos = (each.info for each in self._replicas.values())
         return [info for info in infos if info is not None and info.shares]
 

@@ -8,7 +8,7 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     object_files.py  how their files are named
     disk_tier.py     objects in one folder, within a budget
     write_problem.py why nothing is written now, once in the log
-    write_behind.py  a thread that writes what requests have stored, next to them and with bounded bandwidth
+    write_behind.py  a thread that writes what requests have stored, with bounded bandwidth, while others run
     inspection.py    what administrators may know of the files of a store
     shared_tier.py   objects in a store that several servers use
     shared_prompts.py    which prompts lie in them, for the servers that join

@@ -117,7 +117,7 @@ def _check_completion(document: Body) -> None:
 
 
 def _thinks_as_rendered(document: Body) -> bool:
-    """Return False without thinking: then the route may render with another effort than `/render`."""
+    """False if thinking is disabled: then the route may have other tokens than `/render`, by its effort."""
     thinking = document.get("thinking")
     return not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled")
 
