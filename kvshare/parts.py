@@ -40,7 +40,7 @@ class ServedPart(StrEnum):
     INDEX_EMBEDDER = auto()  # of prompts that are stored
     BACKLOG = auto()  # prompts that wait to be embedded
     STORE = auto()  # metadata of prompts
-    DISK = auto()  # KV on disk
+    DISK = auto()  # KV on disk, of this process or, by its name, of a replica's vLLM
     CONTROL = auto()  # less is shared where that makes requests slower
     COSTS = auto()  # the file of what was measured
     TENANTS = auto()  # the file of tenants' namespaces
