@@ -220,4 +220,4 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     document = await read_object(request)
     is_rewritten = bool(request[RECORD].body.rules) or is_of_deployment(request)
     raw = None if is_rewritten else await read_raw(request)
-    return sanitized(raw, document), document
+    return sanitized(raw, document, path=api_of(request)), document
