@@ -51,8 +51,8 @@ async def run(
 ) -> dict[str, Any]:
     """
     Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
-    weights in float32, of a `family` of `kvshare_lab.bench.random_models`. `overrides`: settings that differ from
-    the benchmarks' defaults.
+    weights in float32, of a `family` of `kvshare_lab.bench.random_models`. `overrides`: settings, over
+    those of `bench_settings`.
 
     Raises:  ConfigError for prompts longer than the real text is, and for an unknown family; ModelError
     """
