@@ -223,7 +223,7 @@ class Indexer:
             self._newest.pop(prompt_id, None)
 
     def _of_newest(self, batch: Iterable[PromptRecord]) -> list[PromptRecord]:
-        """Those that were not written anew, or forgotten, since their writing began."""
+        """Those that were not written again, or forgotten, since their writing began."""
         return [record for record in batch if self._newest.get(record.prompt_id) is record]
 
     async def _write_batch(self, batch: list[PromptRecord]) -> list[Failure]:
