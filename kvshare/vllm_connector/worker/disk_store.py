@@ -123,8 +123,8 @@ class DiskStore(SegmentStore):
 
     def take_disk_report(self) -> DiskReport | None:
         """
-        What was written since the last call, and why nothing is, if that has changed. Memory that threads do
-        not use any more is free.
+        Report what was written since the last call, and why nothing is, if that has changed. Frees memory
+        that threads do not use any more.
         """
         with self._lock:
             written, self._written = self._written, []
