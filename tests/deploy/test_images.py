@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
-from kvshare_lab.vllm.servers import free_ports
+from kvshare_lab.vllm.ports import free_ports
 from run_recipe import Image, build
 from tests.deploy.containers import DEPLOY, IMAGES
 from tests.fake_vllm import MODEL, running_vllm
