@@ -29,7 +29,7 @@ CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics an
 _FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
 # Routes that ask for no key. The dashboard's files hold no data.
 _OPEN = ("/health", "/ready", "/status", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
-_TRACED = "/v1/"  # probes and operators' routes are not
+_TRACED = ("/v1/", "/openai/")  # probes and operators' routes are not
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
 _MAX_COMPARED = 100  # characters of a path

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final
 
-import yaml
-
 from kvshare.errors import ConfigError
 from kvshare.replay.policies.base import CachePolicy, NothingPolicy, PolicyContext
 from kvshare.replay.policies.exact import ChunksPolicy, PrefixPolicy
@@ -27,10 +25,11 @@ from kvshare.replay.policies.oracle import OraclePolicy
 from kvshare.replay.policies.response import ResponsePolicy
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.tables import read_table
 
 Number = int | float
 
-_NAMES: Final = yaml.safe_load(Path(__file__).with_name("policies.yaml").read_text(encoding="utf-8"))
+_NAMES: Final = read_table(Path(__file__).with_name("policies.yaml"))
 _KVSHARE: Final = {name: SharingOptions(**options) for name, options in _NAMES["kvshare"].items()}
 _OTHERS: Final[dict[str, type[CachePolicy]]] = {
     policy.family: policy

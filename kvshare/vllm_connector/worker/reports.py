@@ -48,10 +48,10 @@ class Reports:
             self.paces.note_load(arrivals.num_bytes, job.seconds[WRITE])
 
     def note_disk(self, report: DiskReport | None) -> None:
-        """Note what was written to disk."""
+        """Note what was written to disk, or why it is not."""
         if report is not None:
             before = () if self._report.disk is None else self._report.disk.written
-            self._report.disk = DiskReport((*before, *report.written))
+            self._report.disk = DiskReport((*before, *report.written), report.problem)
 
     def note_early(self, load: PendingLoad) -> None:
         """A pass that began before its load had arrived, which is now whole."""
