@@ -26,6 +26,7 @@ from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.weightless_stack import WeightlessStack
 from kvshare.replay.requests import Outcome, TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, Document
+from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document
 from kvshare.telemetry import Component, EvictionCause, FallbackReason
@@ -168,26 +169,12 @@ def replay_tiers(
     """
     check_tier_arms(options.policies)
     began = time.perf_counter()
-    with options.stream(report) as stream, ExitStack() as stack:
+    with options.stream(report) as stream, ExitStack() as opened:
         tokenizer = RequestTokenizer.load(options.tokenizer)
         embeddings = options.embeddings(embedder) if options.embeds else None
-        passes = _Passes(options, embeddings, stack)
-
-        def show(runs: Sequence[_Run], base: int) -> int:
-            """Returns how many tokens the prompts have."""
-            num_tokens = 0
-            for batch in batches(tokenizer.tokenize(stream), _BATCH):
-                if embeddings is not None:
-                    embeddings.prepare(batch)
-                for request in batch:
-                    for run in runs:
-                        run.observe(request)
-                num_tokens += sum(request.num_tokens for request in batch)
-                report(base + batch[-1].index + 1, 2 * len(stream))
-            return num_tokens
-
+        passes = _Passes(options, stream, tokenizer, embeddings, opened, report)
         free = [passes.run(spec) for spec in options.policies]
-        num_tokens = show(free, 0)
+        num_tokens = passes.show(free)
         unlimited = {run.policy.name: run.unlimited() for run in free}
         footprint = unlimited[options.policies[0].text]["num_bytes"]
         limited = [
@@ -196,16 +183,13 @@ def replay_tiers(
             for spec in options.policies
             for eviction in evictions
         ]
-        show([run for _, run in limited], len(stream))
+        passes.show([run for _, run in limited], after=len(stream))
+        data = {"num_requests": len(stream), "num_tokens": num_tokens}
         document: Document = {
             "schema_version": SCHEMA_VERSION,
             "kind": "replay-tiers",
             "config": describe_options(options, tokenizer, embeddings),
-            "data": {
-                **describe_log(options, stream),
-                "num_requests": len(stream),
-                "num_tokens": num_tokens,
-            },
+            "data": {**describe_log(options, stream), **data},
             "unlimited": list(unlimited.values()),
             "stacks": [run.stacked(sizes, unlimited[run.policy.name]) for sizes, run in limited],
             "versions": versions(),
@@ -217,11 +201,27 @@ def replay_tiers(
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Makes the policies of both passes, which are closed at the end."""
+    """Makes the policies of both passes, which are closed at the end, and shows them the log."""
 
     options: ReplayOptions
+    stream: RequestStream
+    tokenizer: RequestTokenizer
     embeddings: BatchEmbeddings | None
     opened: ExitStack
+    report: Report
+
+    def show(self, runs: Sequence[_Run], *, after: int = 0) -> int:
+        """Returns how many tokens the prompts have. `after`: requests that were shown before."""
+        num_tokens = 0
+        for batch in batches(self.tokenizer.tokenize(self.stream), _BATCH):
+            if self.embeddings is not None:
+                self.embeddings.prepare(batch)
+            for request in batch:
+                num_tokens += request.num_tokens
+                for run in runs:
+                    run.observe(request)
+            self.report(after + batch[-1].index + 1, 2 * len(self.stream))
+        return num_tokens
 
     def run(
         self, spec: PolicySpec, sizes: tuple[int, int] | None = None, eviction: str | None = None
