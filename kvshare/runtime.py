@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
-from delta_tree import DeltaTree, Node
+from delta_tree import EVICTION_QUEUES, DeltaTree, Node
 from kvshare.admin import (
     Command,
     ControlDocument,
@@ -178,6 +178,7 @@ async def open_runtime(
         loop = asyncio.get_running_loop()
         tree, forgotten = await loop.run_in_executor(writer, open_tree)
         opened.push_async_callback(loop.run_in_executor, writer, tree.close)
+        await loop.run_in_executor(writer, tree.evict_by, EVICTION_QUEUES[settings.store.eviction])
         index = ServedIndex(settings.index, settings.store)
         nominator = await index.open(forgotten)
         opened.push_async_callback(index.close)

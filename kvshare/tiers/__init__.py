@@ -19,6 +19,7 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     disk_and_shared.py   a disk with a shared store below it, as one tier
     shares.py        what of the segments lies where
     tier_stack.py    memory above the others: what is asked for often is in memory
+    near_memory.py   what is in memory, and what leaves it; replays have it, too
 
 An object is written before anything refers to its file, and is deleted after everything that does. A prompt
 counts after a start only where both are there, its row in the tree and all its objects.
