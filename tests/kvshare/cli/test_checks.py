@@ -207,7 +207,7 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
     names = [check.name for check in doctor.run_checks(config)]
     assert names == [
         "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
-        "store", "disk", "index", "embedder", "port", "pages",
+        "store", "disk", "shared", "index", "embedder", "port", "pages",
     ]  # fmt: skip
 
 
