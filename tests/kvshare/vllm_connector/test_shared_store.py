@@ -170,6 +170,7 @@ def test_a_store_that_hangs_is_not_waited_for(joined: Joined) -> None:
 def test_a_store_that_is_killed_costs_what_is_in_it(joined: Joined) -> None:
     """Requests go on, and what is in memory is shared."""
     vllm, donor = joined.vllm, joined.tokens(0)
+    vllm.shared(donor, copies_of(joined.donors[0], *SCATTERED))  # it is in memory, whatever ran before
     joined.server.kill()
     answer, event = vllm.shared(donor, copies_of(joined.donors[0], *SCATTERED))
     assert answer.distance(vllm.plain(donor)) <= LIMIT
