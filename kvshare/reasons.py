@@ -32,6 +32,7 @@ class Reason(StrEnum):
     TOO_MUCH_RELOCATED = auto()  # only in a replay: no server has this limit
     KV_GONE = auto()
     KV_LATE = auto()
+    KV_ELSEWHERE = auto()
     LOOKUP_FAILED = auto()
     # Only in front of vLLM.
     NO_CONNECTOR = auto()
