@@ -18,7 +18,7 @@ class Reason(StrEnum):
 
     explanation: str
 
-    def __new__(cls, word: str, explanation: str) -> Reason:
+    def __new__(cls, word: str, explanation: str = "") -> Reason:
         member = str.__new__(cls, word)
         member._value_, member.explanation = word, explanation
         return member
