@@ -28,6 +28,7 @@ _NAMED = {"KVSHARE_QDRANT_URL": "index.url"}  # variables with a name of their o
 _HASH = "sha256"  # never repeated: it may be the key itself, by mistake
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")  # in an address
 _KEYS = "keys"
+_SHARED = "shared_tier"  # its address is never repeated: a password in it may have any characters
 
 
 class Origin(StrEnum):
@@ -203,8 +204,9 @@ def _described(error: ErrorDetails) -> tuple[str, str]:
             key_path,
             f"expected 64 hex digits, as `kvshare hash-key` prints them, got {_sized(error['input'])}",
         )
-    is_of_keys = _KEYS in error["loc"]  # what stands there may be a key
-    found = _sized(error["input"]) if is_of_keys else _CREDENTIALS.sub("//...@", repr(error["input"]))
+    # What stands there may be a key, or have a password in it.
+    is_secret = _KEYS in error["loc"] or error["loc"] in ((_SHARED,), (_SHARED, "url"))
+    found = _sized(error["input"]) if is_secret else _CREDENTIALS.sub("//...@", repr(error["input"]))
     return key_path, f"{text.replace('Input should be', 'expected')}, got {found}"
 
 
@@ -224,4 +226,5 @@ def _overlay(tree: dict[str, Any], changes: Mapping[str, Any], *, at: str) -> It
         elif isinstance(value, Mapping):
             yield from _overlay(tree[key], value, at=f"{key_path}.")
         else:
-            yield key_path, f"expected a section with keys, got {value!r}"
+            found = _sized(value) if key_path == _SHARED else repr(value)
+            yield key_path, f"expected a section with keys, got {found}"
