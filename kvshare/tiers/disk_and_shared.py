@@ -13,6 +13,7 @@ from delta_tree import Segment, SegmentId
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.shared_backend import BackendError
 from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.write_problem import WriteProblem
 
@@ -28,8 +29,8 @@ class DiskAndShared:
 
     def __init__(self, disk: DiskTier, shared: SharedTier, *, makes_way: bool = False) -> None:
         """
-        `makes_way`: what the store has, too, leaves a full disk, the oldest first. Otherwise who writes sees
-        to it that there is room.
+        `makes_way`: what the store has, too, or now gets, leaves a full disk, the oldest first; without room
+        a segment is written to the store alone. Otherwise who writes sees to it that there is room.
         """
         self.disk, self.shared, self.form = disk, shared, disk.form
         self._makes_way = makes_way
@@ -76,11 +77,16 @@ class DiskAndShared:
         return self.disk.takes(segment)
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
-        """Raises OSError if the disk cannot be written."""
-        if self._makes_way:
-            self._make_way(segment.num_bytes)
-        self.disk.write(segment, rows)
-        self._share(segment, rows)
+        """Raises OSError if the disk cannot be written; where it is full, only if the store cannot, too."""
+        try:
+            if self._makes_way:
+                self._make_way(segment.num_bytes)
+            self.disk.write(segment, rows)
+        except OSError as exc:
+            if not (self._makes_way and exc.errno == errno.ENOSPC and self._share(segment, rows)):
+                raise
+        else:
+            self._share(segment, rows)
 
     def share_again(self, segment_id: SegmentId) -> bool:
         """Write what only the disk has to the shared store. Returns whether it is there now."""
@@ -110,13 +116,25 @@ class DiskAndShared:
     def _make_way(self, num_bytes: int) -> None:
         """Raises OSError if the disk has no room for so many bytes more."""
         excess = self.disk.num_bytes + num_bytes - self.disk.max_bytes
+        may_ask = True
         for segment_id in self.disk.ids() if excess > 0 else ():
             segment = self.disk.segment(segment_id)
-            if excess > 0 and segment is not None and segment_id in self.shared:
-                self.disk.drop([segment_id])
-                excess -= segment.num_bytes
+            if segment is None or not (segment_id in self.shared or (may_ask and self._gets(segment))):
+                may_ask = self.shared.problem is None  # else the next one would wait for it, too
+                continue
+            self.disk.drop([segment_id])
+            excess -= segment.num_bytes
+            if excess <= 0:
+                return
         if excess > 0:
             raise OSError(errno.ENOSPC, "it is full of what the shared store has not")
+
+    def _gets(self, segment: Segment) -> bool:
+        """Whether the store has it, perhaps from another process, or now gets it."""
+        try:
+            return self.shared.finds(segment) or self.share_again(segment.segment_id)
+        except BackendError:
+            return False
 
     def _share(self, segment: Segment, rows: tuple[Rows, ...]) -> bool:
         if not self.shared.takes(segment):

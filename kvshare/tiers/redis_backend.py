@@ -85,14 +85,14 @@ class RedisBackend:
         found: list[bytes | None] = _asked(lambda: self._redis.mget(list(keys))) if keys else []
         return found
 
-    def renew(self, keys: Sequence[str], *, keep_s: int) -> int:
+    def renew(self, keys: Sequence[str], *, keep_s: int) -> list[bool]:
         def ask() -> list[Any]:
             with self._redis.pipeline(transaction=False) as batch:
                 for key in keys:
                     batch.expire(key, keep_s)
                 return batch.execute()
 
-        return sum(map(bool, _asked(ask)))
+        return [bool(answer) for answer in _asked(ask)]
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:

@@ -52,8 +52,8 @@ class SharedBackend(Protocol):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Read values without renewing them."""
 
-    def renew(self, keys: Sequence[str], *, keep_s: int) -> int:
-        """Returns how many of them are there."""
+    def renew(self, keys: Sequence[str], *, keep_s: int) -> list[bool]:
+        """Returns which of them are there."""
 
     def delete(self, keys: Sequence[str]) -> None: ...
 
@@ -86,10 +86,14 @@ class Breaker:
         """Return whether nothing is asked now."""
         return self._clock() < self._until
 
-    def call(self, ask: Callable[[], _T]) -> _T:
-        """Return what the store answers. Raises BackendError; at once while it is left alone."""
+    def check(self) -> None:
+        """Raises BackendError while it is left alone."""
         if self.is_open:
             raise BackendError(self.reason or "it is left alone for a while")
+
+    def call(self, ask: Callable[[], _T]) -> _T:
+        """Return what the store answers. Raises BackendError; at once while it is left alone."""
+        self.check()
         try:
             answer = ask()
         except BackendError as exc:

@@ -159,7 +159,7 @@ class PromptExchange:
         if prompt is None:
             return False
         keys = [self.store.segment_key(segment) for segment in prompt.segments]
-        return self.store.renew(keys) == len(keys)
+        return all(self.store.renew(keys))
 
     def revoke(self, names: Sequence[str]) -> None:
         """Delete records, and tell all servers to evict these prompts."""

@@ -11,12 +11,13 @@ which is where prompts are found.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Final
 
 from delta_tree import Segment, SegmentId
 from kvshare.tiers.seal import SealError
+from kvshare.tiers.shared_backend import News
 from kvshare.tiers.shared_tier import SharedStore
 
 _MOST: Final = 100_000
@@ -31,7 +32,8 @@ class SegmentNews:
         self.store = store
         self.num_damaged = 0  # messages that no vLLM with this key has written
         self._channel = f"{store.prefix}:segments"
-        self._after: str | None = None
+        self._after: str | None = None  # the last that was taken; None: none is known
+        self._before: str | None = None  # the first that was taken of what was there
 
     def announce(self, segment: Segment) -> None:
         """Its value is there."""
@@ -40,22 +42,40 @@ class SegmentNews:
         message, keep_s = store.seal.sealed(self._channel, line), max(_NEWS_S, store.keep_s)
         store.breaker.call(lambda: store.backend.announce(self._channel, message, most=_MOST, keep_s=keep_s))
 
-    def page(self) -> list[Segment] | None:
-        """What was announced after the last page, as far as it can be read; None: there is nothing new."""
+    def take(self, adopt: Callable[[list[Segment]], None]) -> bool:
+        """
+        Give `adopt` what was announced since, as far as it can be read. It comes again if `adopt` raises.
+
+        Returns: whether there was anything new
+        """
         backend, after = self.store.backend, self._after
         news = self.store.breaker.call(lambda: backend.news(self._channel, after=after, most=_PAGE))
-        if not news:
-            return None
-        self._after = news[-1].place
-        found = (self._opened(each.message) for each in news)
-        return [segment for segment in found if segment is not None]
+        if news:
+            adopt(self._segments(news))
+            self._after = news[-1].place
+        return bool(news)
+
+    def take_earlier(self, adopt: Callable[[list[Segment]], None]) -> bool:
+        """
+        The same with what was announced before the first call, the newest first.
+
+        Returns: whether there may be more
+        """
+        backend, before = self.store.backend, self._before
+        news = self.store.breaker.call(lambda: backend.latest(self._channel, before=before, most=_PAGE))
+        if news:
+            adopt(self._segments(news))
+            self._before, self._after = news[-1].place, self._after or news[0].place
+        return len(news) == _PAGE
 
     def those_there(self, segments: Sequence[Segment]) -> list[Segment]:
         """Those whose values have not ended, which are kept again from now on."""
-        store = self.store
-        if store.renew([store.segment_key(segment) for segment in segments]) == len(segments):
-            return list(segments)
-        return [segment for segment in segments if store.renew([store.segment_key(segment)])]
+        there = self.store.renew([self.store.segment_key(segment) for segment in segments])
+        return [segment for segment, is_there in zip(segments, there, strict=True) if is_there]
+
+    def _segments(self, news: Sequence[News]) -> list[Segment]:
+        found = (self._opened(each.message) for each in news)
+        return [segment for segment in found if segment is not None]
 
     def _opened(self, message: bytes) -> Segment | None:
         try:

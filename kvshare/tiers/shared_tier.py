@@ -69,7 +69,8 @@ class SharedStore:
     def delete(self, keys: Sequence[str]) -> None:
         self.breaker.call(lambda: self.backend.delete(keys))
 
-    def renew(self, keys: Sequence[str]) -> int:
+    def renew(self, keys: Sequence[str]) -> list[bool]:
+        """Keep them from now on. Returns which of them are there."""
         return self.breaker.call(lambda: self.backend.renew(keys, keep_s=self.keep_s))
 
 
@@ -129,6 +130,15 @@ class SharedTier:
         """Return whether a segment counts against `max_bytes`."""
         return segment_id in self._counted
 
+    def finds(self, segment: Segment) -> bool:
+        """Whether the store has it, perhaps written by another server. Raises BackendError."""
+        if segment.segment_id in self._segments:
+            return True
+        (is_there,) = self.store.renew([self.store.segment_key(segment)])
+        if is_there:
+            self._hold([segment], is_counted=self.counts_own)
+        return is_there
+
     def _hold(self, segments: Iterable[Segment], *, is_counted: bool) -> None:
         with self._lock:
             for segment in segments:
@@ -144,7 +154,8 @@ class SharedTier:
         return segment.generation == 0
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
-        """Raises BackendError, an OSError; nothing is held then."""
+        """Raises BackendError, an OSError; nothing is held then. At once while the store is left alone."""
+        self.store.breaker.check()  # before the work that a value takes
         planes = self.form.planes(segment.num_tokens)
         header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
         value = b"".join((header.to_bytes(), *(plane.data.cast("B") for plane in rows)))

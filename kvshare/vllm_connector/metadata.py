@@ -234,4 +234,5 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     device: str = "unknown"  # that it computes on, in words
     on_disk: tuple[Segment, ...] = ()  # that an earlier process left
     has_disk: bool = False  # or a shared store: something below memory
+    has_files: bool = False  # a disk
     shared_form: str = ""  # fingerprint of the objects in a shared store; empty: there is none

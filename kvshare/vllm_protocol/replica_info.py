@@ -39,13 +39,15 @@ class ReplicaInfo(Message):
     speculation: str = ""  # vLLM's name of the method of speculative decoding, where it is on
     can_share_media: Flag = False  # images in prompts: positions are those of tokens
     shared_store: str = ""  # names the store that it shares with other vLLMs; empty: none
+    has_own_disk: Flag = False  # whatever it shares
+    is_listing: Flag = False  # it has not found yet all that it may have in the store
     passing: str = ""  # why requests pass unshared, though nothing is wrong
 
     _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
         | {"max_disk_bytes", "num_disk_segments", "speculation", "passing", "can_share_media"}
-        | {"disk_problem", "shared_store"}
+        | {"disk_problem", "shared_store", "has_own_disk", "is_listing"}
     )
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -37,11 +38,13 @@ class DiskPlan:
     drops: Drops
     events: EventLog
     is_on: bool = False
+    has_files: bool = False  # a disk of its own, whatever else
     problem: DiskProblem = field(default_factory=DiskProblem)  # of now; any thread may read it
     shared: dict[SegmentId, Segment] = field(default_factory=dict)  # in the shared store, as announced there
     _is_given_up: bool = False
     _saved: dict[SegmentId, None] = field(default_factory=dict)  # the oldest first
     _loading: dict[str, Collection[SegmentId]] = field(default_factory=dict)  # by request
+    _adopting: threading.Lock = field(default_factory=threading.Lock)  # nothing is adopted after `give_up`
 
     def begin(self, found: Iterable[Segment]) -> None:
         """The workers have a disk, with these segments of an earlier process."""
@@ -50,10 +53,17 @@ class DiskPlan:
             held = HeldSegment(each.namespace, each.num_tokens, each.num_bytes, each.first_position)
             self.segments.disk.add(each.segment_id, held)
 
-    def adopt(self, segments: Iterable[Segment]) -> None:
-        """These are in the shared store, and can be read from there. On any thread."""
-        if self._is_given_up:
-            return
+    def adopt(self, segments: Iterable[Segment], *, is_earlier: bool = False) -> None:
+        """
+        These are in the shared store, and can be read from there. On any thread.
+
+        `is_earlier`: they were written before all that is known, the newest first: nothing leaves for them.
+        """
+        with self._adopting:
+            if not self._is_given_up:
+                self._adopt(segments, is_earlier=is_earlier)
+
+    def _adopt(self, segments: Iterable[Segment], *, is_earlier: bool) -> None:
         new = []
         for each in segments:
             self.shared[each.segment_id] = each
@@ -66,9 +76,23 @@ class DiskPlan:
                 )
                 for each in new
             }
-            leaving = self.segments.disk.note_written(held, staying=self.in_use)
-            self.events.append(OnDiskOnly(came=tuple(held), num_bytes=tuple(each.num_bytes for each in new)))
+            leaving: Collection[SegmentId] = ()
+            if is_earlier:
+                held = self.segments.disk.note_earlier(held)
+            else:
+                leaving = self.segments.disk.note_written(held, staying=self.in_use)
+            num_bytes = tuple(each.num_bytes for each in held.values())
+            self.events.append(OnDiskOnly(came=tuple(held), num_bytes=num_bytes))
             self.drops.drop(leaving)
+
+    def note_ended(self, segments: Iterable[Segment]) -> None:
+        """The shared store has them no more. On any thread."""
+        ended = [each.segment_id for each in segments]
+        for segment_id in ended:
+            self.shared.pop(segment_id, None)
+        if not self.has_files:  # else it may have a file; if not, a load finds that out
+            self.drops.drop(self.segments.only_on_disk(ended))
+            self.segments.disk.drop(ended)
 
     def known_shared(self) -> list[Segment]:
         """What is in the shared store, of what is held here. The rest is forgotten."""
@@ -87,14 +111,19 @@ class DiskPlan:
             self._saved.update(dict.fromkeys(segment_ids))
 
     def give_up(self) -> None:
-        """The weights may be others than those of the start, which name the files: write no more of them."""
+        """
+        The weights may be others than those of the start, which name the files: write no more of them, and
+        adopt nothing. What was adopted before is in the index, for the caller to drop.
+        """
         if self.is_on and not self._is_given_up:
             log.warning(
                 "kvshare: the cache was reset, perhaps for other weights: KV is not written to disk until "
                 "vLLM is started again"
             )
             self._note_problem(DiskProblem("its cache was reset, perhaps for other weights", is_lasting=True))
-        self._is_given_up = True
+        with self._adopting:
+            self._is_given_up = True
+            self.shared.clear()
         self._saved.clear()
 
     @property
@@ -140,6 +169,18 @@ class DiskPlan:
             load,
             reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)),
             shared=tuple(each for each in shared if each is not None),
+        )
+
+    def without_dropped(
+        self, loads: Iterable[LoadRequest], drops: Collection[SegmentId]
+    ) -> tuple[LoadRequest, ...]:
+        """The loads of a step whose workers drop these first, and must not adopt them again."""
+        gone = frozenset(drops)
+        return tuple(
+            replace(load, shared=tuple(each for each in load.shared if each.segment_id not in gone))
+            if load.shared and gone
+            else load
+            for load in loads
         )
 
     def note(self, report: WorkerReport) -> None:

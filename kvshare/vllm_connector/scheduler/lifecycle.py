@@ -111,6 +111,7 @@ class SchedulerSide:
             log.warning("kvshare: requests pass unshared: %s", self._passing)
             return
         if any(worker.has_disk for worker in workers):
+            self.scheduler.disk.has_files = any(worker.has_files for worker in workers)
             self.scheduler.disk.begin(workers[0].on_disk)
             self._share_store(workers[0].shared_form)
         self.scheduler.times.steps.is_on = bool(method_of(self._config))
@@ -171,7 +172,9 @@ class SchedulerSide:
             num_disk_segments=len(self.segments.disk),
             disk_problem=self.scheduler.disk.problem,
             data_parallel_rank=self._rank,
+            has_own_disk=self.scheduler.disk.has_files,
             shared_store=news.place if news is not None else "",
+            is_listing=news is not None and news.is_listing,
             speculation=method_of(config),
             passing=self._passing or "",
             data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),

@@ -176,7 +176,7 @@ class ConnectorScheduler:
         saves = self.saving.take(drops)
         if (moved := self.donors.take_moved()) is not None:
             self.events.append(moved)
-        loads, self._loads = tuple(self._loads), []
+        loads, self._loads = self.disk.without_dropped(self._loads, drops), []
         cancelled, self._cancelled = tuple(self._cancelled), []
         has_forward = step.total_num_scheduled_tokens > 0
         joins = has_forward or self.donors.has_pinned  # it may be those that everybody waits for
@@ -285,8 +285,8 @@ class ConnectorScheduler:
 
     def reset_cache(self) -> None:
         """The weights may have changed: drop all segments, and retain nothing of running requests."""
+        self.disk.give_up()  # first: what is adopted after the drop would be of the old weights
         self.drop(self.segments.ids())
-        self.disk.give_up()
         self.donors.clear()
         for ticketed in self._requests.values():
             ticketed.is_mixed = True

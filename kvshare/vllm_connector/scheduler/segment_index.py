@@ -162,6 +162,24 @@ class DiskIndex(SegmentTable[HeldSegment]):
             if (entry := self._entries.pop(segment_id, None)) is not None:
                 self._entries[segment_id] = entry
 
+    def note_earlier(self, entries: Mapping[SegmentId, HeldSegment]) -> dict[SegmentId, HeldSegment]:
+        """
+        The same, of what was used before all that is held, the last one first. Nothing leaves for them.
+
+        Returns: those that there was room for, and were not held; the least recently used first
+        """
+        with self._lock:
+            taken: dict[SegmentId, HeldSegment] = {}
+            for segment_id, entry in entries.items():
+                if self.num_bytes + entry.num_bytes > self.max_bytes:
+                    break
+                if segment_id not in self._entries:
+                    taken[segment_id] = entry
+                    self.num_bytes += entry.num_bytes
+            earlier = dict(reversed(taken.items()))
+            self._entries = earlier | self._entries
+            return earlier
+
     def note_written(
         self, entries: Mapping[SegmentId, HeldSegment], *, staying: Container[SegmentId] = ()
     ) -> list[SegmentId]:

@@ -1,10 +1,10 @@
 """
 What other vLLMs have written to the shared store, and what must leave it.
 
-    start     what the store still has is found, for some seconds
+    start     what the store still has is found, the newest first: for some seconds, the rest later
     learned   a vLLM has written a segment: it can be read here, as from disk (`disk_plan.py`)
     dropped   the proxy has it dropped: it is deleted there, for all; also if it is written only after that
-    renewed   what is known here does not end there
+    renewed   what is known here does not end there; what has ended is forgotten
 
 It has a thread of its own: neither steps nor requests wait for the store, and a store that hangs costs
 nothing but what is in it. Imports no vLLM.
@@ -30,6 +30,7 @@ log = logging.getLogger("vllm.kvshare")
 
 START_S: Final = 5.0  # how long a start looks at what is there; the rest is learned later
 _LOOK_EVERY_S: Final = 0.5
+_DELETE_AGAIN_S: Final = 30.0  # after a failure: news and renewals go on
 _RENEWALS: Final = 4  # in the time for which a value is kept
 _MOST_DROPPED: Final = 100_000
 _BATCH: Final = 256  # keys
@@ -41,12 +42,14 @@ class SharedNews:
     def __init__(self, store: SharedStore, disk: DiskPlan, *, place: str) -> None:
         """`place`: a name of the store that those who share it have in common."""
         self.place = place
+        self.is_listing = True  # what was there at the start may not all be known yet
         self._store, self._disk, self._news = store, disk, SegmentNews(store)
         self._dropped: OrderedDict[SegmentId, None] = OrderedDict()  # they are not taken up again
         self._leaving: OrderedDict[SegmentId, Segment] = OrderedDict()  # to be deleted in the store
         self._renewed_at = time.monotonic()
-        self._is_in_step = False  # with what was there at the start
+        self._delete_from = 0.0  # not before, after a failure
         self._problem: str | None = None
+        self._delete_problem: str | None = None
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvshare-shared-news", daemon=True)
@@ -54,13 +57,18 @@ class SharedNews:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the store now, for who asks."""
-        return () if self._problem is None else (f"the shared store cannot be used now: {self._problem}",)
+        problem, undeleted = self._problem, self._delete_problem
+        return (
+            *((f"the shared store cannot be used now: {problem}",) if problem is not None else ()),
+            *((f"nothing is deleted in the shared store: {undeleted}",) if undeleted is not None else ()),
+        )
 
     def begin(self) -> None:
-        """Find what is there, for `START_S` at most, and listen from then on."""
+        """Find what is there, for about `START_S` at most, and listen from then on."""
         until = time.monotonic() + START_S
-        while time.monotonic() < until and self._looked():
-            pass
+        while self.is_listing and time.monotonic() < until and not self._store.breaker.is_open:
+            if not self._looked():
+                self._is_closed.wait(min(_LOOK_EVERY_S, max(0.0, until - time.monotonic())))
         self._thread.start()
 
     def note_dropped(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -70,8 +78,9 @@ class SharedNews:
                 self._dropped[segment_id] = None
                 if (segment := self._disk.shared.pop(segment_id, None)) is not None:
                     self._leaving[segment_id] = segment
-            while len(self._dropped) > _MOST_DROPPED:
-                self._dropped.popitem(last=False)
+            for each in (self._dropped, self._leaving):
+                while len(each) > _MOST_DROPPED:
+                    each.popitem(last=False)
 
     def close(self) -> None:
         """What is not deleted by then ends by itself."""
@@ -99,36 +108,56 @@ class SharedNews:
         return has_more
 
     def _look(self) -> bool:
-        self._delete()
+        """Raises BackendError; what was not done is done with the next look."""
+        if self.is_listing:
+            self.is_listing = self._news.take_earlier(self._take_earlier)
+        has_more = self._news.take(self._take)
         if time.monotonic() - self._renewed_at > self._store.keep_s / _RENEWALS:
             self._renew()
-        page = self._news.page()
-        if page is None:
-            self._is_in_step = True
-            return False
-        # Only of what was there at the start some may have ended.
-        there = page if self._is_in_step else self._news.those_there(page)
+        if self._leaving and time.monotonic() >= self._delete_from:
+            self._delete()
+        return has_more or self.is_listing
+
+    def _take(self, segments: Sequence[Segment], *, is_earlier: bool = False) -> None:
+        # Under the lock to the end: what is dropped meanwhile is looked for in what was adopted.
         with self._lock:
-            taken = [segment for segment in there if segment.segment_id not in self._dropped]
-            gone = {each.segment_id: each for each in there if each.segment_id in self._dropped}
-            self._leaving.update(gone)
-        self._disk.adopt(taken)
-        return True
+            self._leaving.update((each.segment_id, each) for each in segments if self._is_dropped(each))
+            self._disk.adopt([each for each in segments if not self._is_dropped(each)], is_earlier=is_earlier)
+
+    def _take_earlier(self, segments: Sequence[Segment]) -> None:
+        self._take(self._news.those_there(segments), is_earlier=True)
+
+    def _is_dropped(self, segment: Segment) -> bool:
+        return segment.segment_id in self._dropped
 
     def _delete(self) -> None:
-        """Raises BackendError; then it is tried again."""
-        while self._leaving:
-            with self._lock:
-                batch = list(self._leaving.values())[:_BATCH]
-            self._store.delete([self._store.segment_key(segment) for segment in batch])
-            with self._lock:
-                for segment in batch:
-                    self._leaving.pop(segment.segment_id, None)
+        """If it fails it is tried again, later."""
+        try:
+            while self._leaving:
+                with self._lock:
+                    batch = list(self._leaving.values())[:_BATCH]
+                self._store.delete([self._store.segment_key(segment) for segment in batch])
+                with self._lock:
+                    for segment in batch:
+                        self._leaving.pop(segment.segment_id, None)
+        except BackendError as exc:
+            self._delete_from = time.monotonic() + _DELETE_AGAIN_S
+            if self._delete_problem is None:
+                log.warning(
+                    "kvshare: what is dropped is not deleted in the shared store, where it ends %d s after "
+                    "its last use: %s. This is tried again; see whether its access rules allow UNLINK",
+                    *(self._store.keep_s, exc.strerror),
+                )
+            self._delete_problem = exc.strerror
+        else:
+            self._delete_problem = None
 
     def _renew(self) -> None:
-        self._renewed_at = time.monotonic()
         for batch in _batches(self._disk.known_shared()):
-            self._store.renew([self._store.segment_key(segment) for segment in batch])
+            there = self._store.renew([self._store.segment_key(segment) for segment in batch])
+            gone = [segment for segment, is_there in zip(batch, there, strict=True) if not is_there]
+            self._disk.note_ended(gone)
+        self._renewed_at = time.monotonic()
 
     def _note_problem(self, problem: str | None) -> None:
         if problem is not None and self._problem is None:

@@ -104,6 +104,7 @@ def _with(
         handshake,
         on_disk=tuple(disk.found) if disk is not None else (),
         has_disk=True,
+        has_files=disk is not None,
         shared_form=shared.form.fingerprint if shared is not None else "",
     )
     return replace(attached, store=store), handshake

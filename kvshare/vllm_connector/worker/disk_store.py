@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -38,6 +39,7 @@ from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 log = logging.getLogger("vllm.kvshare")
 
 _FLUSH_S = 5.0  # for what is not written when vLLM is stopped
+_PAUSE_S = 1.0  # after a shared store did not take a write: each try prepares it again
 
 
 class DiskStore(SegmentStore):
@@ -66,6 +68,7 @@ class DiskStore(SegmentStore):
         self._problem = WriteProblem(log, where, lost_with="vLLM", prefix="kvshare: ")
         self._reported: str | None = None  # of its reasons
         self._is_given_up = False
+        self._paused_until = 0.0
         self._lock = threading.Lock()
         self._readers = TierReaders(below.parts)
         self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
@@ -163,6 +166,8 @@ class DiskStore(SegmentStore):
         if not self.below.is_swept:
             self.below.sweep()
             return 0
+        if time.monotonic() < self._paused_until:
+            return 0 if self.below.sweep() else None
         with self._lock:
             segment_id, due = next(iter(self._due.items()), (None, None))
             self._writing = segment_id
@@ -181,6 +186,8 @@ class DiskStore(SegmentStore):
                 self.below.write(segment, (_rows(stored),))
             except OSError as exc:
                 self._problem.note(exc)
+                if any(isinstance(tier, SharedTier) for tier in self.below.parts):
+                    self._paused_until = time.monotonic() + _PAUSE_S
                 with self._lock:  # one that can never be written must not keep the others from being
                     if segment.segment_id in self._due:
                         self._due.move_to_end(segment.segment_id)
