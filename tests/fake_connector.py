@@ -46,6 +46,8 @@ class ConnectorBehaviour:
     max_disk_bytes: int = 0  # 0: no disk
     disk_problem: DiskProblem = field(default_factory=DiskProblem)
     shared_store: str = ""  # that it shares with others
+    has_own_disk: bool | None = None  # None: if it has a disk and shares no store
+    is_listing: bool = False  # it has not looked at all of the store yet
     can_share_media: bool = False
     device: str = "a device"
 
@@ -196,6 +198,8 @@ class FakeConnector:
             max_disk_bytes=self.behaviour.max_disk_bytes,
             disk_problem=self.behaviour.disk_problem,
             shared_store=self.behaviour.shared_store,
+            has_own_disk=self._has_own_disk(),
+            is_listing=self.behaviour.is_listing,
             speculation=self.behaviour.speculation,
             passing=self.behaviour.passing,
             can_share_media=self.behaviour.can_share_media,
@@ -203,6 +207,11 @@ class FakeConnector:
             data_parallel_size=1 if self.behaviour.rank is None else 2,
         )
         return web.json_response({**info.to_json(), "protocol": self.behaviour.protocol})
+
+    def _has_own_disk(self) -> bool:
+        given = self.behaviour.has_own_disk
+        is_own = bool(self.behaviour.max_disk_bytes) and not self.behaviour.shared_store
+        return is_own if given is None else given
 
     async def _journal(self, request: web.Request) -> web.Response:
         after, wait_s = int(request.query["after"]), float(request.query["wait_s"])

@@ -152,18 +152,19 @@ class VllmEngine(ServedEngine[FleetServer]):
 
     async def _evict_unclaimed(self, server: FleetServer) -> None:
         """
-        Wait for all replicas, at most `lost_after_s`, but for those that had a disk as long as it takes; then
-        evict prompts whose KV no replica holds.
+        Wait until all replicas have said what they hold, at most `lost_after_s`, but for those that had a
+        disk or a store as long as it takes; then evict prompts whose KV no replica holds.
         """
-        connections = {watcher.name: watcher.was_connected for watcher in server.watchers}
+        connections = {watcher.name: watcher.has_listed for watcher in server.watchers}
         await _all_within(self._settings.vllm.lost_after_s, [*connections.values()])
         silent = [
             name for name in sorted(server.disks.names & connections.keys()) if not connections[name].is_set()
         ]
         if silent:
             log.warning(
-                "waiting for replica %s, which had KV on a disk: until it answers, prompts whose KV no "
-                "replica holds stay. Start that vLLM, or remove it from vllm.replicas",
+                "waiting for replica %s, which had KV on a disk or in a store: until it has said all that "
+                "is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
+                "vllm.replicas",
                 ", ".join(silent),
             )
         await _all_within(math.inf, [connections[name] for name in silent])

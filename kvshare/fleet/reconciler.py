@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from delta_tree import Node, SegmentId
@@ -92,7 +93,8 @@ class Reconciler:
         if info.max_disk_bytes:
             self._sharing.cost.know_disk()
         self._keeper.tier.note_places(replica.name, on_disk=on_disk, in_memory=held)
-        claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
+        claim = partial(self._keeper.claim, is_listing=info.is_listing)
+        claimed = await self._runtime.evict(claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._sharing.indexing.remember_all(claimed)
@@ -144,16 +146,24 @@ class Reconciler:
         else:
             await self._on_finished(replica, event)
 
-    async def evict_replica(self, replica: Replica) -> None:
+    async def evict_replica(self, replica: Replica) -> str:
         """
-        Evict all prompts of a replica that has been silent for too long, unless they are on its disk, too: it
-        will say what is still there. What is in a store that another one shares, that one has, too.
+        Evict all prompts of a replica that has been silent for too long, unless they are on its disk, too, or
+        in a store: it will say what is still there. What another one finds in this store stays as that one's.
+
+        Returns: what happens to its prompts, in words
         """
         self._in_flight.forget_replica(replica.name)
+        if replica.info is not None and replica.info.has_own_disk:
+            return "its prompts stay, as it has a disk"
         if replica.info is not None and replica.info.max_disk_bytes and not self._has_partner(replica):
-            return
+            return "its prompts stay, as they may be in its store"
+        what = "its prompts are evicted"
+        if self._has_partner(replica):
+            what += " but for those that another replica has found in their store"
         await self._runtime.write(self._keeper.lose, replica.name)
         self._update_index(self._forget_evicted())
+        return what
 
     async def _adopt(self, replica: Replica, found: Mapping[SegmentId, int]) -> None:
         """It has found segments of so many bytes in a store. Prompts of the last run may be whole now."""

@@ -16,6 +16,7 @@ from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId
 from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.report_draft import draft_of
 from kvshare.fleet.routed_request import RoutedRequest
+from kvshare.fleet.unclaimed import Unclaimed
 from kvshare.kv.tier import Budget
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.telemetry import EvictionCause
@@ -32,7 +33,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def __init__(self, tree: DeltaTree, tier: RemoteTier, *, min_tokens: int) -> None:
         super().__init__(tree, tier, min_tokens=min_tokens)
-        self._unclaimed = {node.node_id for node in tree.nodes()}
+        self._unclaimed = Unclaimed(node.node_id for node in tree.nodes())
 
     def store_prompt(
         self, request: RoutedRequest, prefilled: Prefilled, held: Collection[NodeId]
@@ -112,19 +113,40 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
                     self._evict(node)
                     self.telemetry.evicted(EvictionCause.CAPACITY)
 
-    def claim(self, replica: str, held: Iterable[SegmentId], max_bytes: int) -> list[Node]:
+    def claim(
+        self, replica: str, held: Iterable[SegmentId], max_bytes: int, *, is_listing: bool = False
+    ) -> list[Node]:
         """
         A replica is connected, holds exactly the segments `held`, and may hold `max_bytes`.
 
+        `is_listing`: it may find more in a store. Prompts that miss some wait until it is called without.
         Returns: the nodes of the last run whose KV it holds; the index does not have them yet
         """
         with self._writing:
             now_held = frozenset(held)
             self.tier.memories[replica].max_bytes = max_bytes
-            self.forget(self.tier.held_by(replica) - now_held, replica)
-            known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
-            self.tier.add(replica, {segment_id: known.get(segment_id, 0) for segment_id in now_held})
-            return self._claim(replica, now_held)
+            gone = self.tier.held_by(replica) - now_held
+            if is_listing:
+                self._await(replica, gone)
+            else:
+                self.forget(gone, replica)
+            known = {segment.segment_id: segment for segment in self.tree.segments()}
+            found = {entry: known[entry].num_bytes if entry in known else 0 for entry in now_held}
+            self.tier.add(replica, found)
+            self._join_groups(replica, now_held)
+            claimed = self._claim(replica, now_held)
+            if not is_listing and self._unclaimed.end_waiting(replica):
+                self._discard_unheld()
+            return claimed
+
+    def _await(self, replica: str, gone: frozenset[SegmentId]) -> None:
+        """Prompts that no replica has whole without these are unclaimed again: this one may find them."""
+        self.tier.forget(gone, replica=replica)
+        missing = frozenset(entry for entry in gone if entry not in self.tier)
+        for node in self.tree.nodes() if missing else ():
+            if node.node_id not in self._unclaimed and not missing.isdisjoint(node.pieces.segment_ids):
+                self._unclaimed.wait_for(replica, node.node_id)
+                self.note_evicted(node.namespace, int(node.node_id))  # the index has it when it is claimed
 
     def adopt(self, replica: str, segments: Mapping[SegmentId, int]) -> list[Node]:
         """
@@ -134,13 +156,27 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         """
         with self._writing:
             self.tier.add(replica, segments)
+            self._join_groups(replica, segments)
             return self._claim(replica, self.tier.held_by(replica)) if self._unclaimed else []
+
+    def _join_groups(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
+        """What a replica holds of stored prompts counts against its budget: these can leave for its own."""
+        used = (entry for entry in segment_ids if self.tree.reference_count(entry))
+        namespaces = {self.tree.segment(entry).namespace for entry in used}
+        if self._unclaimed:  # they may be evicted when they are claimed
+            nodes = self.tree.nodes() if namespaces else ()
+            namespaces &= {node.namespace for node in nodes if node.node_id not in self._unclaimed}
+        for namespace in namespaces:
+            self.tree.put_into(replica, namespace)
 
     def drop_orphans(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
         """Tell a replica to drop those of the segments that no prompt uses, and that others may use."""
         with self._writing:
-            unused = [entry for entry in segment_ids if not self.tree.reference_count(entry)]
-            self.tier.drop_orphans(replica, unused)
+            entries = list(segment_ids)
+            self._join_groups(replica, self.tier.held_by(replica).intersection(entries))
+            self.tier.drop_orphans(
+                replica, [entry for entry in entries if not self.tree.reference_count(entry)]
+            )
 
     def _claim(self, replica: str, held: frozenset[SegmentId]) -> list[Node]:
         claimed = [
@@ -159,12 +195,13 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             self.tier.forget(self.tier.held_by(replica), replica=replica)
             self.tier.take_dropped(replica)
             self.tier.take_orphans(replica)
+            self._unclaimed.end_waiting(replica)
             self._discard_unheld()
 
     def evict_unclaimed(self) -> None:
         """Evict the unclaimed nodes: every replica was connected or is given up."""
         with self._writing:
-            self._unclaimed.clear()
+            self._unclaimed.give_up()
             self._discard_unheld()
 
     def drop_unreferenced(self, segment_ids: Iterable[SegmentId]) -> None:

@@ -43,6 +43,7 @@ class Watcher:
     asked_vllm: asyncio.Event = field(default_factory=asyncio.Event)  # set after the first answer or failure
     asked_connector: asyncio.Event = field(default_factory=asyncio.Event)  # the same
     was_connected: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first connection
+    has_listed: asyncio.Event = field(default_factory=asyncio.Event)  # set once it has said all that it holds
 
     @property
     def name(self) -> str:
@@ -114,6 +115,8 @@ class Watcher:
             self._is_in_step = True
         replica.is_connected = True
         self.was_connected.set()
+        if not info.is_listing:
+            self.has_listed.set()
         if is_new:
             _log_connected(replica, info)
             self._fleet.check_ranks(replica)
@@ -138,6 +141,9 @@ class Watcher:
                 await self._reconciler.apply(replica, event)
             self._last = journal.last
             await self._reconciler.tidy(replica)
+            if replica.info.is_listing and not (await replica.control.info()).is_listing:
+                self._is_in_step = False  # it has found all it has: that is read again
+                return
 
     async def _note_if_lost(self) -> None:
         """Evict the prompts of a replica that was silent for too long. A failure is tried again."""
@@ -147,16 +153,13 @@ class Watcher:
         self._silent_since = self._silent_since or now
         if now - self._silent_since < self._settings.lost_after_s or replica.info is None:
             return
-        what = (
-            "its prompts stay, as it has a disk" if replica.info.max_disk_bytes else "its prompts are evicted"
-        )
-        log.warning(
-            "replica %s is lost, and %s: %s. Restart that vLLM, or remove it from vllm.replicas",
-            *(replica.name, what, self._logged),
-        )
         try:
-            await self._reconciler.evict_replica(replica)
+            what = await self._reconciler.evict_replica(replica)
             replica.info = None
+            log.warning(
+                "replica %s is lost, and %s: %s. Restart that vLLM, or remove it from vllm.replicas",
+                *(replica.name, what, self._logged),
+            )
         except Exception as exc:  # noqa: BLE001  logged, without its message
             what = classes_and_places(exc)
             log.error(

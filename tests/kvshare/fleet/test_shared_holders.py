@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from delta_tree import Node, new_segment_id
 from kvshare.admin import Evict
 from kvshare.fleet.replica_keeper import ReplicaKeeper
@@ -57,3 +59,52 @@ def test_a_segment_may_be_on_one_disk_and_in_anothers_memory(keeper: ReplicaKeep
     assert segment_id in keeper.tier.on_disk
     keeper.tier.note_places("b", in_memory=[segment_id])
     assert segment_id not in keeper.tier.on_disk
+
+
+def test_what_a_replica_may_still_find_is_waited_for(keeper: ReplicaKeeper) -> None:
+    """Until it has looked at all of the store: then what it has not found leaves, and only that."""
+    found, lost = store(keeper), offer(keeper, whole(), prompt(2))
+    assert lost is not None
+    keeper.tree.pin(lost.node_id)
+    (found_id,), (lost_id,) = found.pieces.segment_ids, lost.pieces.segment_ids
+    assert keeper.claim("a", [], 10**6, is_listing=True) == []
+    assert keeper.tier.held_by("a") == frozenset()
+    assert keeper.take_evicted() == [(node.namespace, node.node_id) for node in (found, lost)]  # of the index
+    assert keeper.adopt("a", {found_id: 500}) == [found]
+    assert keeper.claim("a", [found_id], 10**6) == []
+    assert [node.node_id for node in keeper.tree.nodes()] == [found.node_id]
+    assert keeper.tier.take_dropped("a") == []
+    keeper.adopt("a", {lost_id: 500})
+    keeper.drop_orphans("a", [found_id, lost_id])
+    assert keeper.tier.take_orphans("a") == [lost_id]
+
+
+def test_who_still_looks_is_waited_for_when_the_others_are_not(keeper: ReplicaKeeper) -> None:
+    """The last one of a start is connected while another one has been restarted; then that one is lost."""
+    node = store(keeper)
+    keeper.claim("a", [], 10**6, is_listing=True)
+    keeper.evict_unclaimed()
+    assert keeper.tree.get(node.node_id) is not None
+    keeper.lose("a")
+    assert keeper.tree.get(node.node_id) is None
+
+
+@pytest.mark.parametrize("how", ["adopt", "claim", "before its prompt"])
+def test_what_a_replica_adopts_leaves_for_its_own(keeper: ReplicaKeeper, how: str) -> None:
+    """It counts against its budget, so its prompts compete with it, of whichever namespace."""
+    report = whole()
+    (segment_id,) = (entry.segment_id for entry in report.stored)
+    if how == "before its prompt":
+        keeper.adopt("b", {segment_id: 500})
+    node = offer(keeper, report, prompt(1))
+    assert node is not None
+    if how == "adopt":
+        keeper.adopt("b", {segment_id: 500})
+    elif how == "claim":
+        keeper.claim("b", [segment_id], 1000)
+    keeper.drop_orphans("b", [segment_id])  # it is none
+    assert keeper.tier.memories["b"].num_bytes == 500
+    own = offer(keeper, whole(), prompt(2), replica="b", max_bytes=900)
+    assert own is not None
+    assert keeper.tree.get(node.node_id) is None
+    assert keeper.tier.take_dropped("b") == [segment_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,14 @@ async def hears(relay: Relay, who: FakeVllm, of: FakeVllm) -> None:
     memories = relay.engine.sharing.tier.memories  # type: ignore[attr-defined]  # of a fleet
     name = next(each.name for each in relay.engine.fleet.replicas if each.vllm.url == who.url)
     await eventually(lambda: set(memories[name].segments) >= set(of.segments))
+
+
+async def looked(relay: Relay) -> None:
+    """The only replica has looked at all of its store, and what it has found is applied."""
+    (watcher,) = relay.engine.server.watchers
+    await eventually(lambda: watcher.has_listed.is_set())
+    replica = watcher._replica
+    await eventually(lambda: watcher._is_in_step and replica.info is not None and not replica.info.is_listing)
 
 
 async def test_what_one_computed_the_other_loads(tmp_path: Path) -> None:
@@ -138,3 +147,64 @@ async def test_after_a_restart_another_one_has_it(tmp_path: Path) -> None:
             await relay.chat("Oslo")
             assert other.tickets[-1].copies
             assert relay.num_nodes == 2
+
+
+@pytest.mark.parametrize("has_own_disk", [True, False])
+async def test_a_lost_replica_with_a_disk_of_its_own_keeps_what_only_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_own_disk: bool
+) -> None:
+    """Another one that shares the store has not heard of it; the log says what is done."""
+    async with two() as pair, running_relay(tmp_path, *pair, vllm__lost_after_s=0.1) as relay:
+        home, _ = await computed_by_one(relay, *pair)
+        home.behaviour.has_own_disk = has_own_disk
+        await home.restart()
+        replica = next(each for each in relay.engine.fleet.replicas if each.vllm.url == home.url)
+        await eventually(lambda: replica.info is not None and replica.info.has_own_disk is has_own_disk)
+        await eventually(lambda: replica.is_connected)
+        await home.stop()
+        await eventually(lambda: "is lost, and its prompts" in caplog.text)
+        if has_own_disk:
+            assert "its prompts stay, as it has a disk" in caplog.text
+            assert relay.num_nodes == 1
+        else:
+            assert "are evicted but for those that another replica has found in their store" in caplog.text
+            await eventually(lambda: relay.num_nodes == 0)
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+async def test_a_restarted_vllm_that_still_looks_loses_nothing_yet(tmp_path: Path, is_found: bool) -> None:
+    """What it has not found in the store when it has looked at all of it is lost."""
+    async with running_vllm(sharing("a store")) as vllm, running_relay(tmp_path, vllm) as relay:
+        await relay.chat("Rome")
+        held, vllm.segments = vllm.segments, {}
+        (node,) = relay.engine.sharing.tree.nodes()
+        vllm.behaviour.is_listing = True
+        await vllm.restart()
+        (replica,) = relay.engine.fleet.replicas
+        await eventually(lambda: replica.is_connected and bool(replica.info and replica.info.is_listing))
+        assert relay.num_nodes == 1
+        if is_found:
+            vllm.segments = held
+            vllm.on_disk = set(held)
+        vllm.behaviour.is_listing = False
+        await looked(relay)
+        await eventually(lambda: relay.num_nodes == is_found)
+        if is_found:
+            await relay.chat("Oslo")
+            assert vllm.tickets[-1].copies
+            assert relay.engine.sharing.tree.get(node.node_id) is not None
+
+
+async def test_a_restarted_proxy_waits_for_who_still_looks(tmp_path: Path) -> None:
+    """Longer than for a replica that is lost."""
+    async with running_vllm(sharing("a store")) as vllm:
+        async with running_relay(tmp_path, vllm) as relay:
+            await relay.chat("Rome")
+        held, vllm.segments, vllm.behaviour.is_listing = vllm.segments, {}, True
+        async with running_relay(tmp_path, vllm, vllm__lost_after_s=0.1) as relay:
+            await asyncio.sleep(0.5)
+            assert relay.num_nodes == 1
+            vllm.segments, vllm.on_disk, vllm.behaviour.is_listing = held, set(held), False
+            await looked(relay)
+            await relay.chat("Oslo")
+            assert vllm.tickets[-1].copies
