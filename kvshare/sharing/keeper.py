@@ -70,10 +70,10 @@ class PromptKeeper(Generic[TierT]):
 
         Tokens that were copied to a different text count most; see `copied_to_others`.
         """
-        copied = copied_to_others(plan)
+        copied, given = copied_to_others(plan), plan.num_from
         for donor in plan.donors:
             node = self.tree.get(donor)
-            share = 1.0 if node is None else plan.num_from[donor] / node.num_tokens
+            share = 1.0 if node is None else given[donor] / node.num_tokens
             self.tree.touch(donor, num_copied=copied[donor], share=share)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
