@@ -242,8 +242,8 @@ class PromptKeeper(Generic[TierT]):
         without = self._not_to_evict(held, budget)
         while (candidate := self.tree.next_to_evict(scopes, without=without)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
-            if cause is not EvictionCause.QUOTA:  # a tenant's own evictions say nothing of what others leave
-                self.tree.age(candidate.node_id, scopes)
+            # A tenant's own evictions say nothing of what others leave.
+            self.tree.age(candidate.node_id, scopes, raises_floor=cause is not EvictionCause.QUOTA)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
                 self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)
