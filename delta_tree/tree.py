@@ -158,7 +158,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         Call this before a node is evicted for room. `scopes`: as for `next_to_evict`.
 
-        With `raises_floor` a node must from then on be used again to rank as high as nodes that are used later.
+        With `raises_floor` a node must be used again from then on to rank as high as nodes used later.
         """
         with self._lock:
             self._forest.eviction_order.age(node_id, scopes, raises_floor=raises_floor)
