@@ -56,8 +56,8 @@ class PendingLoad:
 
     @cached_property
     def placeholders(self) -> tuple[Span, ...]:
-        """What is computed if everything can be read."""
-        return self.request.runs()
+        """What a pass goes over if everything can be read."""
+        return self.request.passed()
 
     @property
     def segments(self) -> Collection[Stored]:
