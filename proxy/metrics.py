@@ -3,16 +3,14 @@ The Prometheus metrics: what each request adds to, and what the engine is asked 
 
 One registry per server, which also has the process's own figures. Label values come from fixed sets: route
 patterns, statuses, enums, the operator's names of rules, replicas and some tenants; never from a client.
-Texts, labels and buckets are in metrics.yaml.
+Names, texts, labels and buckets are in metric_names.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
-import yaml
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -23,8 +21,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import TypeAdapter
-from pydantic.dataclasses import dataclass
 
 from kvshare import __version__
 from kvshare.parts import PartState, ServedPart
@@ -33,27 +29,16 @@ from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.status import EngineStatus
 from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol import stages
+from proxy.metric_names import EngineCounter, EngineGauge, RequestCounter, RequestHistogram
 from proxy.request_record import RequestRecord
 from vector_index import CircuitState
 
-
-@dataclass(frozen=True)
-class _Row:
-    """A metric in metrics.yaml."""
-
-    text: str
-    labels: tuple[str, ...] = ()
-    edges: tuple[float, ...] = ()
-
-
-_TABLE = TypeAdapter(dict[str, dict[str, _Row]]).validate_python(
-    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-)
 _MOST_TENANTS = 50
 _OTHER = "other"
 _TOO_MANY = 429
 _Figures = Iterable[tuple[tuple[str, ...], float]]
 """Values of a metric's labels, and the figure for them."""
+_EngineMetric = EngineGauge | EngineCounter
 
 
 class Metrics(Collector):
@@ -69,12 +54,11 @@ class Metrics(Collector):
         """`status` gives None until the engine is up. `parts`: the state of each part."""
         self.registry = registry = CollectorRegistry()
         self._counters = {
-            name: Counter(name, row.text, row.labels, registry=registry)
-            for name, row in _TABLE["counters"].items()
+            row: Counter(row.metric, row.text, row.labels, registry=registry) for row in RequestCounter
         }
         self._histograms = {
-            name: Histogram(name, row.text, row.labels, buckets=row.edges, registry=registry)
-            for name, row in _TABLE["histograms"].items()
+            row: Histogram(row.metric, row.text, row.labels, buckets=row.edges, registry=registry)
+            for row in RequestHistogram
         }
         build = Gauge("kvshare_build_info", "The version that runs.", ("version",), registry=registry)
         build.labels(__version__).set(1)
@@ -102,13 +86,8 @@ class Metrics(Collector):
         """The engine's own figures; none until it is up."""
         if (status := self._status()) is None:
             return
-        gauges, counters = _TABLE["engine gauges"], _TABLE["engine counters"]
-        for name, figures in (*_state(status), *_counted(status)):
-            family: GaugeMetricFamily | CounterMetricFamily
-            if name in gauges:
-                family = GaugeMetricFamily(name, gauges[name].text, labels=gauges[name].labels)
-            else:
-                family = CounterMetricFamily(name, counters[name].text, labels=counters[name].labels)
+        for row, figures in (*_state(status), *_counted(status)):
+            family = _family(row)
             for values, figure in figures:
                 family.add_metric(values, float(figure))
             yield family
@@ -116,19 +95,16 @@ class Metrics(Collector):
         yield self._states_of_parts(status)
 
     def _bytes_of_tenants(self, status: EngineStatus) -> Metric:
-        name = "kvshare_tenant_kv_bytes"
-        row, sums = _TABLE["engine gauges"][name], Counts[str]()
+        sums = Counts[str]()
         for tenant, num_bytes in status.tenant_bytes().items():
             sums[self._named(tenant)] += num_bytes
-        family = GaugeMetricFamily(name, row.text, labels=row.labels)
+        family = _family(EngineGauge.TENANT_KV_BYTES)
         for tenant, num_bytes in sums.items():
             family.add_metric((tenant,), float(num_bytes))
         return family
 
     def _states_of_parts(self, status: EngineStatus) -> Metric:
-        name = "kvshare_part_state"
-        row = _TABLE["engine gauges"][name]
-        family = GaugeMetricFamily(name, row.text, labels=row.labels)
+        family = _family(EngineGauge.PART_STATE)
         for part, now in self._parts(status).items():
             for state in PartState:
                 family.add_metric((part, state), float(state is now))
@@ -136,21 +112,25 @@ class Metrics(Collector):
 
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
-        self._counters["kvshare_requests"].labels(endpoint, str(status), record.answer.ended_as).inc()
-        stages = self._histograms["kvshare_stage_duration_seconds"]
+        self._counters[RequestCounter.REQUESTS].labels(endpoint, str(status), record.answer.ended_as).inc()
+        stages = self._histograms[RequestHistogram.STAGE_DURATION_SECONDS]
         for stage, seconds in record.preparation.stages.items():
             stages.labels(stage).observe(seconds)
         for rule in record.body.rules:
-            self._counters["kvshare_rules_applied"].labels(rule).inc()
+            self._counters[RequestCounter.RULES_APPLIED].labels(rule).inc()
         if record.admission.is_counted:
             self._count_tenant(record, status)
         if record.preparation.mode is None:
             return
-        self._histograms["kvshare_request_duration_seconds"].labels(endpoint).observe(record.duration_s)
+        self._histograms[RequestHistogram.REQUEST_DURATION_SECONDS].labels(endpoint).observe(
+            record.duration_s
+        )
         if record.answer.first_token_s is not None:
-            self._histograms["kvshare_time_to_first_token_seconds"].observe(record.answer.first_token_s)
+            self._histograms[RequestHistogram.TIME_TO_FIRST_TOKEN_SECONDS].observe(
+                record.answer.first_token_s
+            )
         for gap in record.answer.token_gaps_s:
-            self._histograms["kvshare_inter_token_latency_seconds"].observe(gap)
+            self._histograms[RequestHistogram.INTER_TOKEN_LATENCY_SECONDS].observe(gap)
         for finished in record.answer.finished.values():
             for stage, seconds in finished.stage_seconds.items():
                 if stage != "tokenize":  # measured here, around the engine's encode_*
@@ -161,21 +141,21 @@ class Metrics(Collector):
     def _count_tenant(self, record: RequestRecord, status: int) -> None:
         tenant, total = self._named(record.admission.caller.tenant), record.answer.total
         outcome = "refused" if status == _TOO_MANY else "failed" if status >= 400 else "served"
-        self._counters["kvshare_tenant_requests"].labels(tenant, outcome).inc()
-        tokens = self._counters["kvshare_tenant_prompt_tokens"]
+        self._counters[RequestCounter.TENANT_REQUESTS].labels(tenant, outcome).inc()
+        tokens = self._counters[RequestCounter.TENANT_PROMPT_TOKENS]
         tokens.labels(tenant, "compute").inc(total.num_missed)
         tokens.labels(tenant, "kvshare_exact").inc(total.num_exact)
         tokens.labels(tenant, "kvshare_approx").inc(total.num_copied)
 
     def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
         """Where the KV of a prompt came from."""
-        tokens = self._counters["kvshare_prompt_tokens_by_source"]
+        tokens = self._counters[RequestCounter.PROMPT_TOKENS_BY_SOURCE]
         tokens.labels("compute").inc(report.num_missed)
         tokens.labels("kvshare_exact").inc(report.num_exact)
         tokens.labels("kvshare_approx").inc(report.num_copied)
         fraction = report.num_missed / max(1, report.num_prompt_tokens)
-        self._histograms["kvshare_recompute_fraction"].observe(fraction)
-        lookups = self._counters["kvshare_lookup_requests"]
+        self._histograms[RequestHistogram.RECOMPUTE_FRACTION].observe(fraction)
+        lookups = self._counters[RequestCounter.LOOKUP_REQUESTS]
         if mode is SharingMode.OFF:
             lookups.labels("skipped", Reason.OFF).inc()
             return
@@ -183,60 +163,65 @@ class Metrics(Collector):
         lookups.labels(result, report.reason or "").inc()
         if (prediction := report.prediction) is not None:
             taken = "used" if report.decision == Decision.APPROX else "refused"
-            deviations = self._histograms["kvshare_expected_deviation_nats"]
+            deviations = self._histograms[RequestHistogram.EXPECTED_DEVIATION_NATS]
             deviations.labels(taken, prediction.rule).observe(prediction.expected)
-        self._counters["kvshare_lookup_tokens_requested"].inc(report.num_prompt_tokens)
-        self._counters["kvshare_lookup_tokens_hit"].inc(report.num_cached)
+        self._counters[RequestCounter.LOOKUP_TOKENS_REQUESTED].inc(report.num_prompt_tokens)
+        self._counters[RequestCounter.LOOKUP_TOKENS_HIT].inc(report.num_cached)
 
 
-def _state(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
+def _family(row: _EngineMetric) -> GaugeMetricFamily | CounterMetricFamily:
+    kind = GaugeMetricFamily if isinstance(row, EngineGauge) else CounterMetricFamily
+    return kind(row.metric, row.text, labels=row.labels)
+
+
+def _state(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
     """What the engine, its index and its replicas are like now; names of replicas are the operator's."""
-    figures: dict[str, float | None] = {
-        "kvshare_queue_depth": status.num_waiting,
-        "kvshare_running_requests": status.num_running,
-        "kvshare_tree_nodes": status.num_nodes,
-        "kvshare_tree_segments": status.num_segments,
-        "kvshare_tree_depth": status.max_depth,
-        "kvshare_tree_bytes": status.kv_bytes,
-        "kvshare_tree_budget_bytes": status.kv_budget_bytes,
-        "kvshare_embedding_backlog": status.num_embedding,
+    figures: dict[EngineGauge, float | None] = {
+        EngineGauge.QUEUE_DEPTH: status.num_waiting,
+        EngineGauge.RUNNING_REQUESTS: status.num_running,
+        EngineGauge.TREE_NODES: status.num_nodes,
+        EngineGauge.TREE_SEGMENTS: status.num_segments,
+        EngineGauge.TREE_DEPTH: status.max_depth,
+        EngineGauge.TREE_BYTES: status.kv_bytes,
+        EngineGauge.TREE_BUDGET_BYTES: status.kv_budget_bytes,
+        EngineGauge.EMBEDDING_BACKLOG: status.num_embedding,
     }
     yield from _tiers(status)
     if (index := status.index) is not None:
         figures |= {
-            "kvshare_index_paused": index.paused is not None,
-            "kvshare_index_waiting_prompts": index.num_waiting,
-            "kvshare_index_disk_free_bytes": index.free_bytes,
-            "kvshare_store_disk_bytes": index.store_bytes,
+            EngineGauge.INDEX_PAUSED: index.paused is not None,
+            EngineGauge.INDEX_WAITING_PROMPTS: index.num_waiting,
+            EngineGauge.INDEX_DISK_FREE_BYTES: index.free_bytes,
+            EngineGauge.STORE_DISK_BYTES: index.store_bytes,
         }
-    yield from ((name, [((), figure)]) for name, figure in figures.items() if figure is not None)
+    yield from ((row, [((), figure)]) for row, figure in figures.items() if figure is not None)
     if index is not None:
         circuits = index.circuits.items()
         states = [((part, state), state is now) for part, now in circuits for state in CircuitState]
-        yield "kvshare_circuit_state", states
+        yield EngineGauge.CIRCUIT_STATE, states
     if (control := status.control) is not None:
         loads = control.loads
-        yield "kvshare_control_rung", [((each.load,), each.rung) for each in loads]
+        yield EngineGauge.CONTROL_RUNG, [((each.load,), each.rung) for each in loads]
         slower = [((each.load,), each.slower) for each in loads if each.slower is not None]
-        yield "kvshare_control_slowdown_ratio", slower
+        yield EngineGauge.CONTROL_SLOWDOWN_RATIO, slower
     if replicas := status.replicas:
-        yield "kvshare_replica_up", [((each.name,), each.serves) for each in replicas]
-        yield "kvshare_replica_sharing", [((each.name,), each.shares) for each in replicas]
-        yield "kvshare_replica_inflight", [((each.name,), each.num_inflight) for each in replicas]
-        yield "kvshare_replica_segments", [((each.name,), each.num_segments) for each in replicas]
-        yield "kvshare_replica_kv_bytes", [((each.name,), each.kv_bytes) for each in replicas]
+        yield EngineGauge.REPLICA_UP, [((each.name,), each.serves) for each in replicas]
+        yield EngineGauge.REPLICA_SHARING, [((each.name,), each.shares) for each in replicas]
+        yield EngineGauge.REPLICA_INFLIGHT, [((each.name,), each.num_inflight) for each in replicas]
+        yield EngineGauge.REPLICA_SEGMENTS, [((each.name,), each.num_segments) for each in replicas]
+        yield EngineGauge.REPLICA_KV_BYTES, [((each.name,), each.kv_bytes) for each in replicas]
 
 
-def _tiers(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
+def _tiers(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
     """Of the engine in this process."""
     if tiers := status.tiers:
-        yield "kvshare_tier_segments", [((tier.name,), tier.num_segments) for tier in tiers]
-        yield "kvshare_tier_bytes", [((tier.name,), tier.num_bytes) for tier in tiers]
-        yield "kvshare_tier_max_bytes", [((tier.name,), tier.max_bytes) for tier in tiers]
-        yield "kvshare_tier_due_bytes", [((tier.name,), tier.num_due_bytes) for tier in tiers]
-        yield "kvshare_tier_paused", [((tier.name,), tier.problem is not None) for tier in tiers]
+        yield EngineGauge.TIER_SEGMENTS, [((tier.name,), tier.num_segments) for tier in tiers]
+        yield EngineGauge.TIER_BYTES, [((tier.name,), tier.num_bytes) for tier in tiers]
+        yield EngineGauge.TIER_MAX_BYTES, [((tier.name,), tier.max_bytes) for tier in tiers]
+        yield EngineGauge.TIER_DUE_BYTES, [((tier.name,), tier.num_due_bytes) for tier in tiers]
+        yield EngineGauge.TIER_PAUSED, [((tier.name,), tier.problem is not None) for tier in tiers]
         yield (
-            "kvshare_tier_reads",
+            EngineCounter.TIER_READS,
             [
                 ((tier.name, result), count)
                 for tier in tiers
@@ -250,30 +235,36 @@ def _tiers(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
         )
 
 
-def _counted(status: EngineStatus) -> Iterator[tuple[str, _Figures]]:
+def _counted(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
     """What the engine counts. All causes of evictions are there, also with 0."""
     counts, index = status.counts, status.index
     if not status.replicas:  # vLLM counts the tokens that it generates
-        yield "kvshare_generated_tokens", [((), counts.num_generated_tokens)]
+        yield EngineCounter.GENERATED_TOKENS, [((), counts.num_generated_tokens)]
     denials = counts.num_isolation_denials + (0 if index is None else index.num_foreign_hits)
-    yield "kvshare_isolation_denials", [((), denials)]
+    yield EngineCounter.ISOLATION_DENIALS, [((), denials)]
     failures = [(("replica", name), count) for name, count in counts.replica_failures.items()]
-    yield "kvshare_fallback", [*counts.fallbacks.items(), *failures]
-    yield "kvshare_evictions", [((cause,), counts.evictions[cause]) for cause in EvictionCause]
+    yield EngineCounter.FALLBACK, [*counts.fallbacks.items(), *failures]
+    yield EngineCounter.EVICTIONS, [((cause,), counts.evictions[cause]) for cause in EvictionCause]
     if (control := status.control) is not None:
-        yield "kvshare_control_requests", [((arm,), count) for arm, count in control.num_requests.items()]
-        yield "kvshare_control_changes", [((way,), count) for way, count in control.changes.items()]
+        yield EngineCounter.CONTROL_REQUESTS, [((arm,), count) for arm, count in control.num_requests.items()]
+        yield EngineCounter.CONTROL_CHANGES, [((way,), count) for way, count in control.changes.items()]
     executions = counts.executions.items()
     plans = [((planned, done, reason or ""), count) for (planned, done, reason), count in executions]
-    yield "kvshare_plans_executed", plans
+    yield EngineCounter.PLANS_EXECUTED, plans
     if status.replicas:
-        yield "kvshare_vllm_stage_seconds", [((stage,), counts.vllm_seconds[stage]) for stage in stages.ALL]
-    for name, counted in (("steps", counts.answer_steps), ("tokens", counts.answer_tokens)):
-        yield f"kvshare_speculative_{name}", [((done,), count) for done, count in counted.items()]
+        yield (
+            EngineCounter.VLLM_STAGE_SECONDS,
+            [((stage,), counts.vllm_seconds[stage]) for stage in stages.ALL],
+        )
+    for row, counted in (
+        (EngineCounter.SPECULATIVE_STEPS, counts.answer_steps),
+        (EngineCounter.SPECULATIVE_TOKENS, counts.answer_tokens),
+    ):
+        yield row, [((done,), count) for done, count in counted.items()]
     events: list[tuple[tuple[str, ...], float]] = [
         *(((f"unshared:{reason}",), count) for reason, count in counts.unshared.items()),
         *(((str(event),), count) for event, count in counts.tickets.items()),
     ]
     if status.num_pending_tickets is not None:
         events.append((("tickets:pending",), status.num_pending_tickets))
-    yield "kvshare_engine_events", events
+    yield EngineCounter.ENGINE_EVENTS, events

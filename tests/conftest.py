@@ -64,10 +64,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     config = folder / "config.yaml"
     # What is fast on a busy machine is no question here: every plan that is right is made.
+    always = {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False, "learn": False}
     document = {
         "auth": {"keys": _keys()},
         "store": {"path": str(folder / "store")},
-        "cost": {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False},
+        "cost": always,
         "control": {"unshared_share": 0.0},
         "sharing": {"max_risk": 1.0},  # nor what is certified of the forms model
         # Of prompts that come together one must not be stored while another is looked up.

@@ -85,7 +85,7 @@ def front(tmp_path: Path) -> Iterator[Server]:
 
     port, proxy_port = port_with_next(), free_ports(1)[0]
     config = tmp_path / "config.yaml"
-    cost = {"min_saved_s": -60.0, "min_saved_fraction": 0.0, "measure_at_start": False}
+    cost = {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False, "learn": False}
     config.write_text(yaml.safe_dump({"cost": cost, "sharing": {"max_risk": 1.0}}))
     vllm = Server(
         name="vLLM",

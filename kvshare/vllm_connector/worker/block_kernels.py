@@ -21,7 +21,7 @@ import triton.language as tl
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable, SlotTable
 from kvshare.vllm_connector.worker.kernels import cache_pointers, form_of
-from kvshare.vllm_connector.worker.row_kernels import FLOATS, rotated
+from kvshare.vllm_connector.worker.row_kernels import FLOATS, moved
 
 _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
@@ -83,15 +83,10 @@ def copy_slots(
     v = tl.load(of_k + DIM + dims, inside)
     if MOVES_K:
         movement = tl.load(number_of + layer, is_token & (shift != 0), other=0)
-        if tl.max(movement, 0) > 0:
-            k = rotated(
-                k, of_k, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
-            )
+        k = moved(k, of_k, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT)
     if MOVES_V:
         movement = tl.load(number_of + NUM_LAYERS + layer, is_token & (shift != 0), other=0)
-        if tl.max(movement, 0) > 0:
-            v = rotated(
-                v, of_k + DIM, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
-            )
+        of_v = of_k + DIM
+        v = moved(v, of_v, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT)
     tl.store(begin + there[:, None] + dims, k, inside)
     tl.store(begin + there[:, None] + DIM + dims, v, inside)

@@ -77,7 +77,6 @@ def rotated(
     rows, staged, shift, inside, cos, sin, partners, movement, num_movements,
     DIM: tl.constexpr, PADDED: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows (TOKENS, PADDED) from `staged`, rotated where they move; else bit by bit as they are."""
     dims = tl.arange(0, PADDED)[None, :]
     partner = tl.load(partners + movement[:, None] * DIM + dims, inside, other=0)
     others = tl.load(staged + partner, inside, other=0)
@@ -89,6 +88,19 @@ def rotated(
         limit: tl.constexpr = 448.0 if tl.float8e4nv == FLOAT else 57344.0
         turned = tl.minimum(tl.maximum(turned, -limit), limit)
     return tl.where(partner != dims, turned.to(FLOAT).to(rows.dtype, bitcast=True), rows)
+
+
+@triton.jit
+def moved(
+    rows, staged, shift, inside, cos, sin, partners, movement, num_movements,
+    DIM: tl.constexpr, PADDED: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Rows (TOKENS, PADDED) from `staged`, rotated where they move; else bit by bit as they are."""
+    if tl.max(movement, 0) > 0:
+        rows = rotated(
+            rows, staged, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
+        )
+    return rows
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "num_movements"])
@@ -112,16 +124,10 @@ def scatter_rows(
     v = tl.load(of_v + dims, inside)
     if MOVES_K:
         movement = tl.load(number_of + layer, has_piece & (shift != 0), other=0)
-        if tl.max(movement, 0) > 0:
-            k = rotated(
-                k, of_k, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
-            )
+        k = moved(k, of_k, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT)
     if MOVES_V:
         movement = tl.load(number_of + NUM_LAYERS + layer, has_piece & (shift != 0), other=0)
-        if tl.max(movement, 0) > 0:
-            v = rotated(
-                v, of_v, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT
-            )
+        v = moved(v, of_v, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT)
     tl.store(there, k, inside)
     tl.store(there + DIM, v, inside)
 

@@ -29,7 +29,7 @@ index: {dense: false}
 logging: {json: true}
 control: {unshared_share: 0.0}
 sharing: {max_risk: 1.0}
-cost: {min_saved_s: -3600.0, min_saved_fraction: 0.0, measure_at_start: false}
+cost: {min_saved_s: -3600.0, min_saved_fraction: 0.0, measure_at_start: false, learn: false}
 """
 
 

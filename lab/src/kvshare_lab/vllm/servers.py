@@ -47,6 +47,7 @@ class VllmOptions:
     max_model_len: int = 8192
     max_num_batched_tokens: int | None = None  # None: vLLM's choice
     kv_cache_gib: int = 1
+    kv_cache_dtype: str | None = None  # None: that of the weights
     num_blocks: int | None = None  # of the KV cache; None: as many as fit
     block_size: int | None = None  # None: vLLM's choice
     num_threads: int | None = None  # None: all cores but one, as vLLM itself decides
@@ -66,6 +67,7 @@ class VllmOptions:
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--num-gpu-blocks-override": self.num_blocks,
             "--block-size": self.block_size,
+            "--kv-cache-dtype": self.kv_cache_dtype,
             "--attention-backend": self.attention_backend,
             "--gpu-memory-utilization": self.device_memory,
             "--speculative-config": None if self.speculation is None else json.dumps(self.speculation),

@@ -42,7 +42,7 @@ _SHARE_OF_HOST = 1 / 3  # of its memory, at most for the store of a model that i
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0, "min_saved_fraction": 0.0}}
 """Settings of a proxy that shares even where that saves no time, as with small models."""
 
-_NOT_SHOWN = ("threads", "dtype", "eager", "kv_bytes", "workload", "model", "head", "out")
+_NOT_SHOWN = ("threads", "dtype", "kv_cache_dtype", "eager", "kv_bytes", "workload", "model", "head", "out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class BenchConfig:
     model: str | None = None
     threads: int | None = None  # of each vLLM; None: all cores but one
     dtype: str = "bfloat16"
+    kv_cache_dtype: str | None = None
     eager: bool = False
     seed: int = 0
 
@@ -119,6 +120,7 @@ class BenchConfig:
         return VllmOptions(
             num_threads=self.threads,
             dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             enforce_eager=self.eager,
             device_memory=_SHARE_OF_DEVICE if torch.cuda.is_available() else None,
         )
