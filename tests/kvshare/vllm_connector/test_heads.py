@@ -176,7 +176,7 @@ class TestAcceptance:
             assert tokens_a_step(event) >= LEAST * expected
 
     def test_of_edited_text_equals_that_of_a_full_one(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
-        """Of moved text too: the layer's KV does not depend on the text before it."""
+        """Of moved text too: the KV of the layer that predicts does not depend on the text before it."""
         tokens = text(500, 1)
         donor = vllm.store(tokens)
         edited = text(41, 2) + tokens[:240] + text(10, 3) + tokens[250:490] + text(9, 4)

@@ -7,7 +7,8 @@ the KV of what it has in common. `tokens_a_step` is what a step after the first 
 connector's report: accepted drafts and the one token that each step adds.
     ngram   drafts from the text; the answer has two tokens only, so that it repeats itself
     draft   the draft model is the target itself, so that a full prefill's drafts are all accepted
-    eagle   the model has one layer, which its head computes too (heads.py); or `--head` for `--model`
+    eagle   the model's first layer alone predicts, and its head computes it too (heads.py); or `--head`
+            for `--model`
 `passed`: a full prefill gives at least 1.8 tokens a step, and shared ones .97 of its own. `answer_s`: medians
 of the seconds until the whole answer.
 """
@@ -112,10 +113,10 @@ def _models(config: Config, folder: Path) -> tuple[str, str]:
     written = write_model(model, folder / "model", dtype="float32", max_model_len=length, seed=config.seed)
     if not is_eagle:
         return str(written), str(written)
-    one_layer, head = folder / "one-layer", folder / "head"
-    write_exact_pair(written, one_layer, head)
-    copy_tokenizer(one_layer)
-    return str(one_layer), str(head)
+    pair, head = folder / "pair", folder / "head"
+    write_exact_pair(written, pair, head)
+    copy_tokenizer(pair)
+    return str(pair), str(head)
 
 
 async def _measure(server: servers.Server, token: str, config: Config) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 Heads that draft from a Llama's hidden states, as checkpoints for vLLM: EAGLE's and EAGLE3's with random
 weights, and one whose drafts are accepted without any training.
 
-That one is the exact head of a model with one layer whose embeddings have a root mean square of 1, so that
-the norm before its attention changes nothing: the head has none. It ignores hidden states and computes the
-layer itself, over the token that follows, one position to the left. So it sees all but the first token.
+That one is the exact head of a model whose first layer alone predicts, and whose embeddings have a root
+mean square of 1, so that the norm before its attention changes nothing: the head has none. It ignores hidden
+states and computes the layer itself, over the token that follows, one position to the left. So it sees all
+but the first token. The model has a second layer, which adds nothing to what the first one gives: so there
+is KV that depends on attention, as the connector's self-test demands.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _FIELDS = (
     "max_position_embeddings",
 )
 _LAYER = "model.layers.0."
+_IDLE_LAYER = "model.layers.1."
+_ADDED = ("o_proj.weight", "down_proj.weight")  # what a layer adds comes through these
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -43,14 +47,18 @@ def write_random_head(target: Path, folder: Path, *, method: str, seed: int = 3)
 
 
 def write_exact_pair(target: Path, model: Path, head: Path) -> None:
-    """Write the first layer of a Llama as a model of its own, with embeddings as above, and its head."""
+    """Write the first two layers of a Llama as the model above, and its head."""
     weights, config = load_file(target / "model.safetensors"), _config(target)
-    weights = {n: rows for n, rows in weights.items() if n.startswith(_LAYER) or ".layers." not in n}
+    layers = _LAYER, _IDLE_LAYER
+    weights = {n: rows for n, rows in weights.items() if n.startswith(layers) or ".layers." not in n}
+    for name, rows in weights.items():
+        if name.startswith(_IDLE_LAYER) and name.endswith(_ADDED):
+            rows.zero_()
     rows = weights[_EMBEDDING]
     weights[_EMBEDDING] = rows / rows.square().mean(dim=1, keepdim=True).sqrt()
     model.mkdir(parents=True, exist_ok=True)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    AutoConfig.from_pretrained(target, num_hidden_layers=1).save_pretrained(model)
+    AutoConfig.from_pretrained(target, num_hidden_layers=2).save_pretrained(model)
     layer = {name.removeprefix("model."): rows for name, rows in weights.items() if name.startswith(_LAYER)}
     del layer["layers.0.input_layernorm.weight"]
     width = config.hidden_size
@@ -98,7 +106,7 @@ def _eagle3_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(prefix: str, config: LlamaConfig, read: int) -> dict[str, tuple[int, ...]]:
     width, inner = config.hidden_size, config.intermediate_size
     dim, heads = int(config.head_dim or 0), int(config.num_key_value_heads or 0)
-    queries, keys = config.num_attention_heads * dim, heads * dim
+    queries, keys = int(config.num_attention_heads or 0) * dim, heads * dim
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (queries, read),
         "self_attn.k_proj": (keys, read),
