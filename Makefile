@@ -44,7 +44,7 @@ core: $(CORE_STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Three processes beside each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
+# Three processes next to each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
 # its tests have one of their own; the others are divided by folders. What ran beside is printed at the end.
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log

@@ -108,7 +108,7 @@ def _middle_matches(
 
 def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[Match]:
     """
-    Extend each match by the equal tokens in the gaps beside it, and join those that then touch.
+    Extend each match by the equal tokens in the gaps next to it, and join those that then touch.
 
     rapidfuzz may split the edge of a run off as a short match far from it. That short match was dropped, so
     the edge can be added to the run again.

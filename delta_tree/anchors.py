@@ -21,7 +21,7 @@ Positions = npt.NDArray[np.int64]
 # With fewer k-grams to look up, `runs_in` alone is faster than the array operations.
 _MIN_ANCHORED = 4096
 _MAX_TABLE_BITS = 22
-_SLOTS_PER_PLACE = 4  # two k-grams in one slot are no anchors: that loses at most 1 in 6
+_SLOTS_PER_PLACE = 4  # two k-grams in one slot are not anchors: that loses at most 1 in 6
 
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
@@ -86,7 +86,7 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
     for start, end, shift, home, left, right in zip(*(column.tolist() for column in columns), strict=True):
         run = Match(start + shift, start, end - start)
         within = spans[home]
-        if right:  # the run's last k-grams may be no anchors
+        if right:  # the run's last k-grams may not be anchors
             ahead = target[run.target_end : within.end]
             more = common_prefix_length(source[run.source_end :], ahead)
             run = Match(run.source, run.target, run.length + more)
@@ -101,7 +101,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
     Those of the target positions `asked`, ascending, whose k-grams are anchors, and their source positions.
 
     A hash table holds the first and the last source position of each slot. Where the two differ, the k-gram
-    occurs several times or shares its slot with another one, and is no anchor.
+    occurs several times or shares its slot with another one, and is not an anchor.
     """
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
     slots = low_slots(pair.source_hashes[places], bits)
@@ -119,7 +119,7 @@ def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, P
 def _all_equal(
     source: Ids, target: Ids, starts: Positions, ends: Positions, shifts: Positions
 ) -> npt.NDArray[np.bool_]:
-    """Whether each stretch of the target equals the source's, token for token."""
+    """Return whether each stretch of the target equals the source's, token for token."""
     lengths = ends - starts
     firsts = np.cumsum(lengths) - lengths  # where each stretch starts in the concatenation of all
     positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
@@ -129,7 +129,7 @@ def _all_equal(
 
 
 def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions) -> npt.NDArray[np.bool_]:
-    """Whether the token at each target position equals the source's; False outside of either prompt."""
+    """Compare the token at each target position with the source's; False outside of either prompt."""
     others = positions + shifts
     inside = (positions >= 0) & (positions < len(target)) & (others >= 0) & (others < len(source))
     inside[inside] = source[others[inside]] == target[positions[inside]]

@@ -101,7 +101,7 @@ def check_forest(forest: Forest) -> None:
 
 
 def quality(node: Node, segment_of: SegmentLookup) -> tuple[int, float, int]:
-    """How good a node's KV is, to compare two nodes of one prompt; larger is better."""
+    """Rate a node's KV, to compare two nodes of one prompt; larger is better."""
     staleness = 0
     for piece in node.pieces:
         segment = segment_of(piece.segment_id)

@@ -149,7 +149,7 @@ class _Layout:
         return look
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
-        """Whether a donor shares a run anywhere in the prompt."""
+        """Return whether a donor shares a run anywhere in the prompt."""
         if donor.exact_length >= self._min_run:
             return True
         places = self._shared.anywhere.passing(look.hashes)
@@ -253,6 +253,6 @@ class _Layout:
             donor.places = places
 
     def _sieve(self, spans: Sequence[Span]) -> Sieve:
-        """Of the k-grams in these spans of the prompt."""
+        """Make the sieve of the k-grams in these spans of the prompt."""
         hashes = self._shared.hashes
         return Sieve(np.concatenate([hashes[span.start : span.end - self._min_run + 1] for span in spans]))

@@ -36,16 +36,16 @@ class Copy(NamedTuple):
 
     @property
     def target_end(self) -> int:
-        """Where they end, without a `Span`: plans of long prompts have hundreds of copies."""
+        """Return the end without making a `Span`: plans of long prompts have hundreds of copies."""
         return self.target_start + self.length
 
     @property
     def shift(self) -> int:
-        """By how many positions the keys must be rotated."""
+        """Return by how many positions the keys must be rotated."""
         return self.target_start - self.source_position
 
     def continues(self, previous: "Copy") -> bool:
-        """Whether this copy follows `previous` without a gap, in segment, donor and target."""
+        """Return whether this copy follows `previous` without a gap, in segment, donor and target."""
         return (
             self.segment_id == previous.segment_id
             and self.offset == previous.offset + previous.length
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class DonorReason(StrEnum):
-    """Whether a candidate was used, or why not."""
+    """The use of a candidate, or why it was not used."""
 
     USED = "used"
     NOTHING_LEFT = "nothing_left"  # other donors covered all that it shares
@@ -101,8 +101,8 @@ class Composition:
     @property
     def approximate_donors(self) -> tuple[NodeId, ...]:
         """The same, for copies after the exact prefix only."""
-        behind = (copy for copy in self.copies if copy.target_start >= self.exact_length)
-        return tuple(dict.fromkeys(copy.donor for copy in behind))
+        approximate = (copy for copy in self.copies if copy.target_start >= self.exact_length)
+        return tuple(dict.fromkeys(copy.donor for copy in approximate))
 
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:

@@ -27,7 +27,7 @@ _CONTEXT = 64  # tokens before a run that are compared to choose between two sou
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What may be copied of a candidate: its pieces with their segments, and its tokens."""
+    """The part of a candidate that may be copied: its pieces with their segments, and its tokens."""
 
     reason: DonorReason  # BELOW_MIN_RUN until more is known, or why nothing may be copied
     visible: Ids  # token ids; _HIDDEN where a token may not be copied
@@ -44,7 +44,7 @@ def content_of(
     max_generation: int,
     may_move: bool,
 ) -> Content:
-    """What of `node` may be copied to a prompt; nothing where a segment is missing."""
+    """Return what of `node` may be copied to a prompt; nothing where a segment is missing."""
     rows = node.pieces.rows()
     try:
         segments = [segment_of(row[1]) for row in rows]
@@ -95,7 +95,7 @@ class Donor:
 
     @property
     def usable(self) -> bool:
-        """Whether anything of this donor may be copied at all."""
+        """Return whether anything of this donor may be copied at all."""
         return self.reason not in (DonorReason.MISSING_SEGMENT, DonorReason.GENERATION)
 
     def num_in_place(self, exact_length: int) -> int:

@@ -16,7 +16,7 @@ from delta_tree.spans import Span, TokenIds, token_ids
 
 
 class Op(Enum):
-    """What an edit does to a stretch of the source."""
+    """The effect of an edit on a stretch of the source."""
 
     KEEP = "keep"
     INSERT = "insert"

@@ -105,7 +105,7 @@ class Forest:
         self.eviction_order = EvictionOrder()
 
     def num_references(self, segment_id: SegmentId) -> int:
-        """How many nodes refer to a segment; 0 if there is no such segment."""
+        """Return how many nodes refer to a segment; 0 if there is no such segment."""
         return self._references.get(segment_id, 1) if segment_id in self.segments else 0
 
     def find(self, namespace: str, tokens: TokenIds) -> Node | None:
@@ -117,7 +117,7 @@ class Forest:
         return node if np.array_equal(node.token_ids, tokens) else None
 
     def totals(self, namespace: str | None = None) -> Totals:
-        """Of all nodes, or those of one namespace."""
+        """Sum up all nodes, or those of one namespace."""
         return self._totals.get(namespace) or Totals()
 
     def put_into(self, group: str, namespace: str) -> None:
@@ -126,7 +126,7 @@ class Forest:
             self._add_bytes(group, self.totals(namespace).stats().num_bytes)
 
     def bytes_of_groups(self) -> Counter[str]:
-        """Of each group that has KV, the bytes of its namespaces. Not to be changed."""
+        """Return for each group with KV the bytes of its namespaces. Not to be changed."""
         return self._bytes_of_groups
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
@@ -213,7 +213,8 @@ class Forest:
                 self._release(old)
         is_resized = old is not None and old.num_tokens != node.num_tokens
         if old is not None and is_resized:
-            # That is no use, so its rank in the order of eviction stays. Any other change is a use or a pin.
+            # That does not count as a use, so its rank in the order of eviction stays. Any other change
+            # is a use or a pin.
             del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
             if node.num_tokens < old.num_tokens:
                 self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)

@@ -29,7 +29,7 @@ class Lineage:
         return tuple(found)
 
     def parent(self, node_id: NodeId) -> NodeId | None:
-        """None for a root."""
+        """Return the parent; None for a root."""
         return self._parents.get(node_id)
 
     def is_root(self, node_id: NodeId) -> bool:
@@ -79,7 +79,7 @@ class Lineage:
         return grown
 
     def heirs(self, leaving: Iterable[NodeId]) -> Mapping[NodeId, NodeId]:
-        """For each node to be removed that has children, its nearest ancestor that stays, if there is one."""
+        """Return for each removed node with children its nearest ancestor that stays, if there is one."""
         heirs: dict[NodeId, NodeId | None] = dict.fromkeys(leaving)
         for node_id in heirs:
             above = self._parents.get(node_id)

@@ -47,7 +47,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         if not 0 < self.segment_id <= MAX_INT64:
-            raise EditRangeError(f"segment id {self.segment_id} is no positive 63-bit integer")
+            raise EditRangeError(f"segment id {self.segment_id} is not a positive 63-bit integer")
         if self.offset < 0 or self.length <= 0:
             raise EditRangeError(
                 f"a piece needs offset >= 0 and length > 0, got {self.offset} and {self.length}"
@@ -77,7 +77,7 @@ class PieceTable:
     def from_bytes(cls, rows: bytes) -> "PieceTable":
         """A table from its `to_bytes`. Raises EditRangeError unless they are rows of possible pieces."""
         if len(rows) % 24:
-            raise EditRangeError(f"{len(rows)} bytes are no whole number of 24-byte pieces")
+            raise EditRangeError(f"{len(rows)} bytes are not a whole number of 24-byte pieces")
         return cls(Piece(*row) for row in np.frombuffer(rows, dtype="<i8").reshape(-1, 3).tolist())
 
     @classmethod
@@ -217,7 +217,7 @@ class Change:
 
     put_segments: tuple[Segment, ...] = ()
     put_nodes: tuple[Node, ...] = ()
-    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of the new nodes that are no roots
+    parents: Mapping[NodeId, NodeId] = field(default_factory=dict)  # of the new nodes that are not roots
     dropped_nodes: tuple[NodeId, ...] = ()
     heirs: Mapping[NodeId, NodeId] = field(default_factory=dict)  # dropped: new parent of its children
     dropped_segments: tuple[SegmentId, ...] = ()
@@ -234,7 +234,7 @@ class Insertion:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What left the tree."""
+    """The nodes and segments that left the tree."""
 
     num_nodes: int
     freed_segments: tuple[SegmentId, ...]

@@ -21,7 +21,7 @@ _Stored = TypeVar("_Stored", Node, Segment)
 
 @dataclass(frozen=True, slots=True)
 class SharedKV:
-    """How much of one node's KV another node refers to as well."""
+    """The part of one node's KV that another node refers to as well."""
 
     node_id: NodeId
     num_tokens: int
@@ -59,7 +59,7 @@ class TreeReader:
         return self._forest.find(namespace, token_ids(tokens))
 
     def reference_count(self, segment_id: SegmentId) -> int:
-        """How many nodes refer to a segment; 0 if there is no such segment."""
+        """Return how many nodes refer to a segment; 0 if there is no such segment."""
         return self._forest.num_references(segment_id)
 
     def nodes(self, namespace: str | None = None) -> tuple[Node, ...]:
@@ -68,7 +68,7 @@ class TreeReader:
             return _in_namespace(self._forest.nodes.values(), namespace)
 
     def namespaces(self) -> frozenset[str]:
-        """Those that have nodes."""
+        """Return the namespaces that have nodes."""
         with self._lock:
             return frozenset(node.namespace for node in self._forest.nodes.values())
 
@@ -120,7 +120,7 @@ class TreeReader:
         return self._forest.bytes_of_groups()[group]
 
     def bytes_of_groups(self) -> dict[str, int]:
-        """Of each group that has KV, its bytes. Needs no lock: one C call copies them."""
+        """Return the bytes of each group with KV. Needs no lock: one C call copies them."""
         return dict(self._forest.bytes_of_groups())
 
     def owned_bytes(self, node_id: NodeId) -> int:
@@ -130,7 +130,7 @@ class TreeReader:
             return self._forest.freed_by((), [node_id])[1]
 
     def freed_by(self, node_ids: Collection[NodeId]) -> Eviction:
-        """What the eviction of these nodes would remove. Unknown ones are ignored."""
+        """Return what the eviction of these nodes would remove. Unknown ones are ignored."""
         with self._lock:
             known = [node_id for node_id in node_ids if node_id in self._forest.nodes]
             return Eviction(len(known), *self._forest.freed_by((), known))
@@ -179,7 +179,7 @@ class TreeReader:
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
-        """How many nodes refer to that segment of this one to which most do, without this one."""
+        """Return how many nodes refer to that segment of this one to which most do, without this one."""
         with self._lock:
             return (
                 max(self._forest.num_references(each) for each in self.node(node_id).pieces.segment_ids) - 1

@@ -3,7 +3,7 @@ Equal stretches (runs) of two prompts at any positions, such as documents of a R
 
 They are found by hashes of all k-grams; on each hit the tokens are compared. Time stays near-linear on
 hostile input (all tokens equal, periodic prompts, crafted collisions): of the positions where a k-gram occurs
-only a few are tried, and the scan goes on behind each run that it finds.
+only a few are tried, and the scan goes on after each run that it finds.
 """
 
 from bisect import bisect_left
@@ -45,7 +45,7 @@ class Pair:
         return False
 
     def _stands_in(self, place: int) -> bool:
-        """Whether the target has the source's k-gram at `place`, token for token."""
+        """Return whether the target has the source's k-gram at `place`, token for token."""
         kgram = self.source[place : place + self.k]
         places = np.flatnonzero(self.target_hashes == self.source_hashes[place])[:4]
         return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
@@ -134,7 +134,7 @@ def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match 
 
 
 def _worth_trying(places: Places, position: int) -> Sequence[int]:
-    """At most four: the first at or behind `position`, its neighbours, and the first of all, whose run is the
+    """At most four: the first at or after `position`, its neighbours, and the first of all, whose run is the
     longest where all tokens are equal."""
     if len(places) > 4:
         nearest = int(np.searchsorted(places, position))

@@ -108,7 +108,7 @@ def token_ids(values: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 def tokens_from_bytes(blob: bytes) -> TokenIds:
     """Token ids from `ids.astype("<i4").tobytes()`, without a copy. Raises InvalidTokensError."""
     if len(blob) % 4:
-        raise InvalidTokensError(f"{len(blob)} bytes are no whole number of 4-byte token ids")
+        raise InvalidTokensError(f"{len(blob)} bytes are not a whole number of 4-byte token ids")
     return token_ids(np.frombuffer(blob, dtype="<i4"))
 
 

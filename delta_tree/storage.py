@@ -141,13 +141,13 @@ class Storage:
 
 
 def aside_path(path: Path) -> Path:
-    """Where `set_aside` moves a store."""
+    """Return the path to which `set_aside` moves a store."""
     return path.with_name(f"{path.name}.old")
 
 
 def set_aside(path: Path) -> Path:
     """
-    Move a store, damaged or not, and its journal to `path` with `.old` behind it, and return that path.
+    Move a store, damaged or not, and its journal to `path` with `.old` at its end, and return that path.
 
     An earlier `.old` is replaced. File modes stay as they are.
     Raises:  StoreLockedError if a process has it open; StoreUnavailableError

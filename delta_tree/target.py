@@ -20,7 +20,7 @@ from delta_tree.spans import TokenIds, token_ids
 
 @dataclass(slots=True, eq=False)
 class Look:
-    """What was found of a candidate's visible tokens, for the positions of the prompt after some prefix."""
+    """The candidate's visible tokens that were found in the prompt after some prefix."""
 
     visible: Ids  # held, so that no other array gets its address
     hashes: Hashes
@@ -43,7 +43,7 @@ class Target:
 
     @cached_property
     def hashes(self) -> Hashes:
-        """Of all its k-grams; not computed where only its exact prefix is wanted."""
+        """Return the hashes of all its k-grams; not computed if only its exact prefix is wanted."""
         return quick_hashes(self.tokens, self.min_run)
 
     @cached_property
@@ -52,13 +52,13 @@ class Target:
 
     @cached_property
     def anywhere(self) -> Sieve:
-        """Of all its k-grams; only needed for candidates that share nothing after the exact prefix."""
+        """Return the sieve of all its k-grams; needed for candidates that share only an exact prefix."""
         return Sieve(self.hashes)
 
     def content(
         self, node: Node, segment_of: Callable[[SegmentId], Segment], *, max_generation: int, may_move: bool
     ) -> Content:
-        """What of a candidate may be copied, as it was when it was first asked for."""
+        """Return what of a candidate may be copied, as it was at the first call."""
         key = (id(node), max_generation, may_move)
         if key not in self._contents:  # the node is held, so that no other one gets its id
             self._contents[key] = (
@@ -83,7 +83,7 @@ class Target:
         return Look(visible, found.hashes[:size], places, is_new=True)
 
     def keep(self, look: Look, start: int, *, may_move: bool) -> None:
-        """For a later composition."""
+        """Keep it for a later composition."""
         look.is_new = False
         self._looks[_address(look.visible), start, may_move] = look
 

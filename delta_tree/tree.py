@@ -88,7 +88,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
     @property
     def identity(self) -> str | None:
-        """What the stored KV depends on, as the file has it; None in memory."""
+        """Return what the stored KV depends on, as the file has it; None in memory."""
         return self._writer.identity
 
     def attach(self, path: Path, *, identity: str) -> None:

@@ -45,7 +45,7 @@ class ChangeWriter:
 
     @property
     def identity(self) -> str | None:
-        """Of the file; None for a tree in memory."""
+        """Return the identity of the file; None for a tree in memory."""
         return None if self._storage is None else self._storage.identity
 
     def attach(self, storage: Storage) -> None:

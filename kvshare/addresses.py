@@ -44,7 +44,7 @@ def check_port(host: str, port: int, *, setting: str, remedy: str) -> None:
 
 
 def is_own(url: str, host: str, ports: Iterable[int]) -> bool:
-    """Whether a URL leads to a server of this machine that listens on `host` and one of the ports."""
+    """Return whether a URL leads to a server of this machine that listens on `host` and one of the ports."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     if port not in ports or not parts.hostname:
@@ -56,7 +56,7 @@ def is_own(url: str, host: str, ports: Iterable[int]) -> bool:
 
 
 def reachable(host: str) -> str:
-    """Where this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return _LOOPBACK.get(host, host)
 
 

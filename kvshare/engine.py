@@ -45,7 +45,7 @@ from kvshare.tenants import Tenants
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words."""
+    """The reason why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -193,7 +193,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def stats(self, question: StatsQuestion) -> ServerStats:
-        """How much is stored, in all and per namespace, and what plans are priced with."""
+        """Return how much is stored, in all and per namespace, and what plans are priced with."""
 
     @abstractmethod
     async def tree(self, question: TreeQuestion) -> TreeDocument:

@@ -214,7 +214,7 @@ class UpstreamError(KVShareError):
 
 
 class WrongServerError(UpstreamError):
-    """What answers is a KVShare server, this one or another, where a vLLM or its connector was expected."""
+    """A KVShare server, this one or another, answers where a vLLM or its connector was expected."""
 
 
 class NoReplicaError(KVShareError):

@@ -1,5 +1,5 @@
 """
-What is installed beside the base: the extras of pyproject.toml by the modules they bring.
+What is installed besides the base: the extras of pyproject.toml by the modules they bring.
 
 The base is what a proxy in front of vLLM and the connector inside vLLM import. A command that needs more asks
 for it here before it begins, so that a missing library is one line, not a traceback an hour later.
@@ -57,7 +57,7 @@ def _is_installed(module: str) -> bool:
 
 
 def require_modules(extra: str, *, what: str) -> None:
-    """The same for an extra that stands beside the others. Raises MissingExtraError."""
+    """The same for an extra that can be added to the others. Raises MissingExtraError."""
     missing = [module for module in ASIDE[extra] if not _is_installed(module)]
     if missing:
         raise MissingExtraError(

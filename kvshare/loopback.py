@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is in 127.0.0.0/8, ::1 (also with a zone) or `localhost`. Other names are not resolved."""
+    """True for 127.0.0.0/8, ::1 (also with a zone) and `localhost`. Other names are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -181,7 +181,7 @@ def _shorten(tree: DeltaTree, alive: Container[SegmentId], min_tokens: int) -> N
 
 
 def problem_of(exc: MetadataStoreError) -> str:
-    """What is wrong with a store, as the end of a sentence: without advice and digests of models."""
+    """Say what is wrong with a store, as the end of a sentence: without advice and digests of models."""
     if isinstance(exc, StoreForeignError):
         return "belongs to another program"
     if isinstance(exc, StoreMismatchError):

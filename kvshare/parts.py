@@ -27,7 +27,7 @@ class PartState(StrEnum):
 
 
 class ServedPart(StrEnum):
-    """In the order in which they are listed."""
+    """The parts, in the order in which they are listed."""
 
     SHARING = auto()  # what the operator allows
     MODEL = auto()  # what it lets be shared
@@ -151,7 +151,7 @@ def _was_logged(status: PartStatus) -> bool:
 
 
 def in_words(parts: Iterable[PartStatus]) -> str:
-    """Of those that are not well what is wrong, for one line; empty if all are well."""
+    """Say in one line what is wrong with the parts that are not well; empty if all are well."""
     return "; ".join(
         f"replica {each.public_name}: {each.summary}" if each.public_name else str(each.summary)
         for each in parts

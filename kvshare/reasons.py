@@ -72,7 +72,7 @@ class Reason(StrEnum):
 
 @cache
 def explanations() -> Mapping[Reason, str]:
-    """What each reason means for users, and what to do."""
+    """Return what each reason means for users, and what to do."""
     texts = yaml.safe_load(Path(__file__).with_name("reasons.yaml").read_text(encoding="utf-8"))
     return {Reason(word): text for word, text in texts.items()}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SharingMode(StrEnum):
-    """What a request may share: nothing, equal prefixes, or also approximate KV."""
+    """The kind of KV that a request may share: none, equal prefixes, or also approximate KV."""
 
     OFF = "off"
     EXACT = "exact"
@@ -27,7 +27,7 @@ class SharingMode(StrEnum):
 
 
 class Decision(StrEnum):
-    """What a prompt shared: approximate KV, an equal prefix, or nothing (all of it was computed)."""
+    """The kind of KV that a prompt shared: approximate, an equal prefix, or none (all was computed)."""
 
     APPROX = "approx"
     EXACT = "exact"
@@ -62,7 +62,7 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How far an answer may deviate from that of a full prefill: KL in nats, known before the prefill."""
+    """The predicted deviation of an answer from that of a full prefill: KL in nats, before the prefill."""
 
     expected: float  # mean over such plans, including what their donors carry
     bound: float  # what an answer exceeds with at most the risk that is allowed
@@ -73,13 +73,13 @@ class Prediction:
 
     @property
     def keeps_limit(self) -> bool:
-        """Whether such answers deviate by more than the limit with no more than the risk that is allowed."""
+        """True if such answers exceed the limit with no more than the allowed risk."""
         return self.bound <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class SharingReport:
-    """Where the prompt's KV came from. exact + copied + recomputed + repaired == prompt tokens."""
+    """The sources of the prompt's KV. exact + copied + recomputed + repaired == prompt tokens."""
 
     num_exact: int  # equal prefix, reused as it was
     num_copied: int  # equal tokens with another context, copied

@@ -115,7 +115,7 @@ class Runtime(Generic[KeeperT]):
         return {**stored, "costs": costs, "control": control, "pins": pins, "tiers": tiers}
 
     def status(self) -> EngineStatus:
-        """What is stored, in constant time and without a lock. The engine adds the running requests."""
+        """Return what is stored, in constant time, without a lock. The engine adds the running requests."""
         stats = self.sharing.tree.stats()
         return EngineStatus(
             ready=True,
@@ -134,7 +134,7 @@ class Runtime(Generic[KeeperT]):
         )
 
     def _parts(self) -> Iterator[PartReading]:
-        """How all is that requests can do without, but for what the engine adds."""
+        """Yield the states of the parts that requests do not need, but for those that the engine adds."""
         yield from self.index.parts()
         if self.index.embedder is not None:
             yield PartReading(ServedPart.BACKLOG, "full" if self.embedding.is_behind else None)

@@ -94,7 +94,7 @@ class ServedIndex:
             )
 
     def status(self) -> IndexStatus:
-        """For `/ready` and the metrics. Reads the free space of the disk."""
+        """Return the status for `/ready` and the metrics. Reads the free space of the disk."""
         return IndexStatus(
             paused=self._index.why_paused(),
             num_waiting=self.nominator.num_waiting,
@@ -105,7 +105,7 @@ class ServedIndex:
         )
 
     def parts(self) -> Iterator[PartReading]:
-        """Those that nomination can do without."""
+        """Yield the parts that nomination does not need."""
         paused = self._index.why_paused()
         if self._problem is not None:
             yield PartReading(ServedPart.INDEX, "closed", self._problem)

@@ -12,7 +12,7 @@ from vector_index import CircuitState
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What `/v1/models` reports of the served model."""
+    """The served model, as `/v1/models` reports it."""
 
     model_id: str
     created: int  # unix seconds
@@ -33,7 +33,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class IndexStatus:
-    """Whether the index is written, and how much disk space it has."""
+    """The state of the index: whether it is written, and how much disk space it has."""
 
     paused: str | None  # why nothing is written now; None: it is
     num_waiting: int  # prompts that are indexed when the pause ends
@@ -61,7 +61,7 @@ class TierStatus:
     is_late: bool = False  # it was read too late, a minute ago at most
 
     def reading(self) -> PartReading:
-        """Of the disk."""
+        """Report the state of the disk."""
         if self.problem is not None:
             return PartReading(ServedPart.DISK, "not written", self.problem)
         return PartReading(ServedPart.DISK, "late" if self.is_late else None)
@@ -69,7 +69,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """How much is shared at one load, and what that rests on."""
+    """The sharing at one load, and the figures for it."""
 
     load: str  # requests in flight at one engine: 1, 2-3, 4-7, ...
     rung: int  # 0: everything is shared; the higher, the less
@@ -83,7 +83,7 @@ class LoadStatus:
 
 @dataclass(frozen=True, slots=True)
 class ControlStatus:
-    """What the controller of a whole server found and decided: see `kvshare.sharing.control`."""
+    """The findings and decisions of the controller of a whole server: see `kvshare.sharing.control`."""
 
     unshared_share: float  # of time; 0: nothing is compared
     num_requests: Mapping[str, int]  # by how they were served: usual, unshared, trial
@@ -97,7 +97,7 @@ class ControlStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What `/ready` and `/metrics` report: whether the engine can serve, and its load."""
+    """The report of `/ready` and `/metrics`: whether the engine can serve, and its load."""
 
     ready: bool
     detail: str

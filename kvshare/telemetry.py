@@ -35,7 +35,7 @@ class Component(StrEnum):
 
 
 class FallbackReason(StrEnum):
-    """Why a request was served without a part."""
+    """The reason why a request was served without a part."""
 
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -49,7 +49,7 @@ class FallbackReason(StrEnum):
 
 
 class EvictionCause(StrEnum):
-    """Why a prompt, or the end of one, left the tree."""
+    """The reason why a prompt, or the end of one, left the tree."""
 
     CAPACITY = "capacity"
     END = "end"
@@ -58,7 +58,7 @@ class EvictionCause(StrEnum):
 
 
 class TicketEvent(StrEnum):
-    """What happened to a request of a replica that no report settled."""
+    """The end of a replica's request that no report settled."""
 
     EXPIRED = "tickets:expired"
     UNKNOWN = "tickets:unknown"

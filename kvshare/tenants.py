@@ -99,7 +99,7 @@ class Tenants:
             self._owners[namespace] = named(owner)
 
     def owner_of(self, namespace: str) -> NamespaceOwner | None:
-        """None where no request of it came, so that its tenant is not known."""
+        """Return the owner; None if no request of it came, so that its tenant is not known."""
         return self._owners.get(namespace)
 
     def take_noted(self) -> list[tuple[str, NamespaceOwner]]:

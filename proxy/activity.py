@@ -82,7 +82,7 @@ class _Minute:
 
 
 class Activity:
-    """What the requests of the last day came to. Used on the event loop only."""
+    """Sums over the requests of the last day. Used on the event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

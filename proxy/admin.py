@@ -147,7 +147,7 @@ def _executing(kind: type[Evict] | type[Pin] | type[Unpin]) -> Handler:
 
 
 def _arguments(request: web.Request) -> Mapping[str, str]:
-    """Those of the query, and of the path, which wins."""
+    """Return the arguments of the query and of the path, which wins."""
     return {**request.query, **request.match_info}
 
 
@@ -164,7 +164,7 @@ def _digests_in(document: Mapping[str, Any]) -> set[str]:
 
 
 def _owners(server: ServerContext, digests: AbstractSet[str]) -> dict[str, dict[str, Any]]:
-    """Of these namespaces, whose they are: also those of keys that are not configured any more."""
+    """Return the owners of these namespaces, also those of keys that are not configured any more."""
     owners = ((digest, server.engine.tenants.owner_of(digest)) for digest in sorted(digests))
     return {digest: _described(server, owner) for digest, owner in owners if owner is not None}
 
@@ -214,7 +214,7 @@ async def request_by_id(request: web.Request) -> web.Response:
 
 
 async def _gone(server: ServerContext, document: Mapping[str, Any]) -> list[int]:
-    """Of a request's donors, and the nodes that it was stored as, those that were evicted since."""
+    """Return those of a request's donors, and of the nodes it was stored as, that were evicted since."""
     donors = {donor for prompt in document["prompts"] for donor in prompt["donors"]}
     stored = {entry["node"] for entry in document.get("stored", ()) if entry["node"] is not None}
     gone = []

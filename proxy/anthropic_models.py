@@ -20,7 +20,7 @@ _MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class PageQuestion:
-    """Which part of the list: the models after one, or before one, by their ids."""
+    """The requested part of the list: the models after one, or before one, by their ids."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
     limit: Annotated[int, Field(ge=1, le=_MOST)] = 20

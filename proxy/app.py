@@ -146,7 +146,7 @@ async def _usage_kept(usage: UsageLedger) -> AsyncIterator[None]:
 
 
 def _parts_watched(server: ServerContext) -> AbstractAsyncContextManager[None]:
-    """So that the list knows since when, also where no client asks, and the log has it."""
+    """Read the parts' states regularly, so that times and log lines are right even if no client asks."""
 
     async def look() -> None:
         if server.lifecycle.is_engine_up:

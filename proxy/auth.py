@@ -108,7 +108,7 @@ class Keyring:
         return [key.name for key in self._keys.get(owner, [])]
 
     def owner_named(self, tenant: str | None, key: str | None) -> Owner | None:
-        """The owner of a key's requests, or of what a tenant's keys share; None: there is no such one."""
+        """The owner of a key's requests, or of what a tenant's keys share; None if there is no such owner."""
         keys = (entry for entries in self._keys.values() for entry in entries)
         if key is not None:
             found = (
@@ -142,13 +142,13 @@ def _presented_key(request: web.Request) -> bytes:
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether a route is closed to those who may only infer."""
+    """Return whether a route is closed to keys of the role `infer`."""
     return any(path == each or path.startswith(f"{each}/") for each in _OF_OPERATORS)
 
 
 def is_local(request: web.Request) -> bool:
     """
-    Whether the request comes from a program on this machine, on its own behalf.
+    Return whether the request comes from a program on this machine, on its own behalf.
 
     A web page in the user's browser (Origin, Sec-Fetch-Site, a foreign Host) and what a reverse proxy on this
     machine forwards come from a loopback address too. They are not local, but a proxy is known by headers
@@ -160,13 +160,13 @@ def is_local(request: web.Request) -> bool:
         return False
     try:
         host = request.url.host
-    except ValueError:  # the header Host is no host's name
+    except ValueError:  # the header Host is not the name of a host
         return False
     return is_loopback(request.remote or "") and is_loopback(host or "")
 
 
 def _is_of_foreign_page(request: web.Request) -> bool:
-    """Whether a browser sent the request for a page that another server sent. Pages cannot set these."""
+    """Return whether a browser sent the request for another server's page. Pages cannot set these headers."""
     site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
     if site is None and origin is None:
         return False
@@ -175,7 +175,7 @@ def _is_of_foreign_page(request: web.Request) -> bool:
 
 def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:
     """
-    Where a browser asks if a page may send something: what allows it, beside what `add_cors_headers` adds.
+    Where a browser asks if a page may send something: what allows it, besides what `add_cors_headers` adds.
 
     Raises:  HttpError 403 for other origins
     """
@@ -212,6 +212,6 @@ def add_cors_headers(request: web.Request, response: web.StreamResponse, origins
 
 
 def _is_allowed(request: web.Request, origins: Sequence[str]) -> bool:
-    """Whether a page of the request's origin may use the route that it asks for."""
+    """Return whether a page of the request's origin may use this route."""
     origin, path = request.headers.get("Origin"), request.path
     return origin is not None and not is_for_operators(path) and (ANY_ORIGIN in origins or origin in origins)

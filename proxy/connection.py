@@ -140,7 +140,7 @@ class _Protocol(web.RequestHandler):
             self._last_body = self._messages[-1][1]
 
     def eof_received(self) -> bool:  # type: ignore[override]  # aiohttp's says less than asyncio's
-        """Whether the connection stays open."""
+        """Return whether the connection stays open."""
         if self._is_idle:
             return False
         if not self._is_half_closed:
@@ -151,7 +151,7 @@ class _Protocol(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is no request that still gets an answer."""
+        """Return whether no request still waits for an answer."""
         return self._waiter is not None and not self._messages
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -203,10 +203,10 @@ class _Protocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Bytes that are no HTTP request. aiohttp would answer as text, with these bytes in it."""
+        """Answer bytes that are not an HTTP request. aiohttp would answer as text, with these bytes in it."""
         super().handle_error(request, status, exc, message)  # closes the connection where an answer has begun
         reply = ErrorReply(500, ErrorCode.INTERNAL_ERROR, "The server failed to answer; see its log.")
-        said = "bytes that are no HTTP request"
+        said = "bytes that are not an HTTP request"
         if status < 500:
             reply = refusal_of(exc, message or "")
             said = reply.message
@@ -222,7 +222,7 @@ class _Protocol(web.RequestHandler):
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the other side has rejected what it was sent: its socket is gone."""
+    """Return whether the other side's socket is gone, so that it rejected what it was sent."""
     if not hasattr(select, "poll"):
         return False  # on Windows: a write that fails says so
     poll = select.poll()

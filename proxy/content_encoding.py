@@ -42,7 +42,7 @@ class _TooLarge(Exception):
 
 
 class _Decoder(Protocol):
-    """Of one member of a stream. zlib's, and zstd's of the standard library."""
+    """A decompressor of one member of a stream: zlib's, or zstd's of the standard library."""
 
     @property
     def eof(self) -> bool: ...
@@ -97,7 +97,7 @@ def _decoded(raw: bytes, codings: tuple[str, ...], max_bytes: int) -> bytes:
 
 
 def _members(raw: bytes, max_bytes: int, new_decoder: Callable[[], _Decoder], *, most: int) -> bytes:
-    """What one member or several, one after the other, hold."""
+    """Return the content of one or several members that follow each other."""
     decoder, num_members, out = new_decoder(), 1, bytearray()
     for start in range(0, len(raw), _PIECE):
         pending = raw[start : start + _PIECE]
@@ -121,7 +121,7 @@ def _gzip(raw: bytes, max_bytes: int) -> bytes:
 
 
 def _deflate(raw: bytes, max_bytes: int) -> bytes:
-    """With zlib's header, as RFC 9110 says, or without, as some clients send it."""
+    """Accept `deflate` with zlib's header, as RFC 9110 says, or without, as some clients send it."""
     has_header = raw[0] & 0x0F == zlib.DEFLATED
     wbits = zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
     return _members(raw, max_bytes, lambda: zlib.decompressobj(wbits), most=1)

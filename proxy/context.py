@@ -21,7 +21,7 @@ from proxy.usage import UsageLedger
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What a handler needs beside its request."""
+    """The objects that a handler needs besides its request."""
 
     live: LiveSettings
     engine: Engine
@@ -35,7 +35,7 @@ class ServerContext:
 
     @property
     def settings(self) -> Settings:
-        """Those in force now: read them again for each request."""
+        """Return the settings in force now. Read them again for each request."""
         return self.live.settings
 
     @property

@@ -72,7 +72,7 @@ class ErrorReply:
         return {"type": "error", "error": error, "request_id": request_id}
 
     def to_response(self, *, anthropic_id: str | None = None) -> web.Response:
-        """In OpenAI's words; with a request's id in Anthropic's, which name it."""
+        """Write the error in OpenAI's format; with a request's id in Anthropic's, which contains the id."""
         body = self.body if anthropic_id is None else self.anthropic_body(anthropic_id)
         return web.Response(
             status=self.status,
@@ -83,12 +83,12 @@ class ErrorReply:
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether the clients of this path are Anthropic's, whether or not there is such a route."""
+    """Return whether clients of this path speak Anthropic's API. The route need not exist."""
     return path == _ANTHROPIC_ROUTES or path.startswith(f"{_ANTHROPIC_ROUTES}/")
 
 
 def speaks_anthropic(request: web.Request) -> bool:
-    """Whether it is answered in Anthropic's words: by its path, and the list of models by a header."""
+    """Return whether Anthropic's format is used: by the path, and for the list of models by a header."""
     is_list = request.path == _MODELS or request.path.startswith(f"{_MODELS}/")
     return is_anthropic(request.path) or (is_list and "anthropic-version" in request.headers)
 
@@ -130,7 +130,7 @@ _TABLE: tuple[tuple[type[KVShareError], ErrorReply], ...] = (
 
 
 def to_reply(exc: Exception) -> ErrorReply:
-    """What the client learns of `exc`. An unexpected error is reported without its message."""
+    """Return the client's reply to `exc`. An unexpected error is reported without its message."""
     if isinstance(exc, HttpError):
         return exc.reply
     if isinstance(exc, web.HTTPException):

@@ -106,7 +106,7 @@ def _check_unicode(document: object) -> None:
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError("The JSON body holds a lone surrogate, which is no Unicode text.") from None
+        raise RequestError("The JSON body holds a lone surrogate, which is not valid Unicode text.") from None
 
 
 def _problem(exc: json.JSONDecodeError) -> str:
@@ -122,7 +122,7 @@ def _problem(exc: json.JSONDecodeError) -> str:
 
 
 def _found(letter: str) -> str:
-    """What a single character is, in words that tell nothing of a text."""
+    """Name the kind of a single character, without revealing the text."""
     if not letter:
         return "the end of the body"
     if letter in _MARKS:
@@ -151,4 +151,4 @@ def _float(digits: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"The body is not JSON: {name} is no number.")
+    raise RequestError(f"The body is not JSON: {name} is not a number.")

@@ -52,7 +52,7 @@ class EntryChanges:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs from before. `needs_restart`: settings that differ in the files and are not in force."""
+    """The differences from before. `needs_restart`: changed in the files, and not in force."""
 
     settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # before, and now
     keys: EntryChanges = EntryChanges()
@@ -82,7 +82,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What the files said when they were read last."""
+    """The settings of the files as they were read last."""
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -90,7 +90,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _InForce:
-    """What a server goes by at a time."""
+    """The settings that are in force at one time."""
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -221,7 +221,7 @@ class LiveSettings:
         return read, access
 
     def _made(self, chosen: Mapping[str, Any], access: Access, read: _Read | None = None) -> _InForce:
-        """What was read, with `chosen` above, as far as it can change now. Raises ConfigError."""
+        """Return what was read, with `chosen` on top, as far as it can change now. Raises ConfigError."""
         read = read or self._read
         asked, tree = _values(read.settings), self._started.model_dump(by_alias=True)
         for path in CHANGEABLE:

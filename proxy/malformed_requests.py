@@ -29,7 +29,7 @@ _DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found\.")
 
 
 def refusal_of(exc: BaseException | None, message: str) -> ErrorReply:
-    """What a client reads whose bytes are no request."""
+    """The reply to a client whose bytes are not a request."""
     if isinstance(exc, LineTooLong):
         is_line = exc.args[1] == MAX_LINE
         text = f"The request's line is too long: expected at most {MAX_LINE} bytes."
@@ -39,11 +39,11 @@ def refusal_of(exc: BaseException | None, message: str) -> ErrorReply:
     if message.startswith("Too many headers"):
         text = "The request has too many headers: expected at most 128."
         return ErrorReply(431, ErrorCode.REQUEST_TOO_LARGE, text)
-    return ErrorReply(400, ErrorCode.BAD_REQUEST, f"This is no HTTP request: {fault_of(exc, message)}.")
+    return ErrorReply(400, ErrorCode.BAD_REQUEST, f"This is not an HTTP request: {fault_of(exc, message)}.")
 
 
 def fault_of(exc: BaseException | None, message: str) -> str:
-    """What is wrong about the bytes, without the bytes."""
+    """Name the fault of the bytes, without quoting them."""
     if duplicate := _DUPLICATE.fullmatch(message):
         return f"it has two {duplicate[1]} headers"
     if isinstance(exc, LineTooLong):
@@ -55,4 +55,4 @@ def fault_of(exc: BaseException | None, message: str) -> str:
     reason = message.removeprefix("Bad status line:\n  ").partition(":\n\n")[0].strip()
     if reason in _FAULTS:
         return _FAULTS[reason]
-    return "its address is no URL" if isinstance(exc, InvalidURLError) else "expected HTTP/1.1"
+    return "its address is not a URL" if isinstance(exc, InvalidURLError) else "expected HTTP/1.1"

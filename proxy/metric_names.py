@@ -82,7 +82,7 @@ class RequestHistogram(_Row, Enum):
     )
     EXPECTED_DEVIATION_NATS = (
         "kvshare_expected_deviation_nats",
-        "Expected KL of an answer behind approximate KV, used or refused.",
+        "Expected KL of an answer from approximate KV, used or refused.",
         ("result", "repair"),
         (0.0001, 0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1),
     )

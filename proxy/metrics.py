@@ -148,7 +148,7 @@ class Metrics(Collector):
         tokens.labels(tenant, "kvshare_approx").inc(total.num_copied)
 
     def _count_sources(self, report: SharingReport, mode: SharingMode) -> None:
-        """Where the KV of a prompt came from."""
+        """Count the tokens of a prompt by where their KV came from."""
         tokens = self._counters[RequestCounter.PROMPT_TOKENS_BY_SOURCE]
         tokens.labels("compute").inc(report.num_missed)
         tokens.labels("kvshare_exact").inc(report.num_exact)
@@ -175,7 +175,7 @@ def _family(row: _EngineMetric) -> GaugeMetricFamily | CounterMetricFamily:
 
 
 def _state(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
-    """What the engine, its index and its replicas are like now; names of replicas are the operator's."""
+    """Yield gauges of the engine, its index and its replicas. Names of replicas are the operator's."""
     figures: dict[EngineGauge, float | None] = {
         EngineGauge.QUEUE_DEPTH: status.num_waiting,
         EngineGauge.RUNNING_REQUESTS: status.num_running,
@@ -213,7 +213,7 @@ def _state(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
 
 
 def _tiers(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
-    """Of the engine in this process."""
+    """Yield gauges of the tiers of the engine in this process."""
     if tiers := status.tiers:
         yield EngineGauge.TIER_SEGMENTS, [((tier.name,), tier.num_segments) for tier in tiers]
         yield EngineGauge.TIER_BYTES, [((tier.name,), tier.num_bytes) for tier in tiers]
@@ -236,7 +236,7 @@ def _tiers(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
 
 
 def _counted(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
-    """What the engine counts. All causes of evictions are there, also with 0."""
+    """Yield counters of the engine. All causes of evictions are listed, also with 0."""
     counts, index = status.counts, status.index
     if not status.replicas:  # vLLM counts the tokens that it generates
         yield EngineCounter.GENERATED_TOKENS, [((), counts.num_generated_tokens)]

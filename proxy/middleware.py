@@ -118,7 +118,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
         record.admission.failure = RequestFailure.of(exc, reply)
-        if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # that is a state
+        if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # starting or draining
             log_failure(record.request_id, exc)
         return reply.to_response(anthropic_id=record.request_id if speaks_anthropic(request) else None)
 

@@ -22,7 +22,7 @@ from proxy.errors import HttpError
 
 
 class Limit(StrEnum):
-    """Which limit a request exceeded."""
+    """The limit that a request exceeded."""
 
     REQUESTS = "requests_per_minute"
     IN_FLIGHT = "max_in_flight"
@@ -30,14 +30,14 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many requests a tenant has left now, and when it has all of them again."""
+    """The number of requests that a tenant has left, and when it has all of them again."""
 
     limit: int
     remaining: int
     reset_s: float
 
     def headers(self, *, is_anthropic: bool) -> dict[str, str]:
-        """In the words of the API whose client asks."""
+        """Return the headers of the API whose client asks."""
         if is_anthropic:
             at = datetime.now(UTC) + timedelta(seconds=self.reset_s)
             reset = at.isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -56,7 +56,7 @@ class _Bucket:
         self.limit, self._left, self._at = limit, float(limit), now
 
     def resized(self, limit: int, now: float) -> _Bucket:
-        """With another limit, and the same share of it left."""
+        """Return this quota under another limit, with the same share of it left."""
         self._refill(now)
         other = _Bucket(limit, now)
         other._left = limit * self._left / self.limit
@@ -124,7 +124,7 @@ class Quotas:
                 del self._num_in_flight[tenant]
 
     def allowance(self, tenant: str) -> Allowance | None:
-        """What it has left; None: as many as it wants."""
+        """Return the number of requests that it has left; None if it is not limited."""
         limit = self.limits_of(tenant).requests_per_minute
         return None if limit is None else self._bucket(tenant, limit).allowance(self._clock())
 
@@ -156,7 +156,7 @@ class Quotas:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 8.64s, 6m0s."""
+    """Format seconds as OpenAI does: 120ms, 8.64s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:

@@ -190,7 +190,7 @@ def parse_kvshare(document: Mapping[str, Any]) -> KVShareObject | None:
 
 
 def is_controlled(given: KVShareObject | None) -> bool:
-    """Whether the controller may serve a request without sharing: not if it says that it is to be stored."""
+    """Return whether the controller may serve a request unshared: not if the request asks to be stored."""
     return given is None or given.no_store is not False
 
 

@@ -32,7 +32,7 @@ class RequestHistory:
             self._set(record.unique_id, lambda: _document(record, endpoint, status=None))
 
     def end(self, record: RequestRecord, endpoint: str, status: int) -> None:
-        """It is over. What the engine still learns of it is asked for when it is looked up."""
+        """Note that it is over. What the engine learns of it later is read when the request is looked up."""
         document, executed = _document(record, endpoint, status=status), record.preparation.executed
         self._set(record.unique_id, lambda: {**document, **executed()})
 
@@ -54,7 +54,7 @@ class RequestHistory:
 
 
 def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:
-    """What each prompt of a request was stored as, so far."""
+    """Return the nodes that a request's prompts were stored as, so far."""
     return {"stored": [{"node": entry.node, "settled": entry.is_settled} for entry in stored]}
 
 
@@ -94,7 +94,7 @@ def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> di
 
 
 def tokens_by_source(report: SharingReport) -> dict[str, int]:
-    """Where the KV of a prompt's tokens comes from, by the names that clients and operators read."""
+    """Count a prompt's tokens by where their KV comes from, with the names that users read."""
     reused = {"exact": report.num_exact, "copied": report.num_copied}
     return {**reused, "recomputed": report.num_recomputed, "repaired": report.num_repaired}
 

@@ -1,4 +1,4 @@
-"""What the log says of a request: one line when it is over, and the server's own errors."""
+"""Writes one log line for each finished request, and the server's own errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def log_request(record: RequestRecord, endpoint: str, status: int, client: str) 
 
 
 def _generated(record: RequestRecord) -> dict[str, Any]:
-    """What a generating request adds to its line. "-": not known here."""
+    """Return the fields that a generating request adds to its line. "-": not known here."""
     total, num_completion_tokens = record.answer.total, record.answer.num_completion_tokens
     fields = {
         "finish_reason": record.answer.ended_as or "-",

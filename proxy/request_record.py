@@ -57,7 +57,7 @@ class AdmissionRecord:
 
 @dataclass(slots=True)
 class BodyRecord:
-    """What the body, and the operator's rules for it, say."""
+    """The results of reading the body: whose space it names, and which rules changed it."""
 
     divided_owner: Owner | None = None  # the caller's owner, divided by the body's `cache_salt`
     rules: tuple[str, ...] = ()  # those that rewrote it
@@ -65,7 +65,7 @@ class BodyRecord:
 
 @dataclass(slots=True)
 class PreparationRecord:
-    """What is generated for a request, and how."""
+    """The request as it is prepared for the engine: its mode and its times so far."""
 
     mode: SharingMode | None = None  # None: nothing was generated
     body_s: float | None = None  # until a relay has read it
@@ -83,7 +83,7 @@ class PreparationRecord:
 
 @dataclass(slots=True)
 class AnswerRecord:
-    """What came of a request: its plans, its times, its end."""
+    """The outcome of a request: its plans, its times, its end."""
 
     reports: dict[int, SharingReport] = field(default_factory=dict)  # by the number of the prompt
     finished: dict[int, Finished] = field(default_factory=dict)  # the same, of those that have ended
@@ -99,7 +99,7 @@ class AnswerRecord:
 
     @property
     def num_completion_tokens(self) -> int | None:
-        """None for a relayed answer, whose tokens were not counted here."""
+        """Return the number of generated tokens; None for a relayed answer, which is not counted here."""
         if not self.finished:
             return None
         return sum(finished.num_completion_tokens for finished in self.finished.values())
@@ -129,14 +129,14 @@ class RequestRecord:
 
     @property
     def lookup_s(self) -> float:
-        """What finding its plan took, and reading the KV for it."""
+        """Seconds to find the plan, and to read the KV for it."""
         stages = self.preparation.stages
         ended = [finished.stage_seconds for finished in self.answer.finished.values()]
         return sum(times.get(stage, 0.0) for times in (stages, *ended) for stage in LOOKUP_STAGES)
 
     @property
     def reason(self) -> Reason | None:
-        """Why not more was shared; of several prompts the first reason."""
+        """Return why not more was shared; of several prompts the first reason."""
         return self.answer.total.reason if self.answer.reports else self.preparation.unplanned
 
     @property

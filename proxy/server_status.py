@@ -1,4 +1,4 @@
-"""What a server is and how its parts are, as one JSON-ready document for operators: no text, no tokens."""
+"""Describes a server and its parts as one JSON-ready document for operators: no text, no tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proxy.parts import part_documents, part_statuses
 
 
 def status_document(server: ServerContext) -> dict[str, Any]:
-    """Of a server whose engine is up."""
+    """Return the status of a server whose engine is up."""
     status, settings = server.engine.status(), server.settings
     return {
         "version": __version__,

@@ -27,7 +27,7 @@ class RequestSpan(Protocol):
 
 
 class Tracer(Protocol):
-    """What makes spans. All methods but `close` run on the event loop and never block or raise."""
+    """Makes spans. All methods except `close` run on the event loop and never block or raise."""
 
     def begin(self, method: str, headers: Mapping[str, str]) -> RequestSpan:
         """A request has come. Its span belongs to the client's, if its headers name one."""

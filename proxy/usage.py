@@ -51,7 +51,7 @@ class Used:
 
     @classmethod
     def of(cls, record: RequestRecord, status: int) -> Used:
-        """What one request has used."""
+        """Return the usage of one request."""
         if status == _TOO_MANY:
             return cls(refused=1)
         total = record.answer.total

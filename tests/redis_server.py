@@ -3,7 +3,6 @@
 import datetime
 import ipaddress
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvshare.settings import SharedTierSettings, load_settings
+from kvshare_lab.vllm.ports import free_ports
 
 redis = pytest.importorskip("redis")
 
@@ -45,7 +45,9 @@ class RedisServer:
         file = self.folder / "password"
         file.write_text(PASSWORD + "\n")
         scheme = "rediss" if self.is_tls else "redis"
-        values = {"url": f"{scheme}://localhost:{self.port}/0", "password_file": str(file), **given}
+        url = f"{scheme}://localhost:{self.port}/0"
+        own: dict[str, object] = {"url": url, "password_file": str(file), "timeout_s": 20.0}
+        values = {**own, **given}
         if self.is_tls:
             values.setdefault("ca_file", str(self.folder / "ca.pem"))
         overrides = {f"shared_tier.{name}": value for name, value in values.items()}
@@ -64,9 +66,7 @@ class RedisServer:
 
 @contextmanager
 def redis_at(folder: Path, *options: str, tls: bool = False) -> Iterator[RedisServer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     if tls:
         _write_certificate(folder)
         options = (*options, "--port", "0", "--tls-port", str(port))

@@ -114,7 +114,9 @@ def test_three_apis_share_one_prompt(server: Server, responses: Responses, messa
             max_tokens=8,
             **options,
         )
+    server.settle()
     response = responses.create(instructions=system, input=user, max_output_tokens=8, **options)
+    server.settle()
     asked: dict[str, Any] = {"system": system, "messages": [{"role": "user", "content": user}]}
     message = messages.create(model=MODEL, **asked, max_tokens=8, **GREEDY)
     assert chat.choices[0].message.content == response.output_text == text_of(message.content[0])

@@ -44,6 +44,7 @@ def test_a_near_duplicate_is_served_from_another_prompts_kv(server: Server) -> N
     forms = pair(1)
     with client_for(server, "ann") as ann, client_for(server, "bob") as bob:
         _, first = ask(ann, forms.donor_messages)
+        server.settle()
         _, second = ask(bob, forms.recipient_messages)
     assert first["decision"] == "full"
     assert second["decision"] == "approx"
@@ -57,6 +58,7 @@ def test_a_request_lowers_the_limit_of_deviation_and_cannot_raise_it(server: Ser
     forms = pair(5)
     with client_for(server, "ann") as ann:
         ask(ann, forms.donor_messages, no_store=False)
+        server.settle()
         _, none = ask(ann, forms.recipient_messages, max_deviation=0, no_store=True)
         _, most = ask(ann, forms.recipient_messages, max_deviation=9, no_store=True)
     assert (none["decision"], none["reason"], none["max_deviation"]) == ("exact", "deviates_too_much", 0)
@@ -69,6 +71,7 @@ def test_the_next_turn_of_a_chat_finds_the_whole_chat(server: Server) -> None:
     messages = pair(2).donor_messages
     with client_for(server, "ann") as ann:
         answer, first = ask(ann, messages, mode="exact")  # other forms are like it
+        server.settle()
         turn = [
             *messages,
             {"role": "assistant", "content": answer},
@@ -113,6 +116,7 @@ def test_modes_are_obeyed(server: Server, mode: str) -> None:
     forms = pair(4)
     with client_for(server, "ann") as ann:
         ask(ann, forms.donor_messages)
+        server.settle()
         _, shared = ask(ann, forms.recipient_messages, mode=mode, no_store=True)
     assert (shared["exact"] > 0) == (mode != "off")
     assert (shared["copied"] > 0) == (mode == "approx")

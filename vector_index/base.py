@@ -25,7 +25,7 @@ VectorName = Literal["sparse", "dense"]  # fingerprints, embedding
 @dataclass(frozen=True, slots=True)
 class IndexSchema:
     """
-    The settings that an index was built with, written beside it as a stamp. `dimension` 0: no embeddings.
+    The settings that an index was built with, written next to it as a stamp. `dimension` 0: no embeddings.
 
     With other fingerprints or another embedder the stored vectors are useless: an index with another stamp is
     rebuilt, not read.
@@ -126,7 +126,7 @@ class VectorIndex(ABC):
 
     @abstractmethod
     async def count(self, namespace: str | None = None) -> int:
-        """How many prompts a namespace, or the whole index, holds."""
+        """Return how many prompts a namespace, or the whole index, holds."""
 
     async def maintain(self) -> None:
         """Housekeeping. Call it now and then, off the critical path. By default there is nothing to do."""
@@ -137,7 +137,7 @@ class VectorIndex(ABC):
         return None
 
     def has_lost_files(self) -> bool:
-        """Whether what is stored was deleted by others, so that `recreate` is needed."""
+        """Return whether what is stored was deleted by others, so that `recreate` is needed."""
         return False
 
     async def resume(self) -> None:

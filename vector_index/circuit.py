@@ -73,21 +73,21 @@ class Circuit:
 
     @property
     def state(self) -> CircuitState:
-        """What the next call meets."""
+        """Return the state that the next call meets."""
         if self._in_a_row < self._failures_to_open:
             return CircuitState.CLOSED
         return CircuitState.OPEN if self._clock() < self._next_trial_at else CircuitState.HALF_OPEN
 
     @property
     def problem(self) -> str | None:
-        """What went wrong last, while calls do not go through; None while they do."""
+        """Return what went wrong last, while calls do not go through; None while they do."""
         return None if self.state is CircuitState.CLOSED else self._last_failure
 
     async def attempt(self, call: Callable[[], Awaitable[T]], *, timeout_s: float) -> T | Failure:
         """
         What `call` returns, or a Failure if it raises, takes too long, or the circuit is open.
 
-        Cancellation from outside passes through, and IndexPausedError, which is no failure.
+        Cancellation from outside passes through, and IndexPausedError, which is not a failure.
         """
         state = self.state
         if state is CircuitState.OPEN:
@@ -127,7 +127,7 @@ class Circuit:
         return Failure(self.component, reason, detail)
 
     def _log_opened(self, detail: str) -> None:
-        """What is late is busy, as a rule, and not broken."""
+        """Log the opening. A late part is busy, as a rule, and not broken."""
         if self._late_in_a_row == self._in_a_row:
             more_time = f", or more time ({self._time_limit})" if self._time_limit else ""
             log.warning(

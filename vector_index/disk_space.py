@@ -65,7 +65,7 @@ class DiskSpace:
             raise IndexPausedError(reason)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether the free space stays above the threshold after this many bytes are written."""
+        """Return whether the free space stays above the threshold after this many bytes are written."""
         return self.free_bytes() - num_bytes >= self._min_free_bytes
 
 

@@ -124,13 +124,13 @@ class Embedder:
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens of a text `embed` reads; None: all of them. Loads the model."""
+        """Return how many tokens of a text `embed` reads; None: all of them. Loads the model."""
         limit = self.load().max_seq_length
         return None if limit is None else int(limit)
 
     def count_tokens(self, texts: Sequence[str]) -> Iterator[TokenCount]:
         """
-        How many tokens each text has, also those that `embed` would not read. Raises EmbedderError.
+        Return how many tokens each text has, also those that `embed` would not read. Raises EmbedderError.
 
         A very long text is counted to its end only if its beginning fits the model.
         """

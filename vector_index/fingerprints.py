@@ -127,7 +127,7 @@ class FingerprintFrequencies:
         return chosen
 
     def _num_holders(self, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """How many prompts hold each fingerprint; the result may be too high, never too low."""
+        """Return how many prompts hold each fingerprint; the result may be too high, never too low."""
         first, second = _buckets(prints)
         holders: NDArray[np.uint32] = np.minimum(self._counts[0, first], self._counts[1, second])
         return holders

@@ -169,7 +169,7 @@ class Indexer:
             self._missed.take(one.prompt_id for one in some if held.get(one.prompt_id) is one)
 
     def _known(self, records: Iterable[PromptRecord]) -> list[PromptRecord]:
-        """Those that were not forgotten meanwhile."""
+        """Return the prompts that were not forgotten meanwhile."""
         return [one for one in records if self._prefix_table.contains(one.namespace, one.prompt_id)]
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Indexer:
         return failures + failed
 
     def _note_embedded(self, batch: Sequence[PromptRecord], seconds: float) -> None:
-        """Of several prompts at once, what one takes is not known."""
+        """Note the seconds of an embedding; of several at once, what one takes is not known."""
         if len(batch) == 1:
             self.on_embedded(len(batch[0].token_ids), seconds)
 

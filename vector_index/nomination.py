@@ -69,7 +69,7 @@ class NominatorSettings:
         return max(self.max_fingerprints, num_tokens // _TOKENS_PER_FINGERPRINT)
 
     def schema(self, embedder: TextEmbedder | None) -> IndexSchema:
-        """What an index for these settings must have been built with."""
+        """Return the schema that an index for these settings must have been built with."""
         return IndexSchema(
             kgram=self.kgram,
             window=self.window,

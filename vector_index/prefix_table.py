@@ -77,7 +77,7 @@ class PrefixTable:
         return self._nearest(keys, wanted)
 
     def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
-        """Whether a stored prompt starts with the prefix that `longest` has found."""
+        """Return whether a stored prompt starts with the prefix that `longest` has found."""
         key = self._key_of.get((namespace, prompt_id))
         return key is not None and key.startswith(hit.digests)
 

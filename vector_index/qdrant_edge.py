@@ -201,12 +201,12 @@ class QdrantEdgeIndex(VectorIndex):
         self._waits_for_room = False
 
     def _has_room_to_optimise(self) -> bool:
-        """Whether the disk has room for new segments beside the old ones."""
+        """Return whether the disk has room for new segments next to the old ones."""
         needed = self._files.num_bytes()
         has_room = self.space.has_room_for(needed)
         if not has_room and not self._is_optimising_put_off:
             log.warning(
-                "the index is not optimised: that needs %s of free disk beside the index. Free some space",
+                "the index is not optimised: that needs %s of free disk next to the index. Free some space",
                 megabytes(needed),
             )
         self._is_optimising_put_off = not has_room

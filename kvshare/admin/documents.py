@@ -28,14 +28,14 @@ class NamespaceTotals(StoredTotals):
 
 
 class TenantTotals(StoredTotals):
-    """Of all namespaces of a tenant. `max_bytes`: its limit; None: it has none."""
+    """The sums of all namespaces of a tenant. `max_bytes`: its limit; None if it has none."""
 
     tenant: str
     max_bytes: int | None
 
 
 class StoreStats(TypedDict):
-    """What any store knows of itself, also one whose server is stopped."""
+    """The figures of any store, also of one whose server is stopped."""
 
     totals: StoredTotals
     namespaces: list[NamespaceTotals]
@@ -83,7 +83,7 @@ class LoadControl(TypedDict):
 
 
 class ControlDocument(TypedDict):
-    """What the controller found and decided: see `kvshare.status.ControlStatus`."""
+    """The controller's findings and decisions: see `kvshare.status.ControlStatus`."""
 
     unshared_share: float
     num_requests: dict[str, int]

@@ -130,7 +130,7 @@ class TreeQuestion:
         *,
         skip: int | None = None,
     ) -> list[TreeEntry]:
-        """Of these prompts; below them after `skip`."""
+        """Return the branches of these prompts; below them after `skip`."""
         if not levels:
             return []
         entries: list[TreeEntry] = []
@@ -146,13 +146,13 @@ class TreeQuestion:
         return entries
 
     def _page(self, tree: DeltaTree, siblings: Sequence[Node], skip: int | None) -> Sequence[Node]:
-        """Those that come first, sorted."""
+        """Return the nodes that come first, sorted."""
         first = skip or 0
         last = None if self.limit is None else first + self.limit
         return sorted(siblings, key=self._weight(tree, siblings), reverse=True)[first:last]
 
     def _weight(self, tree: DeltaTree, siblings: Sequence[Node]) -> Callable[[Node], float]:
-        """What siblings are sorted by."""
+        """Return the figure by which siblings are sorted."""
         match self.sort:
             case "bytes":
                 sizes = tree.bytes_of_subtrees([node.node_id for node in siblings])
@@ -235,7 +235,7 @@ def _totals(stats: TreeStats) -> StoredTotals:
 
 
 def _sum(rows: Iterable[StoredTotals]) -> StoredTotals:
-    """Of several namespaces together, which share nothing."""
+    """Sum up several namespaces, which share nothing with each other."""
     listed = list(rows)
     return {
         "num_nodes": sum(row["num_nodes"] for row in listed),

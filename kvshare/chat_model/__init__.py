@@ -29,5 +29,5 @@ def model_folder() -> Path:
 
 
 def is_prepared() -> bool:
-    """Whether the model can be loaded without a download."""
+    """Return whether the model can be loaded without a download."""
     return (model_folder() / ORIGIN_FILE).is_file()

@@ -31,7 +31,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, what was found, and what to do about it if it is not fine."""
+    """A check: what was looked at, what was found, and what to do if it is not fine."""
 
     name: str
     state: CheckState
@@ -105,7 +105,7 @@ def _check_port(host: str, port: int, setting: str, *, is_asked: bool) -> Check:
 
 
 def check_pages(settings: Settings) -> Check:
-    """Which web pages of other origins may call the server."""
+    """Check which web pages of other origins may call the server."""
     origins = settings.server.cors_origins
     if "*" in origins:
         asks_for_keys = settings.auth.keys or settings.auth.keys_file is not None

@@ -80,7 +80,7 @@ class JsonClient:
 
 
 def is_kvshare(url: str, *, timeout_s: float = 3.0) -> bool:
-    """Whether a KVShare server answers at `url`; it need not be ready."""
+    """Return whether a KVShare server answers at `url`; it need not be ready."""
     client = JsonClient(url, key=None, timeout_s=timeout_s)
     with suppress(KVShareError):
         client.send("/health")

@@ -36,7 +36,7 @@ def parse_connector(text: object) -> dict[str, Any]:
 def disk_settings(
     folder: Path | None, disk_bytes: int | None, *, kv_bytes: int, ranks: int
 ) -> Mapping[str, object]:
-    """Of the connector. Raises a usage error."""
+    """Return the connector's settings of a disk. Raises a usage error."""
     if folder is None:
         if disk_bytes is not None:
             raise typer.BadParameter("there is no --disk", param_hint="--disk-bytes")

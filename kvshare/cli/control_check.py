@@ -13,7 +13,7 @@ _TIMEOUT_S = 3.0
 
 
 def check_control(url: str, key: str | None) -> Check:
-    """Whether sharing pays there, as the server itself compares it. Nothing is measured here."""
+    """Check whether sharing pays there, as the server itself compares it. Nothing is measured here."""
     try:
         control = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats()["control"]
         share, loads = control["unshared_share"], control["loads"]

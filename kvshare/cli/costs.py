@@ -34,7 +34,7 @@ class SaidCosts:
 
 
 def in_words(costs: object) -> SaidCosts | None:
-    """None for what no server of this version sends."""
+    """Put costs into words; None for what no server of this version sends."""
     try:
         return _said(costs)  # type: ignore[arg-type]  # if it is none, an error says so
     except (AttributeError, KeyError, TypeError, ValueError):

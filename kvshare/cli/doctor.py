@@ -61,7 +61,7 @@ def doctor(
 
 
 def version(output_format: Format = OutputFormat.TERMINAL) -> None:
-    """What is installed: KVShare, Python and the libraries that matter."""
+    """Show what is installed: KVShare, Python and the libraries that matter."""
     from importlib import metadata  # a third of the time that --help takes
 
     from kvshare.vllm_protocol.versions import installed_version
@@ -120,7 +120,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
 
 
 def _check_running(config: Path | None, url: str | None, key: str | None) -> list[Check]:
-    """What the server at `url` has measured; by default the one that the config names."""
+    """Check what the server at `url` has measured; by default the one that the config names."""
     from kvshare.cli import checks, control_check, part_checks, server_checks
     from kvshare.settings import load_settings
 

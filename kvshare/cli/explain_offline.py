@@ -28,7 +28,7 @@ from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
 
-_NO_TIMEOUT_S = 3600.0  # no request waits behind this search
+_NO_TIMEOUT_S = 3600.0  # no request waits for this search
 _TOKENS_PER_S = 5_000_000  # that one core indexes
 _BATCH = 256
 

@@ -70,7 +70,7 @@ def parameter(
 
 
 def checked_url(url: str | None, option: str) -> str:
-    """The URL that was given with the option. Raises a usage error for none, and for one that is no URL."""
+    """The URL of the option. Raises a usage error if it is missing or not a URL."""
     if url is None or not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint=option)
     return url
@@ -87,7 +87,7 @@ def seconds(text: str, option: str) -> int:
 
 
 class OutputFormat(StrEnum):
-    """How the answer is written to stdout."""
+    """The format of the answer on stdout."""
 
     TERMINAL = "terminal"
     JSON = "json"

@@ -14,7 +14,7 @@ _TIMEOUT_S = 3.0
 
 
 def check_parts(url: str, key: str | None) -> list[Check]:
-    """As the server lists them; nothing for one that does not answer, which another check says."""
+    """Check the parts that the server lists; none if it does not answer, which another check says."""
     try:
         document = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).status()
         listed = document["parts"]

@@ -1,5 +1,5 @@
 """
-`kvshare replay`: what sharing would save on a log, beside other policies; and `kvshare replay diff`. And
+`kvshare replay`: what sharing would save on a log, next to other policies; and `kvshare replay diff`. And
 `kvshare workload`: streams in which sharing pays, as JSON lines for replay, bench and load tools.
 """
 
@@ -176,7 +176,7 @@ def workload(
 
     template: forms with other values in their slots. header: date, user and tools on top of a long system
     prompt. window: chats whose oldest turns are dropped. resubmit: earlier turns edited. rag: documents in
-    another order, beside others. agent: tool transcripts with changed results. revise: a text changed in one
+    another order, among others. agent: tool transcripts with changed results. revise: a text changed in one
     place and asked about again, forty times.
     """
     from kvshare.replay.workloads import generate, write_rows
@@ -222,7 +222,7 @@ def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
 
 
 def _tokens(word: str, bytes_per_token: int) -> int:
-    """Of "500k" tokens, or "4GB" or "4GiB" bytes."""
+    """Read a number of "500k" tokens, or of "4GB" or "4GiB" bytes."""
     is_bytes = word.lower().endswith("b")
     try:
         amount = parse_bytes(word if is_bytes else f"{word}b")

@@ -47,7 +47,7 @@ def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
 
 
 def check_formats() -> Check:
-    """With which libraries the proxy tries formats of answers before vLLM gets them."""
+    """Check with which libraries the proxy tries formats of answers before vLLM gets them."""
     return found("formats.all libraries" if has_xgrammar() else "formats.one library")
 
 
@@ -77,7 +77,7 @@ def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
 
 
 def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[Mapping[str, Any]]]:
-    """What vLLM says of itself, and the models it serves."""
+    """Check what vLLM says of itself, and which models it serves."""
     try:
         server.send("/health")
     except UnreachableError as exc:
@@ -110,7 +110,7 @@ def _check_version(server: JsonClient) -> Check:
 
 
 async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
-    """What the connector says of itself, and whether it could be asked."""
+    """Check whether the connector answers. Returns what it says of itself."""
     try:
         async with ControlClient(url) as control:
             info = await control.info()
@@ -125,7 +125,7 @@ async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
 
 
 def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """What the connector says of its model, its limits and its memory."""
+    """Check what the connector says of its model, its limits and its memory."""
     served = {str(model.get(name)) for model in models for name in ("id", "root")}
     if served and info.model not in served:
         yield found("model.elsewhere", model=info.model)
@@ -164,7 +164,7 @@ def _judged(setting: str, value: object) -> Check:
 
 
 def _probe_render(server: JsonClient, model: str) -> Check:
-    """Whether vLLM has its `/render` routes, which plan what is no chat."""
+    """Check for vLLM's `/render` routes, by which requests other than chats are planned."""
     try:
         server.send("/v1/completions/render", body={"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
@@ -174,7 +174,7 @@ def _probe_render(server: JsonClient, model: str) -> Check:
 
 
 def _probe_details(server: JsonClient, model: str) -> Check:
-    """Whether vLLM counts cached tokens in its answers, which only an answer shows."""
+    """Check whether vLLM counts cached tokens in its answers, which only an answer shows."""
     try:
         answer = server.call("/v1/completions", body={"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
@@ -208,7 +208,7 @@ def check_costs(url: str, key: str | None) -> list[Check]:
 
 
 def _check_disk_rate(costs: object, url: str) -> list[Check]:
-    """Whether KV on disk pays, by what was measured; nothing for a server without a disk tier."""
+    """Check whether KV on disk pays, by what was measured; nothing for a server without a disk tier."""
     try:
         num_tokens = disk_break_even(costs)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):

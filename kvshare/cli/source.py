@@ -12,7 +12,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which prompts a command is for: exactly one of these."""
+    """The prompts that a command is for: exactly one of these is set."""
 
     node: int | None = None
     namespace: str | None = None
@@ -21,7 +21,7 @@ class Chosen:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As `kvshare.admin` has them."""
+        """Return the arguments under `kvshare.admin`'s names."""
         named = {"node": self.node, "namespace": self.namespace, "tenant": self.tenant}
         return {**named, "all": True} if self.everything else named
 

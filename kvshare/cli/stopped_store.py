@@ -42,7 +42,7 @@ class StoppedStore:
         return self._ask(checked(StatsQuestion, {"namespace": namespace, "tenant": tenant}))
 
     def tiers(self) -> Document:
-        """What is on disk, also of a vLLM. What a server counts is not known without one."""
+        """Return what is on disk, also of a vLLM. What a server counts is not known without one."""
         of_vllm = StoredFiles.of_vllm(self._folder)
         places = [("disk of vLLM", each) for each in of_vllm]
         if not of_vllm or self._file.exists():

@@ -68,13 +68,13 @@ def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Call
 
 @with_source
 def stats(origin: Source, namespace: NamespaceDigest = None, tenant: TenantName = None) -> Document:
-    """How much is stored, in all, per tenant and per namespace."""
+    """Return how much is stored, in all, per tenant and per namespace."""
     return origin.stats(namespace=namespace, tenant=tenant)
 
 
 @with_source
 def tiers(origin: Source) -> Document:
-    """What memory and disk hold of KV, and how often plans found it there."""
+    """Show what memory and disk hold of KV, and how often plans found it there."""
     return origin.tiers()
 
 
@@ -180,7 +180,7 @@ def explain(
 def _chosen(
     node_id: int | None, namespace: str | None, tenant: str | None, everything: bool | None = None
 ) -> Chosen:
-    """What the options name; `everything`: --all, of a command that has it. Raises a usage error."""
+    """Return what the options name; `everything`: --all, if the command has it. Raises a usage error."""
     given = (node_id is not None, namespace is not None, tenant is not None, bool(everything))
     if sum(given) != 1:
         options = ["ID", "--namespace", "--tenant"] + ["--all"] * (everything is not None)
@@ -205,7 +205,7 @@ def source(*, url: str | None, key: str | None, store: Path | None, config: Path
     """
     The server at --url or KVSHARE_URL, else the store at --store or in the settings. Opens nothing yet.
 
-    Raises:  a usage error for both at once or for a URL that is none; StoreError if there is no such store
+    Raises:  a usage error for both at once or for what is not a URL; StoreError if there is no such store
     """
     if url is not None and store is not None:
         raise typer.BadParameter("expected either --url (a running server) or --store (a stopped one)")

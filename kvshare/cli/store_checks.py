@@ -1,4 +1,4 @@
-"""`kvshare doctor` on what is stored: the metadata, the index beside it, and the embedder that feeds it."""
+"""`kvshare doctor` on what is stored: the metadata, the index next to it, and the embedder that feeds it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def _is_for(settings: Settings, identity: str) -> bool:
-    """Whether the server would take a store of this identity, as far as is known without the weights."""
+    """True if the server would take a store of this identity, as far as known without the weights."""
     from kvshare.vllm_protocol.messages import PROTOCOL
 
     if settings.engine.kind == "vllm":

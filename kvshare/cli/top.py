@@ -29,7 +29,7 @@ def top(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """What a running server does now: requests, reuse, queue, tenants, slowest lookups. Ctrl-C ends it."""
+    """Show what a running server does: requests, reuse, queue, tenants, slowest lookups. Ctrl-C ends it."""
     from kvshare.cli.server import server
 
     asked = server(url, key)

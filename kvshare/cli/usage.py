@@ -23,7 +23,7 @@ def usage(
     key: Key = None,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
-    """What each key, tenant or day has used: requests, prompt tokens by source, seconds saved."""
+    """Show what each key, tenant or day has used: requests, prompt tokens by source, seconds saved."""
     if as_csv and output_format is OutputFormat.JSON:
         raise typer.BadParameter("expected either --csv or --format json")
     from kvshare.cli.server import server

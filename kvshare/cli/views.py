@@ -151,7 +151,7 @@ def _findings(checks: Iterable[Document]) -> Table:
 
 
 def _stats(document: Document) -> Document:
-    """With the costs of a running server; those of another version are not shown."""
+    """Add the costs of a running server; those of another version are not shown."""
     said = in_words(document.get("costs"))
     if said is None:
         return {"cost_lines": []}
@@ -238,7 +238,7 @@ _PREPARED: Mapping[str, Callable[[Document], Document]] = {
     "bench": lambda document: {"figures": dict(_flat(document))},
     "replay": _replay,
 }
-"""By view: what its template needs beside the keys of the document."""
+"""By view: what its template needs besides the keys of the document."""
 
 
 def _unit(text: Callable[..., str]) -> Callable[..., str]:

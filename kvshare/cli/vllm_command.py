@@ -80,7 +80,7 @@ def vllm(
     _check_version()
     if not any(name.endswith(_RENDERS.removeprefix("--")) for name in given):
         settings.append(_RENDERS)
-    # A model goes right behind `serve`; ours go before the rest, so that what the user says comes last.
+    # A model goes right after `serve`; ours go before the rest, so that what the user says comes last.
     num_models = 0 if arguments[0].startswith("-") else 1
     if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):
         settings.append(_ONE_GROUP)
@@ -112,7 +112,7 @@ def _note_ports(control_host: str, port: int, ranks: int) -> None:
 
 def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
     """
-    Whether some layers of a model see all earlier tokens and the others a window.
+    Return whether some layers of a model see all earlier tokens and the others a window.
 
     By default vLLM manages the KV of such layers apart and frees what is outside the window. Of a model whose
     configuration cannot be read vLLM reports the error.
@@ -145,7 +145,7 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _file_options(path: str | None) -> dict[str, Any]:
-    """What cannot be read is none of ours: vLLM will say so."""
+    """Read vLLM's --config file. If it cannot be read, vLLM reports that."""
     import yaml
 
     try:
@@ -191,12 +191,12 @@ def _check_options(given: Mapping[str, Any], settings: Sequence[str], control_ho
 
 
 def _num_ranks(given: Mapping[str, Any], port: int) -> int:
-    """Data-parallel ranks, each with its own control port. What is no number is vLLM's to refuse."""
+    """Data-parallel ranks, each with its own control port. Leaves invalid values to vLLM."""
     text = str(given.get("data-parallel-size", 1))
     ranks = int(text) if text.isdecimal() and int(text) else 1
     if port + ranks - 1 > 65535:
         raise typer.BadParameter(
-            f"{ranks} ranks need as many control ports, {port} and those behind it",
+            f"{ranks} ranks need as many control ports, {port} and those after it",
             param_hint="--control-port",
         )
     return ranks
@@ -234,8 +234,8 @@ def _check_version() -> None:
     version = installed_version()
     if version is None:
         raise EngineError(
-            f"vllm is not installed beside kvshare: {sys.executable} -m pip install '.[vllm]' in the "
-            "checkout of KVShare (docs/vllm.md has the way without a GPU)"
+            f"vllm is not installed in the environment of kvshare: run {sys.executable} -m pip install "
+            "'.[vllm]' in the checkout of KVShare (without a GPU: see docs/vllm.md)"
         )
     reason = untested(version)
     if reason is not None:

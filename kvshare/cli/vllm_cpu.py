@@ -14,7 +14,7 @@ _version = metadata.version
 
 
 def version(distribution_name: str) -> str:
-    """As `importlib.metadata.version`, but any vLLM that can be imported is "vllm", for CPUs."""
+    """Like `importlib.metadata.version`, but any vLLM that can be imported is "vllm", for CPUs."""
     try:
         return _version(distribution_name)
     except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ToolUse(StrEnum):
-    """Whether an answer calls tools."""
+    """The permission or duty of an answer to call tools."""
 
     NONE = "none"
     AUTO = "auto"  # the model decides

@@ -73,7 +73,7 @@ def _check_objects(tools: Sequence[Mapping[str, Any]]) -> None:
         if given is not None and "object" not in (given if isinstance(given, list) else [given]):
             name = _name(tool)
             message = (
-                f"'tools': the parameters of the function {name!r} are no object; expected type 'object'."
+                f"'tools': the parameters of the function {name!r} are not an object; expected type 'object'."
             )
             raise RequestError(message, param="tools", quoted=[repr(name)])
 

@@ -25,7 +25,7 @@ _MAY_ADD = {
 
 def takes_nothing(schema: object) -> bool:
     """
-    Whether a tool with this schema takes no parameters.
+    Return whether a tool with this schema takes no parameters.
 
     OpenAI: a function without `parameters` has an empty list of them. Clients write the same as a list of
     properties that is empty. Where another keyword says more (`additionalProperties`), or the schema lists no

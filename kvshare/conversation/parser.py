@@ -65,7 +65,7 @@ class AnswerParser:
 
 
 def parser_for(chat: Chat, fmt: ToolFormat, *, in_reasoning: bool = False) -> AnswerParser:
-    """For one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
+    """Make the parser of one answer to `chat`. `in_reasoning`: the prompt ends inside `<think>`."""
     return AnswerParser(chat, READERS[fmt](chat.tools) if chat.may_call else None, in_reasoning=in_reasoning)
 
 
@@ -109,7 +109,7 @@ class _Tail:
         return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
 
     def _may_call(self, head: str) -> bool:
-        """Whether JSON that is cut off may be a call of one of the tools."""
+        """Return whether JSON that is cut off may be a call of one of the tools."""
         found = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
         if self._is_json or found is None:
             return not self._is_json
@@ -168,7 +168,7 @@ def _read_calls(cursor: Cursor, reader: CallReader, calls: Calls, tail: _Tail) -
         if not begun and cursor.starved and tail.hides_head(cursor.text, marked=marker in reader.markers):
             cursor.hide()
         elif not begun:
-            # Text that turned out to be no call is not searched again: that could take quadratic time.
+            # Text that was not a call is not searched again: that could take quadratic time.
             cursor.at = max(marker_end, cursor.scanned)
             yield Text(cursor.text[: cursor.at])
         elif cursor.starved:  # the answer ends inside the call, or right after it

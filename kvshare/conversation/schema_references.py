@@ -13,7 +13,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 KEYWORDS = ("$ref", "$dynamicRef")
 DOCUMENT = "http://document/"  # what a schema without `$id` counts as; llguidance calls it json-schema:///
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))  # what is in them is no schema
+NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))  # what is in them is not a schema
 
 
 class _NoTargetError(LookupError):
@@ -31,7 +31,7 @@ class References:
         self._find_addresses(root)
 
     def targets(self, schema: Mapping[str, Any]) -> Sequence[Any]:
-        """What the references on this object point to in this document; it may be any value."""
+        """Return what the references of this object point to in this document; it may be any value."""
         if id(schema) not in self._targets:
             base = self._bases.get(id(schema), DOCUMENT)
             found = self._targets[id(schema)] = []

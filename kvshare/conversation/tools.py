@@ -26,7 +26,7 @@ _FROM_TOOLS = "from_tools"  # marks a message that was results of tools
 
 
 class ToolFormat(StrEnum):
-    """How a model writes tool calls in its answer."""
+    """The form in which a model writes tool calls in its answer."""
 
     HERMES = "hermes"  # <tool_call>{"name": .., "arguments": {..}}</tool_call>
     LLAMA3_JSON = "llama3_json"  # {"name": .., "parameters": {..}}, the whole answer
@@ -47,7 +47,7 @@ def tool_format(chat_template: ChatTemplate) -> ToolFormat:
 
 
 def takes_tools(chat_template: ChatTemplate) -> bool:
-    """Whether the template puts `tools` into the prompt."""
+    """Return whether the template puts `tools` into the prompt."""
     return _reads_tools(_for_tools(chat_template))
 
 

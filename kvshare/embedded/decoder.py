@@ -54,7 +54,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     layout: KVLayout
 
     def __init__(self, network: PreTrainedModel, *, name: str, max_model_len: int | None) -> None:
-        """Raises ModelError if it is no decoder of text, or `max_model_len` is longer than its context."""
+        """Raises ModelError if it is not a decoder of text, or `max_model_len` is longer than its context."""
         config = network.config
         if getattr(config, "is_encoder_decoder", False):
             raise ModelError(f"{name} is an encoder-decoder model; expected a decoder-only model")
@@ -69,7 +69,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     @property
     @abstractmethod
     def unsupported_reason(self) -> str:
-        """Why not everything can be shared; empty where it can."""
+        """Return why not everything can be shared; empty where it can."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     def can_listen(self) -> bool:
-        """Whether repairs can be chosen by how far values change."""
+        """Return whether repairs can be chosen by how far values change."""
         return False
 
     @abstractmethod

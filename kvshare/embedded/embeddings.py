@@ -28,7 +28,7 @@ def embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
 
 
 def _too_long(param: str, count: TokenCount, limit: int) -> RequestError:
-    """In OpenAI's words."""
+    """Make the error in OpenAI's words."""
     number = f"at least {count.num_tokens}" if count.is_bound else count.num_tokens
     return RequestError(
         f"This model's maximum context length is {limit} tokens, however you requested {number} tokens "

@@ -73,7 +73,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         self._admission.max_waiting = settings.engine.max_waiting
 
     async def settle(self) -> None:
-        """For benchmarks and tests: wait until all computed KV, and that of earlier runs, is indexed."""
+        """Wait, in benchmarks and tests, until all computed KV, and that of earlier runs, is indexed."""
         await self.server.restoring.settle()
         await self.server.runtime.settle()
 
@@ -118,7 +118,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
                 await self._answer(request, replace(decoding, constraint=constraint), treatment, emit)
 
     def _treated(self, request: GenerationRequest) -> AbstractContextManager[Treatment]:
-        """As the controller decides, which sees the request from its arrival to its end: while inside."""
+        """Let the controller decide, which sees the request from its arrival to its end: while inside."""
         runtime, admission = self.server.runtime, self._admission
         if not request.is_controlled or not runtime.sharing.may_share(request.prompt, request.mode):
             return nullcontext(Treatment())
@@ -168,7 +168,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     @asynccontextmanager
     async def _constraint(self, request: GenerationRequest) -> AsyncIterator[Constraint | None]:
-        """What the answer must follow, with a process of its own while inside. Raises RequestError."""
+        """Yield what the answer must follow, with a process of its own while inside. Raises RequestError."""
         if (grammar := request.sampling.grammar) is None:
             yield None
             return
@@ -179,7 +179,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             constraint.close()
 
     def _decoding(self, request: GenerationRequest) -> Decoding:
-        """How the choices of a request are decoded. Raises ContextLengthError, RequestError."""
+        """Return how a request's choices are decoded. Raises ContextLengthError, RequestError."""
         server, sampling = self.server, request.sampling
         for param in ("stop_token_ids", "logit_bias"):
             _check_vocabulary(param, getattr(sampling, param), server.model.vocab_size)
@@ -271,7 +271,7 @@ def _check_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
 
 
 def _max_tokens(request: GenerationRequest, max_model_len: int) -> int:
-    """How many tokens a request may generate. Raises ContextLengthError, RequestError."""
+    """Return how many tokens a request may generate. Raises ContextLengthError, RequestError."""
     num_prompt_tokens = request.prompt.num_tokens
     if num_prompt_tokens == 0:
         raise RequestError("the prompt is empty", param="messages")

@@ -63,7 +63,7 @@ class Grammars:
 
 
 class GrammarState(Enum):
-    """How far a choice is in its grammar."""
+    """The state of a choice in its grammar."""
 
     PENDING = auto()  # the last token is not taken yet
     GOING_ON = auto()
@@ -79,7 +79,7 @@ class Constraint:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that follows it."""
+        """Return the id of the process that follows it."""
         return self._matcher.pid
 
     def choice(self, number: int) -> ConstrainedChoice:
@@ -126,7 +126,7 @@ class ConstrainedChoice:
         self._matcher.take(self._number, token_id)
 
     def state(self, *, waits: bool = True) -> GrammarState:
-        """Whether the answer is complete with the last token; `waits`: for a reply that is not there yet."""
+        """Return whether the answer is complete with the last token; `waits`: for a reply not there yet."""
         if self._is_pending:
             wait_s = _WAIT_S if waits else 0.0
             frame = self._matcher.poll(self._number, wait_s=wait_s)

@@ -147,7 +147,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     @property
     def unsupported_reason(self) -> str:
-        """Why rows of some layer cannot be moved; empty where all can."""
+        """Return why rows of some layer cannot be moved; empty where all can."""
         problem = why_not_movable(self.verifications)
         return (frequency_tables(self.network)[1] or problem) if problem else ""
 

@@ -64,7 +64,7 @@ class Prefill:
 
 
 class _ProbePass:
-    """What the first passes of a plan measure, and the choice of repairs that follows from it."""
+    """The measurements of a plan's first passes, and the choice of repairs that follows."""
 
     def __init__(self, kv: SequenceKV, plan: Plan, order: RepairOrder) -> None:
         self.plan = plan
@@ -80,7 +80,7 @@ class _ProbePass:
         )
 
     def choice(self) -> RepairChoice:
-        """Choose the repairs, and put the copied KV of the probes back, as a probe is no repair."""
+        """Choose the repairs, and put the copied KV of the probes back, as a probe is not a repair."""
         changed = self._changed()
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
         return choose(

@@ -22,7 +22,7 @@ _GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How tokens are drawn. The defaults are OpenAI's: the model's own distribution."""
+    """The parameters by which tokens are drawn. The defaults are OpenAI's: the model's own distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0

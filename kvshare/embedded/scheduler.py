@@ -126,7 +126,7 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last token of a choice may have been its last one, which its grammar says later."""
+        """True if a choice may have ended with its last token, which its grammar says later."""
         return any(choice.is_pending for choice in self._choices)
 
     def settle(self) -> bool:
@@ -152,7 +152,7 @@ class Task:
             self.num_remaining = 0
             self._start_choices(logits)
             self.on_prefilled()
-            self.cost.observe(self._work, self.stage_seconds["recompute"])  # behind the first token
+            self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
 
     def _with_reused_kv(self) -> RunningSequence:
         """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""
@@ -185,7 +185,7 @@ class Task:
             self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
-        """Those after its last token, which may have been computed in an earlier quantum."""
+        """Return the logits after its last token, which may have been computed in an earlier quantum."""
         if (logits := self._unused_logits.pop(choice.index, None)) is not None:
             return logits
         position = len(self._prompt) + len(choice.generated) - 1
@@ -201,7 +201,7 @@ class Task:
         self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
 
     def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
-        """Of the tokens whose text goes out now."""
+        """Return the log-probabilities of the tokens whose text is sent now."""
         k = self.request.sampling.logprobs
         if k is None:
             return ()
@@ -269,7 +269,7 @@ class Scheduler:
             more = not task.cancelled and work()
         except RequestError as exc:  # its grammar cannot be followed any further
             error = exc
-        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are no Exception
+        except BaseException as exc:  # noqa: BLE001  logged, without its message; panics in Rust are not an Exception
             log.error("a request failed in the engine, its client gets an error: %s", classes_and_places(exc))
             error = exc
         if not more:

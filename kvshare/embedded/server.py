@@ -73,7 +73,7 @@ class EmbeddedServer:
     scheduler: Scheduler
 
     def reading(self, *, is_default: bool) -> PartReading:
-        """What the model lets be shared. `is_default`: none was named."""
+        """Report what the model lets be shared. `is_default`: none was named."""
         model = self.model
         if not model.can_share:
             return PartReading(ServedPart.MODEL, "unshared", model.unsupported_reason)
@@ -175,7 +175,7 @@ def namespace_fields(model: DecoderModel[Any], encoder: PromptEncoder) -> dict[s
 def _stored(
     settings: Settings, model: DecoderModel[Any], fields: Mapping[str, str]
 ) -> tuple[PlannerLimits, StoredKV]:
-    """What plans may do, and the store of this model. Raises ConfigError, MissingExtraError."""
+    """Return the limits of plans, and the store of this model. Raises ConfigError, MissingExtraError."""
     identity = joined(fields[part] for part in ("model", "revision", "tokenizer", "dtype"))
 
     limits = PlannerLimits.from_settings(
@@ -237,7 +237,7 @@ def _know_costs(
     runtime: Runtime[MemoryKeeper[SegmentKV]],
     is_stopping: Callable[[], bool],
 ) -> None:
-    """Those that an earlier run has kept, else measured now."""
+    """Take the costs that an earlier run has kept, else measure them now."""
     runtime.kept_costs.use(fingerprint_of(model))
     if settings.cost.measure_at_start:
         chunk = settings.engine.prefill_chunk_tokens

@@ -71,14 +71,14 @@ class SharedPrompts:
         return len(self._waiting)
 
     def note(self, node: Node) -> None:
-        """It was stored, or has become longer."""
+        """Note that a prompt was stored, or has become longer."""
         self._waiting[node.node_id] = None
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
 
     @asynccontextmanager
     async def running(self, runtime: Served) -> AsyncIterator[None]:
-        """Beside requests; at the end, what is stored by then is reported for some seconds."""
+        """Runs next to requests; at the end, what is stored by then is reported for some seconds."""
         exchanging = Background()
         exchanging.spawn(self._run(runtime))
         try:
@@ -100,7 +100,7 @@ class SharedPrompts:
                 await asyncio.sleep(_LOOK_EVERY_S)
 
     def _name_all(self) -> None:
-        """What was on disk at the start: others may have deleted it while this server was away."""
+        """Name what was on disk at the start: others may have deleted it while this server was away."""
         for node in self._keeper.tree.nodes():
             self._names.remember(node.node_id, self._exchange.name_of(node.namespace, node.token_ids))
         self._has_named = True
@@ -159,7 +159,7 @@ class SharedPrompts:
         self._to_revoke.pop(name, None)
 
     def _evict_revoked(self, node_id: NodeId) -> None:
-        """In the writer's thread. What this server has written of it is deleted in the store, too."""
+        """Evict what was revoked, and delete in the store what this server wrote. In the writer's thread."""
         node = self._keeper.tree.get(node_id)
         segments = () if node is None else self._tier.known(node.pieces.segment_ids)
         self._keeper.revoke(node_id)
@@ -234,7 +234,7 @@ class SharedPrompts:
         return segment.segment_id in self._tier
 
     def _note_purged(self, removed: Sequence[tuple[str, int]], freed: Collection[SegmentId]) -> None:
-        """In the writer's thread, before the tier forgets the segments."""
+        """Note what is purged, before the tier forgets the segments. In the writer's thread."""
         segments = tuple(self._tier.known(freed))
         names = [self._names.forget(NodeId(node_id)) for _, node_id in removed]
         self._purged += [(name, ()) for name in names if name is not None]
@@ -268,7 +268,7 @@ class SharedPrompts:
                     self.note(node)
 
     def _renew(self) -> None:
-        """What was used lately, of this server's and of others' prompts. Raises BackendError."""
+        """Renew what was used lately, of this server's and of others' prompts. Raises BackendError."""
         keep_s = self._tier.store.keep_s
         if time.monotonic() - self._renewed_at < keep_s / _RENEWALS:
             return

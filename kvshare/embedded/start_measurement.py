@@ -41,7 +41,7 @@ _SEGMENT, _DONOR = SegmentId(1), NodeId(1)  # of a tier of its own
 
 
 def fingerprint_of(model: EmbeddedModel) -> Fingerprint:
-    """What the costs of this model in this process depend on."""
+    """Return the conditions that the costs of this model in this process depend on."""
     device = model.layout.device
     where = f"{machine.processor()}, {machine.num_cores()} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -80,7 +80,7 @@ def measure(
 def _measure_prefills(
     model: EmbeddedModel, cost: CostModel, longest: int, is_stopping: Callable[[], bool]
 ) -> tuple[SequenceKV, float]:
-    """Of growing lengths. Returns the KV of the last one, and its seconds."""
+    """Measure prefills of growing lengths. Returns the KV of the last one, and its seconds."""
     seconds = 0.0
     for num_tokens in sorted({max(1, longest // divisor) for divisor in _LENGTHS}):
         kv = model.new_sequence(num_tokens)
@@ -111,7 +111,7 @@ def _measure_reuse(model: EmbeddedModel, cost: CostModel, kv: SequenceKV, *, is_
 
 
 def _seconds(model: EmbeddedModel, num_tokens: int, plan: Plan | NoPlan, kv: SequenceKV) -> list[float]:
-    """Of one pass that computes what the plan leaves, or of two if that is quick: caches may be cold."""
+    """Time one pass that computes what the plan leaves, or two if that is quick: caches may be cold."""
     tokens = token_ids(np.random.default_rng(0).integers(model.vocab_size, size=num_tokens))
     times: list[float] = []
     while len(times) < 2 and sum(times) < _QUICK_S:
@@ -129,7 +129,7 @@ def _wait_for(model: EmbeddedModel) -> None:
 
 
 def _copies(length: int, end: int) -> tuple[Copy, ...]:
-    """Of the one segment, as often as it takes to fill [0, end). As if computed there: nothing is moved."""
+    """Copy one segment until [0, end) is full, as if it had been computed there: nothing is moved."""
     return tuple(
         Copy(_DONOR, _SEGMENT, 0, min(length, end - start), start, source_position=start, donor_start=0)
         for start in range(0, end, length)

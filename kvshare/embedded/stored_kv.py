@@ -67,12 +67,12 @@ class StoredKV:
 
     @property
     def reads_below(self) -> bool:
-        """Whether KV may be read from disk, or from a shared store."""
+        """Return whether KV may be read from disk, or from a shared store."""
         return self._uses_disk or (self._layout is not None and self._shared is not None)
 
     @property
     def _uses_disk(self) -> bool:
-        """Whether KV is written to disk, if that is possible."""
+        """Return whether KV is written to disk, if that is possible."""
         return (
             self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
         )

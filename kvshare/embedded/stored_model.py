@@ -24,7 +24,7 @@ def head_dim_of(config: Any) -> int:
 
 def may_move_keys(path: str | Path) -> bool:
     """
-    Whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
+    Return whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
 
     A server verifies it by computing.
     Raises:  ModelError if the configuration cannot be read

@@ -111,7 +111,7 @@ class VllmEngine(ServedEngine[FleetServer]):
         await super().stop()
 
     async def settle(self) -> None:
-        """For tests: wait until all reports are stored, indexed and embedded, and all drops are sent."""
+        """Wait, in tests, until all reports are stored, indexed and embedded, and all drops are sent."""
         await self.server.runtime.settle()
         await self.server.reconciler.sending.settle()
 
@@ -255,7 +255,7 @@ async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None
 
 
 def _replicas(settings: VllmSettings) -> list[Replica]:
-    """In public, one without a name is a number: its label is its address."""
+    """Make the replicas. One without a name gets a number as its public name, as its label is its address."""
     return [
         _replica(rank, settings, f"{entry.name or number}{rank.label.removeprefix(entry.label)}")
         for number, entry in enumerate(settings.replicas, start=1)

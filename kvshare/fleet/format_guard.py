@@ -81,13 +81,13 @@ class FormatGuard:
 
 
 def _digest(formats: Sequence[AnswerFormat], backends: Sequence[str]) -> bytes:
-    """Of all formats of a request together: vLLM makes one schema of its tools."""
+    """Hash all formats of a request together, as vLLM makes one schema of its tools."""
     parts = json.dumps([sorted({(each.kind, each.text) for each in formats}), backends]).encode()
     return hashlib.sha256(parts).digest()
 
 
 def _check_values(formats: Sequence[AnswerFormat]) -> None:
-    """What can be seen without compiling. Raises UnsupportedFormatError."""
+    """Check what can be seen without compiling. Raises UnsupportedFormatError."""
     size = sum(len(each.text) for each in formats)
     if size > _MAX_CHARS:
         reason = f"the formats of this request have {size} characters, expected at most {_MAX_CHARS}"

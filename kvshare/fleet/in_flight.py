@@ -124,7 +124,7 @@ class InFlight:
 
 
 def _is_next_turn(token_ids: TokenIds, earlier: Prompt | None) -> bool:
-    """Whether a prompt is longer than an earlier one and begins with it, up to the header of the answer."""
+    """Return whether a prompt begins with an earlier, shorter one, up to the header of the answer."""
     if earlier is None or len(token_ids) <= earlier.num_tokens:
         return False
     equal = common_prefix_length(earlier.token_ids, token_ids)

@@ -1,4 +1,4 @@
-"""What a finished request teaches about costs: its times, from relay and connector, and its plan's work."""
+"""Learns costs from a finished request: its times, from relay and connector, and its plan's work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def observe(cost: CostModel, routed: Routed, progress: RequestProgress, finished
 
 
 def _observe_wait(cost: CostModel, routed: Routed, progress: RequestProgress, load_s: float) -> None:
-    """Of a streamed answer that was carried out as planned, alone or not."""
+    """Observe the wait of a streamed answer that was carried out as planned, alone or not."""
     if progress.prefill_s is None or progress.queue_s is None or routed.ticket is None:
         return
     plan = routed.plan
@@ -47,7 +47,7 @@ def _observe_wait(cost: CostModel, routed: Routed, progress: RequestProgress, lo
 def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> float | None:
     """
     Returns:  the seconds that loading took, from all places, if it was measured: without those that passed
-    beside the computing of placeholders
+    next to the computing of placeholders
     """
     stages, num_bytes = finished.stage_seconds, cost.rates.bytes_per_token
     if "write" not in stages:
@@ -76,7 +76,7 @@ def _num_loaded(copy: WireCopy, num_local: int) -> int:
 
 
 def _pass(plan: Plan) -> PrefillWork:
-    """The partial pass by itself. vLLM computes the tail behind the last copy in its own pass."""
+    """The partial pass by itself. vLLM computes the tail after the last copy in its own pass."""
     end = plan.copies[-1].target.end
     spans = [span for span in plan.placeholders if span.start < end]
     num_tokens = sum(map(len, spans))

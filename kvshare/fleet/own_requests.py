@@ -51,7 +51,7 @@ class OwnRequests:
         self._awaited: dict[str, asyncio.Future[FinishedReport]] = {}  # by ticket
 
     def take(self, event: Prefilled | FinishedReport) -> bool:
-        """Whether an event is of such a request; if so, no other part needs it."""
+        """Return whether an event is of such a request; if so, no other part needs it."""
         report = self._awaited.get(event.ticket_id)
         if report is None:
             return False

@@ -104,7 +104,7 @@ class Reconciler:
             await self._know_costs()
 
     async def _know_costs(self) -> None:
-        """Those that were kept of the first replica of the settings that shares: there is one cost model."""
+        """Load the kept costs of the first sharing replica in the settings: there is one cost model."""
         known = self._sharing_infos()[0]
         await asyncio.to_thread(self._runtime.kept_costs.use, fingerprint_of(known))
         self._measurement.want()
@@ -123,7 +123,7 @@ class Reconciler:
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
     def _sharing_infos(self) -> list[ReplicaInfo]:
-        """Of those that plans are made for, in the order of the settings. Others know less."""
+        """Return the replicas that plans are made for, in the order of the settings. Others know less."""
         infos = (each.info for each in self._replicas.values())
         return [info for info in infos if info is not None and info.shares]
 

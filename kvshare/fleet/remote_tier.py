@@ -1,4 +1,4 @@
-"""Which replica holds which segment, as reported in the journals. The bytes stay in the replicas."""
+"""Knows which replica holds which segment, as reported in the journals. The bytes stay in the replicas."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class RemoteTier:
 
     @property
     def on_disk(self) -> Container[SegmentId]:
-        """Those that are on a replica's disk only, as it has reported."""
+        """Return the segments that are on a replica's disk only, as it has reported."""
         return self._on_disk
 
     def note_places(self, *, on_disk: Iterable[SegmentId] = (), in_memory: Iterable[SegmentId] = ()) -> None:
-        """Of segments that are held, or will be."""
+        """Note the places of segments that are held, or will be."""
         with self._lock:
             self._on_disk.difference_update(in_memory)
             self._on_disk.update(on_disk)

@@ -50,12 +50,12 @@ class Replica:
 
     @property
     def speculates(self) -> bool:
-        """Whether its vLLM decodes speculatively."""
+        """Return whether its vLLM decodes speculatively."""
         return self.info is not None and bool(self.info.speculation)
 
     @property
     def shares(self) -> bool:
-        """Whether plans may be made for it."""
+        """Return whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
     def reading(self) -> PartReading:
@@ -75,7 +75,7 @@ class Replica:
         return PartReading(ServedPart.REPLICA, kind, detail, self.name, self.public_name)
 
     def queue(self, rates: Rates) -> Queue:
-        """What it has to load and compute before the next request, as far as that is planned here."""
+        """Return what it has to load and compute before the next request, as far as that is planned here."""
         loading_s = computing_s = 0.0
         for request in self.being_prefilled():
             if isinstance(plan := request.routed.plan, Plan):
@@ -95,7 +95,7 @@ class Replica:
 
     @contextmanager
     def computing(self, request: RoutedRequest) -> Iterator[None]:
-        """It is sent here, and its answer comes, while inside. Notes which prefills were alone."""
+        """Count a request while it is sent here and answered. Notes which prefills were alone."""
         others = self.being_prefilled()
         for other in others:
             other.progress.was_alone = False
@@ -155,7 +155,7 @@ class Fleet:
 
     @property
     def shares_media(self) -> bool:
-        """Whether every replica that plans are made for shares prompts with images, too."""
+        """Return whether every replica that plans are made for shares prompts with images, too."""
         sharing = self.sharing()
         return bool(sharing) and all(one.info is not None and one.info.can_share_media for one in sharing)
 

@@ -209,7 +209,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         return now  # without its answer
 
     def _makes_a_node(self, draft: NodeDraft, num_prompt: int) -> bool:
-        """Whether the prompt gets a node: not if it is too short, or if a donor begins with it."""
+        """Return whether the prompt gets a node: not if it is too short, or if a donor begins with it."""
         tokens = draft.token_ids[:num_prompt]
         # The same order as in `MemoryKeeper`: `_is_wanted` marks a stored prompt as used.
         return not self._begins(draft.parent, tokens) and self._is_wanted(draft.namespace, tokens)
@@ -241,7 +241,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         return insertion.node if insertion.created else None
 
     def _make_room_at(self, replica: str, namespace: str, num_bytes: int, held: Collection[NodeId]) -> bool:
-        """Whether so many bytes fit at the replica, after evicting others of its prompts if necessary."""
+        """Return whether so many bytes fit at the replica. Evicts other prompts of it if necessary."""
         if not self._fits_tenant(namespace, num_bytes, held):
             return False
         return self._make_room(num_bytes, self.tier.memories[replica], held, (replica,))
@@ -291,7 +291,7 @@ def _executed(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]
 
 
 def _covered(spans: Sequence[Span]) -> int:
-    """How many positions from 0 the spans cover. Raises BadReportError for gaps and overlaps."""
+    """Count the positions from 0 that the spans cover. Raises BadReportError for gaps and overlaps."""
     end = 0
     for span in sorted(spans, key=lambda entry: entry.start):
         if span.start != end or not len(span):

@@ -34,7 +34,7 @@ _UNPLANNED = NoPlan(Reason.OFF)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """What a client asks for. Without a prompt it is not planned, only relayed with its owner's salt."""
+    """A client's request. Without a prompt it is not planned, only relayed with its owner's salt."""
 
     owner: Owner
     prompt: Prompt | None = None
@@ -48,7 +48,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """What the router decided: the plan, and the ticket by which the connector knows and reports it."""
+    """The router's decision: the plan, and the ticket by which the connector knows and reports it."""
 
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
@@ -57,7 +57,7 @@ class Routed:
 
 @dataclass(slots=True, eq=False)
 class RequestProgress:
-    """What was observed of a request."""
+    """The observations of a request while it runs."""
 
     # By the router, when it is planned.
     lookup_seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
@@ -86,7 +86,7 @@ class RequestProgress:
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """Where a request ran, and its report."""
+    """The replica where a request ran, and its report."""
 
     replica: str = ""  # name of the last replica it was sent to
     finished: FinishedReport | None = None  # the report in the journal, without tokens and segments
@@ -109,13 +109,13 @@ class RoutedRequest:
 
     @property
     def report(self) -> SharingReport | None:
-        """How much the plan shares; None without a prompt."""
+        """Return how much the plan shares; None without a prompt."""
         prompt = self.incoming.prompt
         return None if prompt is None else Lookup(self.routed.plan).report(prompt.num_tokens)
 
     @property
     def is_only_compared(self) -> bool:
-        """Whether its ticket copies and stores nothing, and only asks for a report."""
+        """Return whether its ticket copies and stores nothing, and only asks for a report."""
         ticket = self.routed.ticket
         return ticket is not None and not (ticket.copies or ticket.store)
 

@@ -198,7 +198,7 @@ class Router:
         )
 
     def _as_controlled(self, request: RoutedRequest, route: Route) -> Incoming:
-        """What is asked for; it is stored only if the controller lets it."""
+        """Return the request as asked for, but stored only if the controller permits it."""
         incoming, prompt, replica = request.incoming, request.incoming.prompt, route.replica
         assert prompt is not None, "a lookup has a prompt"
         assert replica is not None, "found by the lookup"
@@ -236,7 +236,7 @@ class Router:
         return Routed(lookup.plan, ticket, arrival)
 
     def _until_prefilled(self, num_tokens: int) -> Callable[[], int]:
-        """What is left of a prompt: all, until vLLM, which reports no progress, should have long finished."""
+        """Return the tokens left of a prompt: all, until vLLM, which reports no progress, must be done."""
         expected_s = self._sharing.cost.rates.full_s(num_tokens)
         until = time.monotonic() + max(_PREFILL_S, _PATIENCE * expected_s)
         return lambda: num_tokens if time.monotonic() < until else 0

@@ -44,7 +44,7 @@ _DONOR = NodeId(0)  # is in no tree
 
 
 def fingerprint_of(info: ReplicaInfo) -> Fingerprint:
-    """What the costs of a replica depend on."""
+    """Return the conditions that the costs of a replica depend on."""
     fields, settings = info.namespace_fields, sorted(info.settings.items())
     return Fingerprint(
         machine=info.device or "a device that the connector does not name",
@@ -159,7 +159,7 @@ class StartMeasurement:
     async def _send(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool = False
     ) -> OwnAnswer:
-        """When the replica is idle."""
+        """Send a request of our own when the replica is idle."""
         await self._idle([replica])
         self._num_sent += 1
         return await self.own_requests.send(replica, tokens, plan, store=store)
@@ -172,7 +172,7 @@ class StartMeasurement:
 
 
 def lengths_for(info: ReplicaInfo) -> list[int]:
-    """Of the full prefills, ascending: up to what one step computes. Empty for a very short context."""
+    """Return the lengths of the full prefills, ascending, up to one step. Empty for a very short context."""
     most = info.settings.get("max_num_batched_tokens")
     step = most if isinstance(most, int) and most > 0 else _STEP_TOKENS
     longest = min(step, info.max_model_len - 1)  # with room for the answer's token

@@ -1,4 +1,4 @@
-"""From a plan to the ticket that tells it to a replica's connector."""
+"""Turns a plan into the ticket that carries it to a replica's connector."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Watcher:
 
     @property
     def name(self) -> str:
-        """Of the replica."""
+        """Return the name of the replica."""
         return self._replica.name
 
     async def watch_health(self) -> None:

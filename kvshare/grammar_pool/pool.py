@@ -189,7 +189,7 @@ async def _first_frame(
 
 
 def _death(seconds: float) -> Frame:
-    """Why a process ended that was to compile for so long: it says nothing itself."""
+    """Return why a process ended that was to compile for so long: it says nothing itself."""
     if seconds >= COMPILE_S:
         return failed(f"it took more than {COMPILE_S:g} s to compile")
     return failed(f"its compiler failed, or needed more than {MEMORY_BYTES // 2**20} MiB")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvshare.errors import OverloadedError
 
-MAX_WAITING = 4  # of one key, behind the one that compiles
+MAX_WAITING = 4  # of one key, after the one that compiles
 MAX_COMPILING = 8  # of all keys
 TOO_LATE = "earlier schemas of this key took all of the time; try again later"
 _OTHERS_COMPILE = "schemas of other keys took all of the time; try again later"

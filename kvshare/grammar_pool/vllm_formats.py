@@ -36,7 +36,7 @@ _Compile = Callable[[str, str], None]  # what gets a kind and a text
 
 
 def has_xgrammar() -> bool:
-    """Whether formats are tried with what vLLM tries first; if not, with llguidance only."""
+    """Return whether formats are tried with what vLLM tries first; if not, with llguidance only."""
     return importlib.util.find_spec("xgrammar") is not None
 
 
@@ -217,7 +217,7 @@ def _objects(schema: str) -> Iterator[Mapping[str, Any]]:
 
 def leaves_xgrammar(schema: Mapping[str, Any]) -> bool:
     """
-    Whether vLLM does not give xgrammar a schema that has this object.
+    Return whether vLLM does not give xgrammar a schema that has this object.
 
     Source: `has_xgrammar_unsupported_json_features` in vllm/v1/structured_output/backend_xgrammar.py
 

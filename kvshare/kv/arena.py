@@ -58,7 +58,7 @@ class Arena:
         return Extent(start, start + wanted)
 
     def free(self, extent: Extent) -> None:
-        """Free an allocated extent, and merge it with the free extents beside it."""
+        """Free an allocated extent, and merge it with the free extents next to it."""
         start, end = extent.start, extent.end
         if start in self._by_end:
             start = self._by_end[start]

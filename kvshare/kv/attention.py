@@ -168,7 +168,7 @@ class PartialPass:
             yield self._group(rows.to(self.kv.layout.device), Span(0, alike[-1][1].end), ALL_EARLIER)
 
     def _near(self, reach: Reach) -> Iterator[_Group]:
-        """For windows and chunks: short blocks of rows, as each block gets all slots that any row sees."""
+        """Yield short blocks of rows for windows and chunks: each block gets all slots that any row sees."""
         assert reach.size is not None
         for row, run in placed(self.runs):
             for start in range(run.start, run.end, max(reach.size, _SHORT)):

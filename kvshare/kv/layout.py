@@ -25,7 +25,7 @@ from kvshare.kv.movement import STAYS, Movement
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which slots up to its own a token sees: all, the last `size`, or those in its chunk of `size`."""
+    """The slots up to its own that a token sees: all, the last `size`, or those in its chunk of `size`."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -60,7 +60,7 @@ ALL_EARLIER = Reach()
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
     """
-    What a layer needs of its attention beside softmax over all earlier slots.
+    What a layer needs of its attention besides softmax over all earlier slots.
 
     `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
     which takes part in the softmax and has no value (gpt-oss).
@@ -148,7 +148,7 @@ class KVLayout:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Self:
-        """From (H, D) of each layer's two kinds of rows; their movements are not known yet."""
+        """Make a layout from (H, D) of each layer's two kinds of rows; their movements are not known yet."""
         planes = []
         for index, name in enumerate(("k", "v")):
             of_shape: dict[tuple[int, int], list[int]] = {}
@@ -211,7 +211,7 @@ class KVLayout:
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """For each (name, layer): the number of its plane, and the place of the layer in that plane."""
+        """Return for each (name, layer) the number of its plane, and the layer's place in that plane."""
         return {
             (plane.name, layer): (number, row)
             for number, plane in enumerate(self.planes)
@@ -225,7 +225,7 @@ class KVLayout:
 
     @property
     def can_move(self) -> bool:
-        """Whether the movement of all rows is known."""
+        """Return whether the movement of all rows is known."""
         return all(movement is not None for plane in self.planes for movement in plane.movements)
 
     @property
@@ -244,12 +244,12 @@ class KVLayout:
         )
 
     def __str__(self) -> str:
-        """For people and namespaces: planes as name:LxHxD."""
+        """Write the planes as name:LxHxD, for people and namespaces."""
         return ",".join(f"{p.name}:{len(p.layers)}x{p.num_heads}x{p.dim}" for p in self.planes)
 
     @property
     def digest(self) -> str:
-        """Of all movements, 16 hex digits. KV is not shared between layouts whose rows move differently."""
+        """Hash all movements, 16 hex digits. KV is not shared between layouts that move rows differently."""
         parts = (
             f"{plane.name}{layer}:{movement.digest if movement is not None else '?'}"
             for plane in self.planes

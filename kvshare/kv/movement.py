@@ -52,7 +52,7 @@ class Movement:
 
     @classmethod
     def turning(cls, table: torch.Tensor, pairing: Pairing = "half", first: int = 0) -> Movement:
-        """With a frequency table of the model, (F,)."""
+        """Make the movement that turns by a frequency table of the model, (F,)."""
         return cls(tuple(table.detach().float().cpu().tolist()), pairing, first)
 
     @property
@@ -255,7 +255,7 @@ def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) ->
 
 
 def _is_same(one: Movement, other: Movement, dim: int) -> bool:
-    """Whether two candidates move all rows alike, as with tables that differ by rounding only."""
+    """Return whether two candidates move all rows alike, as with tables that differ by rounding only."""
     rows = torch.randn(8, dim, generator=torch.Generator().manual_seed(0))
     apart = ((one.moved(rows, far) - other.moved(rows, far)).abs().max() for far in _FAR)
     return all(float(difference) < _SAME for difference in apart)

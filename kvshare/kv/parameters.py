@@ -71,5 +71,5 @@ def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: 
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter of this name may belong to a norm."""
+    """Return whether a parameter of this name may belong to a norm."""
     return "norm" in name

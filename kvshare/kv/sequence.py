@@ -76,11 +76,11 @@ class SegmentKV(KeysAndValues):
         return sum(plane.nbytes for plane in self.planes)
 
     def checksum(self) -> int:
-        """Of the bytes as they were copied. It detects accidental corruption, not forgery."""
+        """Return the sum of the bytes as they were copied. It detects accidental corruption, not forgery."""
         return self.computed_checksum() if self.copied_checksum is None else self.copied_checksum
 
     def computed_checksum(self) -> int:
-        """Of the bytes as they are now: of the sums of all layers, see `sums.py`."""
+        """Return the sum of the bytes as they are now: of the sums of all layers, see `sums.py`."""
         of_planes = []
         for plane in self.planes:
             _, _, num_heads, dim = plane.shape

@@ -54,7 +54,7 @@ class Tier(Protocol):
 
     @property
     def on_disk(self) -> Container[SegmentId]:
-        """Those of its segments that are read from disk."""
+        """Return its segments that are read from disk."""
 
     def __contains__(self, segment_id: object) -> bool: ...
 
@@ -94,7 +94,7 @@ class SegmentTable(Generic[SizedT]):
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What prompts are evicted for."""
+        """Return the budgets for which prompts are evicted."""
         return (self,)
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
@@ -142,7 +142,7 @@ class MemoryTier(SegmentTable[_Stored]):
         """There is nothing to write."""
 
     def status(self) -> tuple[TierStatus, ...]:
-        """How much is held."""
+        """Return how much is held."""
         return (
             TierStatus("memory", len(self), self.num_bytes, self.max_bytes, self._num_hits, self._num_misses),
         )

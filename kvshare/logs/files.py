@@ -116,7 +116,7 @@ def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int,
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | RowFault]]:
-    """Without those that are blank: they are no rows, but they have numbers."""
+    """Without blank lines, which are not rows but are counted in line numbers."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
@@ -205,7 +205,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
 
 
 def _group_rows(file: ParquetFile, group: int) -> Iterator[Row | RowFault]:
-    """As many rows of the group as can be decoded."""
+    """Yield as many rows of the group as can be decoded."""
     from pyarrow import ArrowException
 
     columns = [name for name in file.schema_arrow.names if name not in _UNUSED_COLUMNS]

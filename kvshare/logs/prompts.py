@@ -188,9 +188,9 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
         Helicone   `request_body` and `response_body`
 
     Chat completions, completions (a prompt may be a text, token ids, or a list of either: one request each)
-    and responses (`input`, `instructions`). Conversation, user and time are beside the body, in it, or in its
-    `metadata`. Tools become a system message before the others: the template of the log's model would write
-    them there, in words that are not known here.
+    and responses (`input`, `instructions`). Conversation, user and time are next to the body, in it, or in
+    its `metadata`. Tools become a system message before the others: the template of the log's model would
+    write them there, in words that are not known here.
     """
     body = body_of(row)
     known = _known(row, body)
@@ -292,6 +292,6 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 
 def _milliseconds(row: Row, name: str) -> float | None:
-    """In seconds."""
+    """Return a member that is in milliseconds as seconds."""
     value = fields.optional(fields.seconds, row, name)
     return None if value is None else value / 1e3

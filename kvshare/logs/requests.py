@@ -22,7 +22,7 @@ class Requester:
 
 
 def any_of(answers: Iterable[bool | None]) -> bool | None:
-    """Whether one of them is true; None where that depends on an unknown one."""
+    """Return whether one of them is true; None where that depends on an unknown one."""
     found = set(answers)
     return True if True in found else None if None in found else False
 

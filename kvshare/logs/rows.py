@@ -61,7 +61,7 @@ class LoggedRow:
 
 
 class RowFault(StrEnum):
-    """Why a row cannot be read. The words are part of `results.json`."""
+    """The reason why a row cannot be read. The words are part of `results.json`."""
 
     BAD_UTF8 = "bad_utf8"  # bytes that are not UTF-8, or text that cannot be written as UTF-8
     BAD_JSON = "bad_json"

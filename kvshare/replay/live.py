@@ -1,6 +1,6 @@
 """
 The same stream sent to a running server: measured times to the first token, and what the server reports as
-cached beside what the policies predict.
+cached next to what the policies predict.
 
     OUT/live.json, OUT/live.parquet (a row per request, numbers only)
 
@@ -115,7 +115,7 @@ class Pace:
     _start: tuple[float, float] | None = None  # by the clock, and by the log
 
     def wait_s(self, request: TokenizedRequest, now_s: float) -> float:
-        """How long a request has to wait; requests before the first time do not wait."""
+        """Return how long a request has to wait; requests before the first time do not wait."""
         if self._start is None:
             if request.logged.time_s is None:
                 return 0.0
@@ -230,7 +230,7 @@ def summarise(rows: Sequence[Row], policies: Sequence[str]) -> Document:
 
 
 def _is_unlike(row: Row) -> bool:
-    """Whether a chat template does not explain how far the two counts of its prompt differ."""
+    """Return whether a chat template does not explain how far the two counts of its prompt differ."""
     more, num_messages = row["num_prompt_tokens"] - row["num_tokens"], row["num_messages"]
     if not num_messages:
         return bool(abs(more) > _MAX_OFF_PER_PROMPT)

@@ -42,8 +42,8 @@ RowsOf = Callable[[str], pa.Table]  # a policy's, with an infinite store
 
 def each_request(rows: pa.Table) -> pa.Table:
     """
-    What each request adds to the sums behind the figures: `SUMMED`, "requests", and "with_50" if at least
-    that share of its tokens, and at least one, is reused.
+    What each request adds to the sums of the figures: `SUMMED`, "requests", and "with_50" if at least that
+    share of its tokens, and at least one, is reused.
     """
     tokens, hit = _tokens_and_hits(rows)
     each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))

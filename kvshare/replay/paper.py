@@ -5,7 +5,7 @@ Figure 2: the share of conversations whose first prompt has an identical or simi
 distance of at most 0.05). Figure 4: of the subset of similar prompts (without duplicates, each with another
 similar one), the share of each prompt that is not computed when the subset is replayed in its order.
 
-    OUT/paper.json           the document below; figure-2 and figure-4 beside it, as .svg and .png
+    OUT/paper.json           the document below; figure-2 and figure-4 next to it, as .svg and .png
     {"schema_version", "kind": "replay-paper", "config", "data",
      "figure_2": {"num_prompts", "max_distance", "shares": {"identical", "similar", "unique"},
                   "by_distance": [{"distance", "share"}]}        share: identical or within the distance
@@ -98,12 +98,12 @@ def replay_paper(
 
 
 class _Neighbours:
-    """How far each prompt's nearest earlier one is, and which prompts have a near one before or behind."""
+    """How far each prompt's nearest earlier one is, and which prompts have a near one before or after."""
 
     def __init__(self) -> None:
         self.num_identical = 0
         self.similar: set[int] = set()  # places in the stream of the subset of similar prompts
-        self._distances: list[float] = []  # of the prompts that are no duplicates; 2.0: none before
+        self._distances: list[float] = []  # of the prompts that are not duplicates; 2.0: none before
         self._seen: set[bytes] = set()
         self._vectors: dict[str, NDArray[np.float32]] = {}  # of a namespace, with room for more
         self._places: defaultdict[str, list[int]] = defaultdict(list)  # in the stream, of these vectors

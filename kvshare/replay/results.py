@@ -32,7 +32,7 @@ SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readi
 
 
 def finite(value: Any) -> Any:
-    """The number, or None if it is no number or not finite."""
+    """The number, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value

@@ -127,7 +127,7 @@ class Checkpoint:
 
     def begin(self, run: str, *, resume: bool) -> Progress:
         """
-        How far the interrupted run came; the beginning, if there is none or it shall not be resumed.
+        Return how far the interrupted run came; the beginning, if there is none or it shall not be resumed.
 
         Raises:  LogError if it was a run with other options or of other files
         """

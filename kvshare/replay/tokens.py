@@ -137,7 +137,7 @@ def block_tokens(request: LoggedRequest, *, num_tokens: int) -> TokenIds:
     """
     Random tokens in [0, num_tokens), equal for equal hashes; the last block is cut.
 
-    A hash of a Mooncake trace covers everything up to its block, so equal text behind another prefix has
+    A hash of a Mooncake trace covers everything up to its block, so equal text after another prefix has
     another hash: such a trace shows sharing of prefixes only.
     """
     hashes = np.asarray(request.block_hashes, dtype=np.uint64)[:, None]

@@ -23,7 +23,7 @@ from kvshare.settings.patterns import MAX_LINE
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A body behind the rules, the very same object where none acted; and the names of those that did."""
+    """The body after the rules (the same object if none matched), and the names of the rules that matched."""
 
     body: dict[str, Any]
     rules: tuple[str, ...]

@@ -34,7 +34,7 @@ class BodyText:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Behind which text of a prompt more can be said; `new_part`: the type of a part to be added for it."""
+    """The text of a prompt after which more can be said; `new_part`: the type of a part to add for it."""
 
     path: Path
     new_part: str | None = None
@@ -81,7 +81,7 @@ def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
 
 def end_of(body: Mapping[str, Any], shape: BodyShape) -> End | None:
     """
-    The end of the last message that a user or a tool has written: the model's answer comes behind it.
+    The end of the last message that a user or a tool has written: the model's answer comes after it.
 
     None where there is no such message. The prompt of a completion has no such end: the model goes on there.
     """

@@ -27,7 +27,7 @@ class KeySettings(Section):
 
 
 class TenantSettings(Section):
-    """What one tenant may use, with all its keys together. None: no limit."""
+    """The limits of one tenant, with all its keys together. None: no limit."""
 
     name: str = Field(min_length=1)
     requests_per_minute: PositiveInt | None = None

@@ -17,7 +17,7 @@ from re import _parser as parser  # type: ignore[attr-defined]  # typeshed does 
 from typing import Any
 
 MAX_LINE = 512  # characters; longer lines are left as they are
-MAX_WAYS = 16 * (MAX_LINE + 1) ** 2  # two quantifiers without an upper bound, and little beside them
+MAX_WAYS = 16 * (MAX_LINE + 1) ** 2  # two quantifiers without an upper bound, and little else
 
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 

@@ -30,7 +30,7 @@ _KEYS = "keys"
 
 
 class Origin(StrEnum):
-    """Where a value comes from."""
+    """The origin of a value."""
 
     DEFAULT = "default"
     FILE = "file"

@@ -241,7 +241,7 @@ class TracingSettings(Section):
 
 
 class Settings(Section):
-    """Every setting. The defaults are in config.yaml, beside this file or at the repository's root."""
+    """Every setting. The defaults are in config.yaml, next to this file or at the repository's root."""
 
     server: ServerSettings
     auth: AuthSettings

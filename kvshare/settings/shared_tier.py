@@ -26,7 +26,7 @@ def _redis_url(url: str) -> str:
             "expected no user name or password: use username, and password_file or the environment"
         )
     if parts.query or parts.fragment:
-        raise ValueError("expected nothing behind the number of the database")
+        raise ValueError("expected nothing after the number of the database")
     return url
 
 
@@ -51,7 +51,7 @@ class SharedTierSettings(Section):
 
     @property
     def is_exposed(self) -> bool:
-        """Whether others may read and change what is on the way: no TLS, and not this machine."""
+        """Return whether others may read and change what is on the way: no TLS, and not this machine."""
         if self.url is None:
             return False
         parts = urlsplit(self.url)

@@ -47,7 +47,7 @@ class _Outline(NamedTuple):
 
 
 class Approximation:
-    """The candidate plans of one composition. Copies behind the exact prefix are approximate."""
+    """The candidate plans of one composition. Copies after the exact prefix are approximate."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Approximation:
         return [*found, self._chosen(shape)] if self._chooses else found
 
     def _otherwise(self, found: Sequence[Plan]) -> Plan:
-        """Where none of all these plans is within the limit."""
+        """Make a plan for the case that none of all these is within the limit."""
         if self._settled and not self._should_renew(found):
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
             plan = self._whole(self._outline("none", without_moved))
@@ -134,7 +134,7 @@ class Approximation:
         return min(found, key=lambda plan: plan.deviation)
 
     def _should_renew(self, found: Sequence[Plan]) -> bool:
-        """Whether one of these plans is above the limit because of its donors, and most copies are moved."""
+        """Return whether a plan exceeds the limit because of its donors while most copies are moved."""
         within_limit = (
             _bound(plan) - self._bound_of(_inherited(plan)) <= self._max_deviation
             for plan in found
@@ -164,7 +164,7 @@ class Approximation:
         return self._outline("windows", Repairs(outside_media(spans, self._media)))
 
     def _chosen(self, shape: Shape) -> _Outline:
-        """That with the smallest dose within the limit, or with the largest dose."""
+        """Return the plan with the smallest dose within the limit, else the one with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
         fitting = (dose for dose in doses if self._bound("attention", dose) <= allowed)
@@ -180,7 +180,7 @@ class Approximation:
         return self._calibration.expected(self._shape, rule, repaired)
 
     def _bound(self, rule: RepairRule, repaired: float) -> float:
-        """What answers exceed with at most the allowed risk, KL in nats, as if all donors were exact."""
+        """Return the KL, in nats, that answers exceed with at most the allowed risk, if donors are exact."""
         if self._shape is None:
             return 0.0
         return self._calibration.bound(self._shape, rule, repaired, risk=self._max_risk)

@@ -1,4 +1,4 @@
-"""How many bytes of a memory prompts use, and how many of them may be pinned."""
+"""Counts the bytes of a memory that prompts use, and limits how many of them are pinned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bytes_of(tree: DeltaTree, node_ids: Iterable[NodeId], budget: Budget) -> int
 
 
 def most_pinned(budget: Budget) -> int:
-    """How many bytes of a budget pinned prompts may use."""
+    """Return the bytes of a budget that pinned prompts may use."""
     return int(budget.max_bytes * _MOST_PINNED)
 
 

@@ -70,13 +70,13 @@ class ModelCalibration:
         return _UNMEASURED if shape.num_tokens > self.longest else 1.0
 
     def _factor(self, shape: Shape, rule: RepairRule) -> float:
-        """By how much plans of this shape are taken to be worse than predicted."""
+        """Return the factor by which plans of this shape are taken to be worse than predicted."""
         beyond = shape.num_tokens / self.longest
         return self.caution * (self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0)
 
     @property
     def digest(self) -> str:
-        """Of all that predictions follow from: what was stored by another calibration is not used."""
+        """Hash everything that predictions depend on. KV that another calibration stored is not used."""
         document = self.as_document()
         parts = [document["rules"], self.longest, self.caution]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

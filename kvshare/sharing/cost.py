@@ -32,7 +32,7 @@ LOOKUP: Final = "lookup"
 PLANNING: Final = "planning"
 EMBEDDING: Final = "embedding"
 _LOADS: Final = {MEMORY: LOAD, BLOCKS: BLOCKS, DISK: DISK}  # by place
-_PREFIX: Final = "prefix"  # a prefill behind a copied prefix
+_PREFIX: Final = "prefix"  # a prefill after a copied prefix
 _BARE_PASS: Final = "bare pass"  # without the engine's own step
 
 _CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
@@ -57,7 +57,7 @@ class CostModel:
         """`rates`: used until something is measured; unless it `learns`, always."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
         self.machine = ""  # that the rates are measured on, in words; set by `KeptCosts`
-        self.waits = Waits()  # beside other prompts
+        self.waits = Waits()  # next to other prompts
         self._learns = learns
         self._work = _regression(rates.coefficients, fixed=(0, 3))  # the fixed costs of a step and of a pass
         own = {LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}
@@ -103,12 +103,12 @@ class CostModel:
 
     @property
     def is_learning(self) -> bool:
-        """Whether measurements change the rates."""
+        """Return whether measurements change the rates."""
         return self._learns
 
     @property
     def measured(self) -> frozenset[str]:
-        """Which rates are not priors any more: prefill, pass, load, blocks, disk, lookup, embedding."""
+        """Return the names of the measured rates: prefill, pass, load, blocks, disk, lookup, embedding."""
         with self._lock:
             kinds = self._work.kinds().union(*(line.kinds() for line in self._lines.values()))
         known = {PASS if kind == _BARE_PASS else kind for kind in kinds}
@@ -126,7 +126,7 @@ class CostModel:
         return replace(rates, loads=loads, pass_s=rates.pass_s if self.knows(PASS) else 0.0)
 
     def knows(self, rate: str) -> bool:
-        """Whether this rate was measured; a model that does not learn knows all."""
+        """Return whether this rate was measured; a model that does not learn knows all."""
         return not self._learns or rate in self.measured
 
     def document(self, threshold: MinSaved) -> Costs:
@@ -170,12 +170,12 @@ class CostModel:
         self.observe(PrefillWork.full(num_tokens), seconds)
 
     def observe(self, work: PrefillWork, seconds: float) -> None:
-        """What this work took, without its loads."""
+        """Observe the seconds that this work took, without its loads."""
         kind = PREFILL if not work.num_reused else PASS if work.num_passes else _PREFIX
         self._observe(self._work, kind if work.num_steps else _BARE_PASS, work.features, seconds)
 
     def observe_wait(self, *, shared: bool, queue_s: float, seconds: float) -> None:
-        """How long a prompt waited beyond its own prefill. `queue_s`: what was to be computed before it."""
+        """Observe how long a prompt waited beyond its prefill. `queue_s`: seconds of computing before it."""
         if self._learns:
             self.waits.observe(shared=shared, queue_s=queue_s, seconds=seconds)
 
@@ -200,7 +200,7 @@ class CostModel:
 
     def tries(self, rate: str) -> bool:
         """
-        Whether to do once what this rate advises against, so that it is measured.
+        Return whether to do once what this rate advises against, so that it is measured.
 
         A rate that was never measured is tried a few times, as its prior may be wrong by any factor; a
         measured one seldom, as it may have been measured in a bad moment.

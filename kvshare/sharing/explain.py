@@ -54,7 +54,7 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
 
 
 def _outcomes(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[int, str]:
-    """What the composition decided about every candidate, before the gate; empty if one was evicted."""
+    """List the composition's decision about every candidate, before the gate; empty if one was evicted."""
     limits = sharing.limits
     nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
     try:
@@ -74,7 +74,7 @@ def _outcomes(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMod
 
 
 def _to_choose(plan: Plan | NoPlan) -> dict[str, int] | None:
-    """What the engine will repair after a probe pass; None if all repairs are known."""
+    """Return what the engine will repair after a probe pass; None if all repairs are known."""
     if isinstance(plan, NoPlan) or plan.order is None:
         return None
     order = plan.order

@@ -26,7 +26,7 @@ class Fetching:
         self._tier, self._cost, self._telemetry = tier, cost, telemetry
 
     def near(self, nodes: Sequence[Node]) -> list[Node]:
-        """Those of which no KV is read from disk."""
+        """Return the nodes of which no KV is read from disk."""
         on_disk = self._tier.on_disk
         return [node for node in nodes if not any(entry in on_disk for entry in node.pieces.segment_ids)]
 
@@ -72,7 +72,7 @@ class Fetching:
         return fetched
 
     def patience_s(self, plan: Plan, threshold: MinSaved) -> float:
-        """How long a read from disk is waited for; where none is planned, as long as the plan saves."""
+        """Return how long to wait for a read from disk; where none is planned, as long as the plan saves."""
         num_on_disk, full_s, saved_s = self._num_on_disk(plan), plan.estimate.full_s, plan.estimate.saved_s
         planned_s = self._cost.rates.load_s(num_on_disk, place=DISK) if num_on_disk else math.inf
         within_s = max(_HARMLESS * full_s, min(_LATE * planned_s, saved_s))

@@ -211,7 +211,7 @@ class PromptKeeper(Generic[TierT]):
         return False
 
     def _begins(self, node_id: NodeId | None, token_ids: TokenIds) -> bool:
-        """Whether a node exists, begins with these tokens and has their exact KV."""
+        """Return whether a node exists, begins with these tokens and has their exact KV."""
         node = None if node_id is None else self.tree.get(node_id)
         if node is None or node.exact_length < len(token_ids):
             return False
@@ -255,14 +255,14 @@ class PromptKeeper(Generic[TierT]):
         return False
 
     def _fits_tenant(self, namespace: str, num_bytes: int, held: Collection[NodeId]) -> bool:
-        """Whether its tenant may have so many bytes more, after evicting its own prompts if necessary."""
+        """Return whether the tenant may have so many more bytes. Evicts its own prompts if necessary."""
         budget = budget_of(self.tree, self.tenants, namespace)
         if budget is None:
             return True
         return self._make_room(num_bytes, budget, held, (group_of(budget.tenant),), EvictionCause.QUOTA)
 
     def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
-        """Those that stay when this budget needs room."""
+        """Return the prompts that stay when this budget needs room."""
         return held
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:

@@ -41,7 +41,7 @@ class _Document(BaseModel):
 
 
 class Fingerprint(_Document):
-    """What a cost depends on, in words. Costs of another fingerprint are not used."""
+    """The conditions that costs depend on, in words. Costs of another fingerprint are not used."""
 
     machine: str
     model: str
@@ -116,7 +116,7 @@ class KeptCosts:
             self._written, self.problem = rows, None
 
     def _take(self, fingerprint: Fingerprint) -> dict[str, list[Row]]:
-        """What the file has of a fingerprint; the rest becomes that of the others."""
+        """Take the rows of a fingerprint out of the file; the rest stays as that of others."""
         was_unread, kept = self._is_unread, self._read()
         if was_unread and not self._is_unread:
             self.problem = None
@@ -131,7 +131,7 @@ class KeptCosts:
             if not self._path.exists():
                 return []
             if not self._path.is_file() or self._path.stat().st_size > _MAX_BYTES:
-                self._set_aside("is no file of this program")
+                self._set_aside("is not a file of this program")
                 return []
             return _File.model_validate_json(self._path.read_bytes()).kept
         except ValidationError as exc:

@@ -29,7 +29,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """What limits the planner: the settings, the abilities of the engine, the calibration of the model."""
+    """The planner's limits: the settings, the abilities of the engine, the calibration of the model."""
 
     sharing: SharingSettings
     repair: RepairSettings
@@ -93,7 +93,7 @@ class PlannerLimits:
 
 
 def is_exact(node: Node) -> bool:
-    """Whether all KV of a prompt is exact, as after a full prefill."""
+    """Return whether all KV of a prompt is exact, as after a full prefill."""
     return node.exact_length == node.num_tokens
 
 

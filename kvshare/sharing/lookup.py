@@ -1,4 +1,4 @@
-"""What was found for one request: the plan, the KV that it copies, and where the time went."""
+"""The result of one request's search: the plan, the KV that it copies, and where the time went."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lookup:
     unknown: tuple[int, ...] = ()
 
     def report(self, num_tokens: int) -> SharingReport:
-        """How many tokens come from where, for usage and metrics."""
+        """Count the tokens by where their KV comes from, for usage and metrics."""
         plan = self.plan
         if isinstance(plan, Plan):
             counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
@@ -51,7 +51,7 @@ class Lookup:
         )
 
     def copies_by(self, source: Source, *, alone: bool = False) -> bool:
-        """Whether the plan copies from a donor that this search has found; `alone`: and no other search."""
+        """Return whether the plan copies a donor that `source` found; `alone`: and no other source did."""
         found_by = {
             each.prompt_id
             for each in self.candidates

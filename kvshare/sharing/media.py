@@ -41,7 +41,7 @@ def composed_with_whole_media(composition: Composition, media: Sequence[Span]) -
 
 
 def outside_media(spans: Iterable[Span], media: Sequence[Span]) -> tuple[Span, ...]:
-    """What of the spans is no medium: repairs."""
+    """The parts of the spans that are not media: repairs."""
     rest = list(spans)
     for medium in media:
         rest = [

@@ -57,7 +57,7 @@ class SequenceBuffer(Protocol[KVT_co]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every slot holds KV, also copied slots that no later token attends to."""
+        """Return whether every slot holds KV, also copied slots that no later token attends to."""
 
     def cut(self, span: Span) -> KVT_co: ...
 
@@ -78,7 +78,7 @@ class HostTier(Tier, Budget, Protocol[KVT_contra]):
         """Nothing is put or fetched after this."""
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of this tier and those below it."""
+        """Return the status of this tier and those below it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,7 +200,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         return _HeldOrElsewhere(held, self.tree, budget)
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
-        """None if the prompt was evicted or shortened while the answer was generated."""
+        """Add the answer; None if its prompt was evicted or shortened while it was generated."""
         added = Span(node.num_tokens, len(computed.token_ids))
         is_known = self.tree.find(computed.namespace, computed.token_ids) is not None
         if not added or is_known or not self._is_as_it_was(node):
@@ -274,7 +274,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         return segment_tokens(self.tier.max_bytes // computed.kv.bytes_per_token)
 
     def _has_room(self, namespace: str, retained: Sequence[KVT], *, also_held: NodeId | None = None) -> bool:
-        """Whether the KV fits, after evicting other prompts if necessary."""
+        """Return whether the KV fits. Evicts other prompts if necessary."""
         with self._held_lock:
             held = frozenset(self._held) if also_held is None else frozenset({*self._held, also_held})
         num_bytes = sum(kv.num_bytes for kv in retained)

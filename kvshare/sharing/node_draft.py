@@ -109,7 +109,7 @@ def segments_of(plan: Plan | NoPlan, stored: Sequence[StoredSpan], namespace: st
 
 
 def _generation(plan: Plan | NoPlan, span: Span) -> int:
-    """0 before the first approximate copy, the plan's generation behind it."""
+    """0 before the first approximate copy, the plan's generation after it."""
     if isinstance(plan, NoPlan) or plan.first_approximate >= plan.num_tokens:
         return 0
     return plan.generation if span.start >= plan.first_approximate else 0

@@ -82,7 +82,7 @@ class Sharing:
 
     @property
     def limits(self) -> PlannerLimits:
-        """What limits the plans of the model that is served now."""
+        """Return the limits of plans for the model that is served now."""
         return self._limits
 
     def use_model(
@@ -147,7 +147,7 @@ class Sharing:
         )
 
     def costs(self) -> Costs:
-        """What plans are priced with now."""
+        """Return the rates that price plans now."""
         return self.cost.document(self._limits.threshold)
 
     def note_use(self, lookup: Lookup) -> Future[None]:
@@ -174,7 +174,7 @@ class Sharing:
                 self.keeper.note_evicted(lookup.namespace, prompt_id)
 
     def may_share(self, prompt: Prompt, mode: SharingMode) -> bool:
-        """Whether a prompt is looked up at all: mode and model permit it, and it is long enough."""
+        """Return whether to look a prompt up at all: mode and model permit it, and it is long enough."""
         is_long = prompt.num_tokens >= self._limits.sharing.min_prompt_tokens
         return self._limits.can_share and mode is not SharingMode.OFF and is_long
 

@@ -23,8 +23,8 @@ from kvshare.sharing.rates import IDLE, Estimate, PrefillWork, Queue
 # The fraction is for short prompts, in which 512 tokens span several documents.
 MAX_SMALL_SHIFT, _SMALL_SHIFT_FRACTION = 512, 0.1
 MAX_LISTENERS = 32  # the last placeholders: what they attend to is repaired
-MAX_RENEWED = 64  # other placeholders that are computed once more behind the repairs
-MAX_TAIL_TOKENS = 1024  # with more behind the last copy, no repairs are chosen: vLLM computes them in steps
+MAX_RENEWED = 64  # other placeholders recomputed after the repairs
+MAX_TAIL_TOKENS = 1024  # with more after the last copy, no repairs are chosen: vLLM computes them in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Plan:
     copies: tuple[Copy, ...]  # ascending by target; those inside [0, exact_length) are exact
     placeholders: tuple[Span, ...]  # ascending, disjoint, not touching: what is computed
     repairs: tuple[Span, ...]  # the part of the placeholders whose tokens a donor had
-    generation: int  # of the KV computed behind the first approximate copy; 0 if there is none
+    generation: int  # of the KV computed after the first approximate copy; 0 if there is none
     estimate: Estimate
     reason: Reason | None = None
     order: RepairOrder | None = None
-    exact_until: int | None = None  # set by `with_repairs`: KV behind it attended to replaced copies
+    exact_until: int | None = None  # set by `with_repairs`: KV after it attended to copies replaced later
     prediction: Prediction | None = None  # for the approximate plan, used or refused
 
     @property
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def probe_pass(self) -> tuple[Span, ...]:
-        """What the first pass computes: the placeholders, and the probes of an order."""
+        """Return the spans that the first pass computes: the placeholders, and the probes of an order."""
         probes = () if self.order is None else self.order.probes
         return merge([*self.placeholders, *(Span(place, place + 1) for place in probes)])
 
@@ -146,19 +146,19 @@ class Plan:
 
     @property
     def donors(self) -> tuple[NodeId, ...]:
-        """In order of first use."""
+        """Return the donors in the order of first use."""
         return tuple(dict.fromkeys(copy.donor for copy in self.copies))
 
     @property
     def num_from(self) -> Counter[NodeId]:
-        """How many tokens are copied from each donor."""
+        """Count the tokens that are copied from each donor."""
         given: Counter[NodeId] = Counter()
         for copy in self.copies:
             given[copy.donor] += copy.length
         return given
 
     def num_in(self, place: Container[SegmentId]) -> int:
-        """How many tokens are copied from there."""
+        """Count the tokens that are copied from these segments."""
         return _total(copy.target for copy in self.copies if copy.segment_id in place)
 
     @property
@@ -188,7 +188,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """Nothing is copied. `reason`: why; None if it does not stand for a request."""
+    """Nothing is copied. `reason` says why; None for a plan that is internal, of no request."""
 
     reason: Reason | None = None
     prediction: Prediction | None = None  # for the refused plan
@@ -200,7 +200,7 @@ def small_shift(num_tokens: int) -> int:
 
 
 def continues(before: Copy, copy: Copy) -> bool:
-    """Whether `copy` continues `before`, in the prompt and in the same donor."""
+    """Return whether `copy` continues `before`, in the prompt and in the same donor."""
     return (
         before.donor == copy.donor
         and before.target_start + before.length == copy.target_start
@@ -274,7 +274,7 @@ def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
     """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
     sorted_holes = merge(holes)
-    first = 0  # index of the first hole that ends behind the copy's start
+    first = 0  # index of the first hole that ends after the copy's start
     rest: list[Copy] = []
     for copy in copies:
         start, end = copy.target_start, copy.target_start + copy.length

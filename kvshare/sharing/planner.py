@@ -99,7 +99,7 @@ class _Search:
         return composed_with_whole_media(composition, self._media)
 
     def _first_composition(self, donors: Sequence[Node]) -> Composition:
-        """Of all donors. Composed again where keys would be moved and the engine cannot do that."""
+        """Compose a plan from all donors; once more without moves if the engine cannot move keys."""
         max_donors = self._limits.sharing.max_donors
         composition = self._composed(donors, max_donors=max_donors, may_move=True)
         if self._limits.can_move_keys or not any(copy.shift for copy in composition.copies):
@@ -123,7 +123,7 @@ class _Search:
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
 
     def _try_originals(self, donors: Sequence[Node], exact: Plan | None) -> None:
-        """If the plan that was tried last inherits deviation: plan with what donors have of exact KV."""
+        """If the last plan inherits deviation, plan with the exact KV of the donors only."""
         inherits = self._prediction is not None and self._prediction.inherited
         if not inherits or not any(map(is_exact, donors)):
             return
@@ -195,8 +195,8 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
         return Reason.DEVIATES_TOO_MUCH
     if policy.max_relocated_fraction is not None:
         limit = small_shift(plan.num_tokens)
-        behind = (copy for copy in plan.copies if copy.target_start >= plan.exact_length)
-        relocated = sum(copy.length for copy in behind if abs(copy.shift) > limit)
+        approximate = (copy for copy in plan.copies if copy.target_start >= plan.exact_length)
+        relocated = sum(copy.length for copy in approximate if abs(copy.shift) > limit)
         if relocated > policy.max_relocated_fraction * plan.num_tokens:
             return Reason.TOO_MUCH_RELOCATED
     baseline = exact.estimate.shared_s if exact is not None else plan.estimate.full_s

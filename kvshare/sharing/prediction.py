@@ -4,10 +4,11 @@ Predicts from the shape of a plan how far its answer deviates from that of a ful
     typical KL = 10 ** (intercept + sum of (weight + with_repairs x repaired) x feature)
     mean KL = bias x typical KL ** slope        KL: mean over an answer's first tokens, nats
 
-The parameters are fitted on measured plans of one model (`kvshare calibrate`). A feature outside the measured
-range is clipped to it, so that a prediction never extrapolates. Among plans with a small typical KL a few
-have a large one, so their mean is many times the typical value; with a large typical KL it is not. Therefore
-the slope is below 1. What single answers may deviate by is in tables of risk (`kvshare.sharing.risk`).
+The parameters are fitted on measured plans of one model (`kvshare calibrate`). A feature outside the
+measured range is clipped to it, so that a prediction never extrapolates. The distribution has a heavy tail:
+where the typical KL is small, a few plans have a large KL, and the mean is many times the typical value.
+Where it is large, mean and typical value are close. Therefore the slope is below 1. Tables of risk
+(`kvshare.sharing.risk`) say how far single answers may deviate.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def carried(
     What copies carry of their donors' expected deviation: a mean over copied tokens.
 
     A copy carries its donor's deviation if nearly all of its donor's text in front of it is still in front of
-    it, as behind an edit in place. Where much of that text was replaced, the plan's own shape has that, and
+    it, as after an edit in place. Where much of that text was replaced, the plan's own shape has that, and
     deviation did not add up (docs/fidelity.md). KV in a donor's exact prefix carries nothing.
 
     `known`: all tokens that the donors have, before repairs; `common`: see `shape_of`
@@ -248,7 +249,7 @@ def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
 
 
 def _churn(stretches: Placed, copies: Placed, common: Mapping[NodeId, int]) -> tuple[Vector, Vector, Vector]:
-    """For each stretch: removed tokens in front of it, new tokens in front of it, and its shift."""
+    """Return for each stretch the removed tokens before it, the new tokens before it, and its shift."""
     donors, target, source = stretches[:, 0], stretches[:, 1].astype(float), stretches[:, 2].astype(float)
     stayed = np.zeros(len(stretches))
     for donor in dict.fromkeys(donors.tolist()):
@@ -259,7 +260,7 @@ def _churn(stretches: Placed, copies: Placed, common: Mapping[NodeId, int]) -> t
 
 
 def _in_front(copies: Placed, target: Vector, source: Vector) -> NDArray[np.int64]:
-    """For each pair of positions, the tokens of the copies that start before it in both prompts."""
+    """Return for each pair of positions the tokens of the copies that start before it in both prompts."""
     _, at, of, length = copies.T
     if (of[1:] >= of[:-1]).all():  # in order, as most are: those before it are the first ones
         before = np.minimum(at.searchsorted(target), of.searchsorted(source))

@@ -27,7 +27,7 @@ _TOKENS_PER_PAIR = 1 / 16384  # attention takes as long as everything else at tw
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """What the prefill of one prompt computes and reuses."""
+    """The tokens that the prefill of one prompt computes and reuses."""
 
     num_tokens: int  # computed, in all passes
     num_pairs: float  # of a computed token and a position that it attends to
@@ -44,7 +44,7 @@ class PrefillWork:
 
     @property
     def features(self) -> tuple[float, ...]:
-        """In the order of `Rates.coefficients`."""
+        """Return the features in the order of `Rates.coefficients`."""
         return (self.num_steps, self.num_tokens, self.num_pairs, self.num_passes, self.num_reused)
 
 
@@ -66,7 +66,7 @@ FREE = LoadRate(0.0, 0.0)
 class Queue:
     """
     What a replica has to do before it serves the next request, in seconds, and which segments lie in its
-    blocks or are on disk. Loads run beside computing.
+    blocks or are on disk. Loads run while others compute.
     """
 
     loading_s: float = 0.0
@@ -76,7 +76,7 @@ class Queue:
     excess_s: float = 0.0  # by which prompts whose KV is loaded were seen to wait longer; see `Waits`
 
     def wait_for(self, load_s: float) -> float:
-        """How much longer a prompt waits that is loaded first, once it is its turn to be computed."""
+        """Return how many seconds a load of `load_s` delays a prompt, from its turn to be computed on."""
         return max(0.0, self.loading_s + load_s - self.computing_s) + self.excess_s
 
 
@@ -104,7 +104,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class MinSaved:
-    """What a plan must save to be made: so many seconds, and such a share of what it replaces; 0: any."""
+    """The least saving of a plan: seconds, and the share of the time that it replaces; 0: any."""
 
     min_saved_s: float = 0.0
     min_saved_fraction: float = 0.0
@@ -161,7 +161,7 @@ class Rates:
         return (self.step_s, self.token_s, self.pair_s, self.pass_s, self.reused_s)
 
     def seconds(self, work: PrefillWork) -> float:
-        """Without loads."""
+        """Estimate the time without loads."""
         return sum(map(_times, self.coefficients, work.features))
 
     def full_s(self, num_tokens: int) -> float:
@@ -177,7 +177,7 @@ class Rates:
         return rate.seconds(num_tokens * self.bytes_per_token)
 
     def least_load_s(self, num_tokens: int) -> float:
-        """From the fastest place. What is on disk goes through memory."""
+        """Estimate the time to load from the fastest place. KV on disk goes through memory."""
         places = (place for place in self.loads if place != DISK)
         return min((self.load_s(num_tokens, place=place) for place in places), default=0.0)
 

@@ -57,7 +57,7 @@ class Regression:
         return True
 
     def rows(self) -> list[Row]:
-        """What `restore` takes: the observations that are kept, of each kind and size from old to new."""
+        """Return the kept observations for `restore`, of each kind and size from old to new."""
         return [row for window in self._windows.values() for row in window]
 
     def check(self, rows: Iterable[Row]) -> None:

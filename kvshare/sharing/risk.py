@@ -1,5 +1,5 @@
 """
-The promise: at most a share `risk` of the answers behind shared KV deviates by more than a limit.
+The promise: at most a share `risk` of the answers from shared KV deviates by more than a limit.
 
 A plan's typical deviation is predicted from its shape. How far single answers are from it depends on the
 kind of plan, its *regime*. So each regime has a table that `kvshare calibrate` writes: if only plans up to a
@@ -63,5 +63,5 @@ class RiskTable:
 
 
 def bound_of_inherited(expected: float, risk: float) -> float:
-    """What answers may deviate by because of their donors' `expected` deviation, nats."""
+    """Return how far, in nats, answers may deviate because of their donors' `expected` deviation."""
     return expected if risk >= 1 else _CARRIED * expected

@@ -47,7 +47,7 @@ _LISTENING = 3 / 4  # of the layers
 
 @dataclass(frozen=True, slots=True)
 class RepairChoice:
-    """What the second pass computes. Both ascending."""
+    """The positions that the second pass computes. Both are ascending."""
 
     repairs: tuple[Span, ...]  # copied tokens
     renewed: tuple[Span, ...]  # placeholders that are computed a second time
@@ -80,7 +80,7 @@ def choose(
 
 
 def num_listening_layers(num_layers: int) -> int:
-    """In how many layers, from the first one on, a probe pass is measured."""
+    """Return the number of layers, from the first on, in which a probe pass is measured."""
     return max(1, round(_LISTENING * num_layers))
 
 
@@ -213,7 +213,7 @@ def _between(
     known, inside = places[own], np.arange(stretch.start, stretch.end)
     values = np.log(changed[:, own] + _LEAST).astype(np.float64)
     slopes = np.diff(values) / np.diff(known)
-    slopes = np.concatenate([slopes, np.zeros((len(values), 1))], axis=1)  # behind the last one
+    slopes = np.concatenate([slopes, np.zeros((len(values), 1))], axis=1)  # after the last one
     before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
     ahead = np.maximum(0, inside - known[before])  # 0 where the first place is not reached
     logarithms: NDArray[np.float64] = slopes.take(before, axis=1) * ahead + values.take(before, axis=1)

@@ -1,9 +1,9 @@
 """
-How long prompts wait beyond what they take themselves, beside other prompts.
+How long prompts wait beyond what they take themselves, next to other prompts.
 
 A prompt whose KV is loaded may be computed in later steps of the engine than one without: where its load
-does not join a step, its pass follows one step and its tail is in the next. Beside other prompts each step is
-as long as their prefills. So the waits of both kinds are compared, each as a line over what was to be
+does not join a step, its pass follows one step and its tail is in the next. Next to other prompts each step
+takes as long as their prefills. So the waits of both kinds are compared, each as a line over what was to be
 computed before the prompt.
 
 Knows neither plans nor engines. Thread-safe: what was seen is only appended to.
@@ -31,7 +31,7 @@ class _Wait(NamedTuple):
 
 
 class Waits:
-    """Of prompts that were computed in full, and of those that were shared."""
+    """The waits of prompts that were computed in full, and of those that were shared."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class Waits:
         self._seen[shared].append(_Wait(self._clock(), queue_s, seconds))
 
     def excess_s(self, queue_s: float) -> float:
-        """By how much a shared prompt waits longer than one in full behind such a queue."""
+        """Return how many seconds longer a shared prompt waits than one in full, after such a queue."""
         since = self._clock() - _VALID_S
         shared, full = ([one for one in tuple(self._seen[kind]) if one.at >= since] for kind in (True, False))
         if queue_s <= 0 or min(len(shared), len(full)) < _FEWEST:
@@ -51,7 +51,7 @@ class Waits:
 
 
 def _expected_s(waits: list[_Wait], queue_s: float) -> float:
-    """By least squares, where both a fixed wait of 0 and one as long as the queue are likely before."""
+    """Fit by least squares. The prior: the fixed wait is 0, and the rest is as long as the queue."""
     queues = np.array([wait.queue_s for wait in waits])
     beyond = np.array([wait.seconds for wait in waits]) - queues
     features = np.stack([np.ones_like(queues), queues])

@@ -33,7 +33,7 @@ _ANY = MinSaved(-math.inf)
 
 
 class Search(Enum):
-    """What is looked for. That of a prefix takes microseconds, that of passages a share of a millisecond."""
+    """The kinds of lookup. A prefix takes microseconds, passages take a fraction of a millisecond."""
 
     NOTHING = auto()
     PREFIX = auto()
@@ -66,7 +66,7 @@ class Worth:
         return self._shortest(limits).prefix
 
     def lookup(self, num_tokens: int, limits: PlannerLimits) -> bool:
-        """Whether a prompt is so long that a lookup may save more than it takes."""
+        """Return whether a prompt is long enough for a lookup to save more than it takes."""
         return num_tokens >= self.shortest(limits)
 
     def passages(self, num_tokens: int, limits: PlannerLimits) -> bool:
@@ -83,8 +83,8 @@ class Worth:
             return True
         computed = max(_LEAST_COMPUTED, 1 - sum(scores) - _UNSURE)
         rates, prefix = self._cost.hopeful(), nomination.num_prefix_tokens
-        behind = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
-        cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, behind)
+        rest = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
+        cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, rest)
         planning_s = rates.planning.seconds(num_tokens)
         return any(limits.threshold.pays(case.full_s, case.shared_s + planning_s) for case in cases)
 
@@ -198,7 +198,7 @@ class Worth:
         return (tried or make(replace(limits, threshold=_ANY), rates)) if is_due else plan
 
     def _may_pay(self, plan: Plan, threshold: MinSaved, queue: Queue) -> bool:
-        """Whether it pays if what was not measured costs nothing."""
+        """Return whether it pays if everything that was not measured costs nothing."""
         rates = self._cost.hopeful()
         work = plan.work(num_extra_passes=rates.num_extra_passes, queue=queue)
         case = rates.estimate(plan.num_tokens, work)

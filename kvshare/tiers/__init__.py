@@ -1,5 +1,5 @@
 """
-KV that outlives memory and the process: tiers below host memory, behind the interface of `kvshare.kv.tier`.
+KV that outlives memory and the process: tiers below host memory, with the interface of `kvshare.kv.tier`.
 
     lower_tier.py    what memory asks of a tier below it
     files.py         what the disk is asked for; where tests put faults

@@ -107,7 +107,7 @@ class DiskTier:
         self._foreign_files = self._of_other_models()
 
     def whole(self, segments: Iterable[Segment]) -> frozenset[SegmentId]:
-        """Those of which a file of the right size was there when the folder was opened."""
+        """Return the segments of which a file of the right size was there when the folder was opened."""
         return frozenset(
             segment.segment_id
             for segment in segments
@@ -115,7 +115,7 @@ class DiskTier:
         )
 
     def described(self) -> list[Segment]:
-        """What the files of the start say they are, which is checked when they are read. `adopt` follows."""
+        """List what the files of the start claim to be. Reading checks that. `adopt` follows."""
         indexed, found = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
             segment = indexed.get(segment_id) or self._claimed(segment_id)
@@ -124,7 +124,7 @@ class DiskTier:
         return found
 
     def save_index(self) -> None:
-        """What `described` reads at the next start. One that cannot be written costs that start some time."""
+        """Write what `described` reads at the next start. If that fails, the next start takes longer."""
         with self._lock:
             held = list(self._objects.values())
         with suppress(OSError):
@@ -251,11 +251,11 @@ class DiskTier:
 
     @property
     def is_swept(self) -> bool:
-        """Whether no file of this model is to be deleted."""
+        """Return whether no file of this model is to be deleted."""
         return not self._garbage
 
     def segment(self, segment_id: SegmentId) -> Segment | None:
-        """What is known of a segment that is held."""
+        """Return what is known of a segment that is held."""
         return self._objects.get(segment_id)
 
     def _of_other_models(self) -> Iterator[Path]:

@@ -28,7 +28,7 @@ class Files:
         os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """In one step: `target` is the old file or the new one, at every moment."""
+        """Rename in one step: `target` is the old file or the new one, at every moment."""
         source.replace(target)
 
     def delete(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class Files:
                     continue  # deleted meanwhile
 
     def free_bytes(self, folder: Path) -> int:
-        """Of the disk, for this user."""
+        """Return the free bytes of the disk, for this user."""
         found = os.statvfs(folder)
         return found.f_bavail * found.f_frsize
 

@@ -26,7 +26,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStore:
-    """What was read, and what of it is damaged."""
+    """The numbers of what was read, and of what is damaged."""
 
     num_objects: int
     num_bytes: int
@@ -103,7 +103,7 @@ class StoredFiles:
 
     @classmethod
     def of_vllm(cls, folder: Path) -> list[Self]:
-        """What vLLMs keep in this folder, one for each data-parallel rank; none if no vLLM uses it."""
+        """List what vLLMs keep in this folder, one for each data-parallel rank; none if no vLLM uses it."""
         places = [folder, *sorted(folder.glob("rank-*"))]
         return [cls(each, name=VLLM_KV_FOLDER) for each in places if (each / VLLM_KV_FOLDER).is_dir()]
 

@@ -68,14 +68,14 @@ class StoredPlane:
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """What the objects of one folder have in common: the model, and its planes for each token."""
+    """The common form of one folder's objects: the model, and its planes for each token."""
 
     fingerprint: str
     layout: KVLayout
 
     @classmethod
     def of(cls, layout: KVLayout, parts: Sequence[str]) -> Self:
-        """`parts`: all on which it depends whether KV may be used, beside the layout."""
+        """`parts`: all on which it depends whether KV may be used, besides the layout."""
         digest = hashlib.sha256()
         for part in (FORMAT, str(layout), layout.digest, str(layout.dtype), *parts):
             digest.update(f"{len(part)}:{part}".encode())
@@ -111,7 +111,7 @@ class HeadsFirstForm(ObjectForm):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an object says of itself."""
+    """The description of an object at its own beginning."""
 
     segment: Segment
     fingerprint: str
@@ -120,7 +120,7 @@ class Header:
     num_bytes: int = 0  # of the header itself
 
     def to_bytes(self) -> bytes:
-        """With its length in front, padded to whole pages."""
+        """Write the header with its length in front, padded to whole pages."""
         document = self._document()
         document["__metadata__"]["check"] = _check_of(document)
         text = json.dumps(document, separators=(",", ":")).encode()
@@ -172,7 +172,7 @@ class Header:
 
 
 def checks_of(rows: Sequence[Rows]) -> tuple[tuple[int, ...], ...]:
-    """Of each plane, of each layer."""
+    """Return the checks of each plane, of each layer."""
     return tuple(tuple(xxhash.xxh3_64_intdigest(layer.data) for layer in plane) for plane in rows)
 
 

@@ -25,7 +25,7 @@ class LowerTier(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """Of objects: written, read, damaged, failed."""
+        """Count the objects that were written, read, damaged, failed."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ class LowerTier(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why it is not used now, as far as its writer does not know; else None."""
+        """Return why it is not used now, as far as its writer does not know; else None."""
 
     @property
     def parts(self) -> Sequence[LowerTier]:
@@ -46,10 +46,10 @@ class LowerTier(Protocol):
     def __contains__(self, segment_id: object) -> bool: ...
 
     def segment(self, segment_id: SegmentId) -> Segment | None:
-        """What is known of a segment that is held."""
+        """Return what is known of a segment that is held."""
 
     def takes(self, segment: Segment) -> bool:
-        """Whether such a segment is written at all."""
+        """Return whether such a segment is written at all."""
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """Store a segment. Raises OSError; nothing is held then."""
@@ -72,4 +72,4 @@ class LowerTier(Protocol):
 
     @property
     def is_swept(self) -> bool:
-        """Whether nothing must be deleted before more is written."""
+        """Return whether nothing must be deleted before more is written."""

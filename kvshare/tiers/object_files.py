@@ -16,7 +16,7 @@ FORM_NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def object_path(folder: Path, segment_id: SegmentId) -> Path:
-    """Where a segment is in the folder of its form."""
+    """Return the path of a segment in the folder of its form."""
     digits = f"{segment_id:016x}"
     return folder / digits[-2:] / f"{digits}{SUFFIX}"
 
@@ -32,6 +32,6 @@ def listed(folder: Path, files: Files) -> Iterator[tuple[Path, SegmentId | None,
 
 
 def may_hold(file_bytes: int, segment: Segment) -> bool:
-    """Whether a file of this size may be the segment's object: after its bytes only whole pages are left."""
+    """True if a file of this size may be the segment's object: after its bytes only whole pages are left."""
     rest = file_bytes - segment.num_bytes
     return 0 < rest <= MOST_HEADER_BYTES and rest % PAGE_BYTES == 0

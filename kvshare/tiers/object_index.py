@@ -84,7 +84,7 @@ def read_index(files: Files, folder: Path) -> dict[SegmentId, Segment]:
 
 
 def delete_index(files: Files, folder: Path) -> None:
-    """Of a folder whose objects are deleted. One that cannot be deleted stays."""
+    """Delete the index of a folder whose objects are deleted. One that cannot be deleted stays."""
     for name in (INDEX_FILE, _UNFINISHED):
         with suppress(OSError):
             files.delete(folder / name)

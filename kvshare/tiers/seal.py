@@ -34,7 +34,7 @@ class SealError(Exception):
 
 
 class Seal:
-    """Without a key, values stay as they are. Thread-safe."""
+    """Encrypts values; without a key they stay as they are. Thread-safe."""
 
     def __init__(self, key: bytes | None) -> None:
         """`key`: 32 bytes. Raises ImportError without the extra `redis`."""
@@ -92,7 +92,7 @@ def read_secret(file: str | None, variable: str) -> str | None:
         with Path(file).open(encoding="utf-8") as opened:
             text = opened.read(_MOST_KEY_TEXT).strip()
     except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
         raise ConfigError(file, f"the secret cannot be read: {reason}") from None
     if not text:
         raise ConfigError(file, "expected a secret, the file is empty")

@@ -50,7 +50,7 @@ class SharedBackend(Protocol):
     def get(self, key: str, *, keep_s: int) -> bytes | None: ...
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Without renewing them."""
+        """Read values without renewing them."""
 
     def renew(self, keys: Sequence[str], *, keep_s: int) -> int:
         """Returns how many of them are there."""
@@ -83,11 +83,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is asked now."""
+        """Return whether nothing is asked now."""
         return self._clock() < self._until
 
     def call(self, ask: Callable[[], _T]) -> _T:
-        """What the store answers. Raises BackendError; at once while it is left alone."""
+        """Return what the store answers. Raises BackendError; at once while it is left alone."""
         if self.is_open:
             raise BackendError(self.reason or "it is left alone for a while")
         try:

@@ -40,7 +40,7 @@ class RecordError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrompt:
-    """What a server needs to know of another's prompt to use its KV."""
+    """The data by which a server can use the KV of another's prompt."""
 
     namespace: str
     token_ids: TokenIds
@@ -134,7 +134,7 @@ class PromptExchange:
         self._is_caught_up = False
 
     def name_of(self, namespace: str, tokens: TokenIds) -> str:
-        """Of a prompt: tells nothing of it to those who lack the operator's key."""
+        """Name a prompt. The name reveals nothing of it without the operator's key."""
         return self.store.key("p", namespace.encode(), np.ascontiguousarray(tokens, dtype="<i4").tobytes())
 
     def publish(self, prompt: SharedPrompt) -> bool:
@@ -153,7 +153,7 @@ class PromptExchange:
         return True
 
     def _holds(self, name: str) -> bool:
-        """Whether a record and all its segments are there."""
+        """Return whether a record and all its segments are there."""
         value = self.store.get(name)
         prompt = None if value is None else self._opened(name, value)
         if prompt is None:
@@ -168,7 +168,7 @@ class PromptExchange:
             self._announce(b"-", name)
 
     def has_lost(self) -> bool:
-        """Whether the store has lost all it had since the last call: everything is to be reported again."""
+        """True if the store has lost all it had since the last call: everything is to be reported again."""
         backend, name = self.store.backend, f"{self.store.prefix}:epoch"
         epoch = self.store.breaker.call(lambda: backend.epoch(name, keep_s=self._news_s))
         was, self._epoch = self._epoch, epoch
@@ -180,7 +180,7 @@ class PromptExchange:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all records that were there have been read, so that only new ones are reported."""
+        """Return whether all records that were there have been read, so that only new ones are reported."""
         return self._is_caught_up
 
     def reported(self) -> list[Reported]:
@@ -228,7 +228,7 @@ class PromptExchange:
         return reported
 
     def _name_in(self, message: bytes) -> str | None:
-        """None for a message that no server with this key has written."""
+        """Return the name in a message; None if no server with this key wrote it."""
         try:
             return bytes(self.store.seal.opened(self._bound_to(message[:1]), message[1:])).decode("ascii")
         except (SealError, UnicodeDecodeError):
@@ -236,7 +236,7 @@ class PromptExchange:
             return None
 
     def _bound_to(self, sign: bytes) -> str:
-        """What a message is sealed for: it is none in another stream, or with another sign."""
+        """Return what a message is sealed for: in another stream, or with another sign, it is invalid."""
         return f"{self._channel}:{sign.decode('latin-1')}"
 
     @property

@@ -48,7 +48,7 @@ class SharedStore:
         self.prefix = f"{PROTOCOL}:{seal.name_of(form.fingerprint.encode())}"
 
     def key(self, kind: str, *parts: bytes) -> str:
-        """Of a value: `kind` is o for a segment, p for a prompt."""
+        """Return the key of a value: `kind` is o for a segment, p for a prompt."""
         return f"{self.prefix}:{kind}:{self.seal.name_of(*parts)}"
 
     def segment_key(self, segment: Segment) -> str:
@@ -95,7 +95,7 @@ class SharedTier:
 
     @property
     def problem(self) -> str | None:
-        """Why the store did not do what it was asked last."""
+        """Return why the store did not do what it was asked last."""
         return self.store.breaker.reason
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class SharedTier:
         self._hold(segments, is_counted=True)
 
     def takes_room(self, segment_id: object) -> bool:
-        """Whether a segment counts against `max_bytes`."""
+        """Return whether a segment counts against `max_bytes`."""
         return segment_id in self._counted
 
     def _hold(self, segments: Iterable[Segment], *, is_counted: bool) -> None:
@@ -126,7 +126,7 @@ class SharedTier:
                     self.num_bytes += segment.num_bytes
 
     def takes(self, segment: Segment) -> bool:
-        """What is not exact stays where it was computed."""
+        """Refuse what is not exact: it stays where it was computed."""
         return segment.generation == 0
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:

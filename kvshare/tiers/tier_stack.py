@@ -150,7 +150,7 @@ class TierStack:
             log.warning("%d segments of KV were not written, and are lost", len(self._to_write))
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of each tier, for metrics and administrators."""
+        """Return the status of each tier, for metrics and administrators."""
         num_hits, num_late, missing = self._counts["below"], self._counts["late"], self._counts["missing"]
         memory = TierStatus(
             name="memory",
@@ -208,7 +208,7 @@ class TierStack:
         return read, late | paused, is_slow
 
     def _read(self, segment_id: SegmentId) -> SegmentKV | None:
-        """From below, and into memory. Runs in a thread of its own."""
+        """Read a segment from below, and into memory. Runs in a thread of its own."""
         for tier in self.below.parts:
             try:
                 rows, segment = tier.read(segment_id), tier.segment(segment_id)
@@ -292,7 +292,7 @@ class TierStack:
         self._writer.wake()
 
     def _written(self, segment_id: SegmentId) -> bool:
-        """It is not in memory only any more, or is not in memory. Returns whether it was."""
+        """Note that a segment is not in memory only any more. Returns whether it was."""
         with self._lock:
             self._to_write.pop(segment_id, None)
             held = self._due.pop(segment_id, None)

@@ -5,7 +5,7 @@ vLLM's own MultiConnector gives all children what the first one's workers report
 what its own workers report, and has the outer policy for failed loads hold for all of them.
 
 A connector that finds KV by the tokens alone would give approximate KV to requests that did not ask for any.
-So KVShare shares only beside those that find it by vLLM's hashes of blocks, which its salts are part of.
+So KVShare shares only next to those that find it by vLLM's hashes of blocks, which its salts are part of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OURS = KVShareConnector.__name__
 
 @dataclasses.dataclass(frozen=True)
 class HandshakesOfChildren(KVConnectorHandshakeMetadata):
-    """What the children of one worker report, in their order."""
+    """The reports of one worker's children, in their order."""
 
     each: tuple[KVConnectorHandshakeMetadata | None, ...]
 
@@ -56,7 +56,7 @@ class KVShareMultiConnector(MultiConnector):
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: VllmConfig) -> list[tuple[Any, VllmConfig]]:
         """
-        Ours learns beside which others it is.
+        Ours learns the names of the other connectors.
 
         All have the outer policy for failed loads, which is the only one that vLLM itself looks at.
         """

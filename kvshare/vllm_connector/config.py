@@ -67,10 +67,10 @@ class ConnectorSettings:
         return settings
 
     def unsupported_beside(self) -> list[str]:
-        """Why nothing is shared beside the other connectors; empty where all find KV by hashes of blocks."""
+        """Why nothing is shared next to the other connectors; empty where all find KV by hashes of blocks."""
         return [
-            f"{name} beside KVShare is not supported: it may find KV by its tokens alone, approximate KV too "
-            "(if it goes by vLLM's block hashes only, name it in by_block_hash of kvshare's settings)"
+            f"{name} next to KVShare is not supported: it may find KV by its tokens alone, approximate KV "
+            "too (if it goes by vLLM's block hashes only, name it in by_block_hash of kvshare's settings)"
             for name in dict.fromkeys(self.beside or ())
             if name not in _BY_BLOCK_HASH and name not in self.by_block_hash
         ]
@@ -85,7 +85,7 @@ def unsupported_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> list[str
 
 
 def known_reasons(config: VllmConfig) -> list[str]:
-    """Those that are known before vLLM has planned its KV cache."""
+    """List the reasons that are known before vLLM has planned its KV cache."""
     return _applying({**_platform_and_parallel(config), **_model(config)})
 
 
@@ -137,7 +137,7 @@ def _model(config: VllmConfig) -> dict[str, bool]:
 
 
 def _specs(kv_cache: KVCacheConfig) -> list[KVCacheSpec]:
-    """Of the first group: one for all layers, or one each where they differ in KV heads or head size."""
+    """List the first group's specs: one for all layers, or several if KV heads or head sizes differ."""
     specs = (group.kv_cache_spec for group in kv_cache.kv_cache_groups[:1])
     return [
         own
@@ -177,7 +177,7 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
 
 
 def _quantised(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
-    """Of layers that do not store the model's own numbers. Weights may tell vLLM so: then the spec knows."""
+    """Check layers whose stored numbers are quantised. If the weights say so, the spec knows it."""
     cache = config.cache_config
     modes = {getattr(spec, "kv_quant_mode", KVQuantMode.NONE) for spec in _specs(kv_cache)}
     is_fp8 = KVQuantMode.FP8_PER_TENSOR in (*modes, get_kv_quant_mode(cache.cache_dtype))

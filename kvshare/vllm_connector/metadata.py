@@ -76,7 +76,7 @@ class LoadRequest:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether it reads rows that steps in flight may still compute."""
+        """Return whether it reads rows that steps in flight may still compute."""
         return any(source.follows_steps for source in self.sources.values())
 
     def targets(self, unreadable: frozenset[SegmentId] = frozenset()) -> list[tuple[WireCopy, Span]]:
@@ -110,7 +110,7 @@ class LoadRequest:
         return merge([*self.runs(unreadable), *last])
 
     def lacks_media(self, unreadable: frozenset[SegmentId]) -> bool:
-        """Whether some of what would be computed lies in a medium."""
+        """Return whether some of what would be computed lies in a medium."""
         runs = self.runs(unreadable) if self.media else ()
         return any(run.intersection(medium) for run in runs for medium in self.media)
 
@@ -143,7 +143,7 @@ class WriteRequest:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the workers are to do in one step."""
+    """The tasks of the workers in one step."""
 
     loads: tuple[LoadRequest, ...] = ()
     saves: tuple[SaveRequest, ...] = ()
@@ -182,7 +182,7 @@ class DiskReport:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What a worker did since its last report, by vLLM's request id."""
+    """A worker's results since its last report, by vLLM's request id."""
 
     loads: dict[str, LoadResult] = field(default_factory=dict)
     saved_prompts: set[str] = field(default_factory=set)  # of requests that are still running
@@ -227,7 +227,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """What a worker reports once, after its self-test."""
+    """The report that a worker makes once, after its self-test."""
 
     unsupported: tuple[str, ...]  # reasons why nothing can be shared
     warnings: tuple[str, ...] = ()

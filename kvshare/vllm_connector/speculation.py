@@ -48,7 +48,7 @@ def has_rows(config: VllmConfig) -> bool:
 
 
 def why_unshared(config: VllmConfig) -> str | None:
-    """Why requests pass unshared with this method, and what to change; None if they need not."""
+    """Return why requests pass unshared with this method, and what to change; None if they need not."""
     method = method_of(config)
     if not method or method in _FROM_TEXT:
         return None

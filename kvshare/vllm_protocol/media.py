@@ -11,7 +11,7 @@ Their number counts because some models cut an image into fewer tiles where a pr
 same digest: its embeddings are other ones then, and not the beginning of those of more tiles.
 
 The digest is vLLM's own, over the medium's bytes, the model and the processor's settings. An id that a client
-gives a medium takes its place in vLLM, so the proxy removes such ids, and what is no digest is not shared.
+gives a medium takes its place in vLLM, so the proxy removes such ids, and what is not a digest is not shared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Medium:
 
     @property
     def is_identified(self) -> bool:
-        """Whether its placeholders can stand for the whole digest."""
+        """Return whether its placeholders can stand for the whole digest."""
         return len(self.span) >= MIN_TOKENS and _DIGEST.fullmatch(self.digest) is not None
 
 

@@ -48,7 +48,7 @@ class WireCopy(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """By how many positions the keys move."""
+        """Return by how many positions the keys move."""
         return self.target_start - self.source_position
 
 
@@ -68,7 +68,7 @@ class WireOrder(Message):
     """
     The connector chooses `num_tokens` copied tokens in `stretches` after a probe pass, and renews them.
 
-    The connector provides the KV before `end`; vLLM computes the tail behind it. See
+    The connector provides the KV before `end`; vLLM computes the tail after it. See
     `kvshare.sharing.plan.RepairOrder`.
     """
 
@@ -103,7 +103,7 @@ class Ticket(Message):
     @property
     def is_exact(self) -> bool:
         """
-        Whether all copies are exact, so that the KV may enter vLLM's own prefix cache.
+        Return whether all copies are exact, so that the KV may enter vLLM's own prefix cache.
 
         A ticket with approximate copies needs `private_salt(ticket_id)` as its request's cache_salt.
         """
@@ -190,7 +190,7 @@ class FinishedReport(Message):
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
     generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
     into vLLM's blocks, "blocks" those of other blocks, "pass" computes placeholders, "save" copies KV out;
-    "hidden" is what of "write" went on beside "pass", "waited" what "pass" waited for it. `first_token_s`:
+    "hidden" is the part of "write" during "pass", "waited" what "pass" waited for it. `first_token_s`:
     from its first blocks to its first token, with loads and placeholders; None without one, or if preempted.
     `num_answer_steps`: where vLLM decodes speculatively, the steps after the first token, which gave
     `num_answer_tokens`; else both are 0.

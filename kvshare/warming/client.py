@@ -29,7 +29,7 @@ _PLAN = re.compile(r"exact=(\d+),copied=(\d+),computed=(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class WarmingOutcome:
-    """What became of one entry. Tokens are of its prompt; there are none if it was not answered."""
+    """The outcome of one entry. Tokens are of its prompt; there are none if it was not answered."""
 
     place: Place
     request_id: str | None = None

@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WarmingEntry:
-    """One request to be sent, or the reason why a row is none. `body` may have no model yet."""
+    """One request to be sent, or the reason why a row is not a request. `body` may have no model yet."""
 
     place: Place
     path: str = ""
@@ -104,7 +104,7 @@ def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _why_no_prompt(row: Mapping[str, Any]) -> RowFault | None:
-    """Why a row is not a single prompt. The server checks the rest."""
+    """Return why a row is not a single prompt. The server checks the rest."""
     content = row.get("messages", row.get("prompt"))
     if content is None:
         return RowFault.MISSING_FIELD

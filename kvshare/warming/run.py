@@ -27,8 +27,8 @@ def warm(
     """
     Send the entries; returns the document. Ctrl-C ends it early; it is raised only where nothing is finished.
 
-    Raises:  UnreachableError if no server answers; UpstreamError if that is no server of models, or this key
-             may not pin; LogError for a file that cannot be opened
+    Raises:  UnreachableError if no server answers; UpstreamError if that is not a server of models, or this
+             key may not pin; LogError for a file that cannot be opened
     """
     run = _Run(options, report)
     began, complete = time.perf_counter(), True

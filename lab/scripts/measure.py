@@ -7,7 +7,7 @@ Runs the benchmarks that the documents quote, and writes the tables that quote t
 What pages quote of a document is stored in docs/measured/NAME.json (quote.py); the command prints all of it.
 measure.yaml has the command of each, and the template that puts its figures into words. In README.md and
 docs/benchmarks.md a table stands between the lines `<!-- measured:begin NAME NAME ... -->` and
-`<!-- measured:end -->`.
+`<!-- measured:end -->`. With `measured:brief` the rows have the short titles and words of measure.yaml.
 """
 
 import json
@@ -24,8 +24,8 @@ from quote import FOLDER, store
 
 ROOT = Path(__file__).parents[2]
 QUOTING = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-ROWS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-TABLE = re.compile(r"(<!-- measured:begin ([\w -]+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
+ROWS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+TABLE = re.compile(r"(<!-- measured:(begin|brief) ([\w -]+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
 
 TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
 TEMPLATES.filters |= {
@@ -36,25 +36,29 @@ TEMPLATES.filters |= {
 }
 
 
-def in_words(name: str, document: dict[str, Any]) -> str:
-    """The figures of that row's document in words. Raises jinja2.UndefinedError if the document lacks one."""
-    return TEMPLATES.from_string(ROWS[name]["words"]).render(document)
+def in_words(template: str, document: dict[str, Any]) -> str:
+    """The figures of a row's document in words. Raises jinja2.UndefinedError if the document lacks one."""
+    return TEMPLATES.from_string(template).render(document)
 
 
-def table(names: list[str]) -> str:
-    """The rows as a Markdown table. Raises KeyError for a name that is not in measure.yaml."""
+def table(names: list[str], *, is_brief: bool = False) -> str:
+    """The rows as a Markdown table. Raises KeyError for a name that measure.yaml lacks, or lacks in brief."""
     lines = ["| what | measured | command |", "|---|---|---|"]
     for name in names:
-        row = ROWS[name]
+        row = ROWS[name]["brief"] if is_brief else ROWS[name]
         document = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-        command = f"`kvshare bench {row['command']} --json`"
-        lines.append(f"| {row['title']} | {in_words(name, document)} | {command} |")
+        command = f"`kvshare bench {ROWS[name]['command']} --json`"
+        lines.append(f"| {row['title']} | {in_words(row['words'], document)} | {command} |")
     return "\n".join(lines) + "\n"
 
 
 def filled(text: str) -> str:
     """The text with each of its tables as the documents in docs/measured have it."""
-    return TABLE.sub(lambda match: match[1] + table(match[2].split()) + match[3], text)
+
+    def written(match: re.Match[str]) -> str:
+        return match[1] + table(match[3].split(), is_brief=match[2] == "brief") + match[4]
+
+    return TABLE.sub(written, text)
 
 
 def kvshare(*arguments: str | Path) -> str:

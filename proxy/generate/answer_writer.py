@@ -28,14 +28,14 @@ from proxy.sse import KEEP_ALIVE
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer took, over all prompts of its request."""
+    """The tokens of an answer, over all prompts of its request."""
 
     report: SharingReport
     num_completion_tokens: int
 
     @property
     def kvshare(self) -> dict[str, Any]:
-        """Where the prompt's KV came from, and why not more was shared. Donors are never named."""
+        """Return where the prompt's KV came from, and why not more was shared. Donors are never named."""
         report, prediction = self.report, self.report.prediction
         return {
             **tokens_by_source(report),
@@ -62,7 +62,7 @@ class AnswerWriter(ABC):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer, which has ended, calls tools: each call is whole."""
+        """Return whether the answer, which has ended, calls tools: each call is whole."""
         return False
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Blocks:
     @property
     def calls_tools(self) -> bool:
         """
-        Whether the answer has calls, and each has the JSON text of an object as arguments.
+        Return whether the answer has calls, and each has the JSON text of an object as arguments.
 
         A call that is cut short, by the token limit or a stop string, or that the model wrote wrongly, must
         not pass for one that can be made.
@@ -162,7 +162,7 @@ class Blocks:
         return self._parser.num_read
 
     def is_shown(self, offset: int) -> bool:
-        """Whether the answer's text at this place is in a block: the head of a cut call is not."""
+        """Return whether the answer's text at this place is in a block: the head of a cut call is not."""
         hidden_from = self._parser.hidden_from
         return hidden_from is None or offset < hidden_from
 
@@ -171,7 +171,7 @@ class Blocks:
         return "".join(block.text for block in self.all if block.kind is kind)
 
     def add(self, delta: Delta) -> list[BlockChange]:
-        """What a delta changes. The last delta, which has a finish reason, ends the last block."""
+        """Return what a delta changes. The last delta, which has a finish reason, ends the last block."""
         changes = list(self._take(self._parser.add(delta.text)))
         if delta.finish_reason is not None:
             self._finish_reason, self.stop = delta.finish_reason, delta.stop

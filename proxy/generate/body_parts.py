@@ -128,7 +128,7 @@ class Turns:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, text: str, *, param: str) -> None:
-        """What the tool answered. Raises RequestError for `param` if no such call came before."""
+        """Add what the tool answered. Raises RequestError for `param` if no such call came before."""
         if call_id not in self._names:
             raise invalid(param, NO_CALL)
         name = self._names[call_id]

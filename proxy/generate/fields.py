@@ -109,7 +109,7 @@ Prompts = Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
 
 
 class Body(BaseModel):
-    """What all bodies have in common: unknown parameters pass, as OpenAI's clients send many."""
+    """The base of all bodies. Unknown parameters pass, as OpenAI's clients send many."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 

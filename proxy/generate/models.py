@@ -59,7 +59,7 @@ def _card(engine: GeneratingEngine) -> dict[str, object]:
 
 
 class TokenizeBody(Body):
-    """What a text and a chat have in common."""
+    """The common fields of a text and a chat."""
 
     model: str | None = None  # None: the one that is served
     add_special_tokens: bool | None = None
@@ -142,7 +142,7 @@ class EmbeddingBody(Body):
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """POST /v1/embeddings. `model` is the embedder's name, or that of the model beside it."""
+    """POST /v1/embeddings. `model` is the embedder's name, or that of the model next to it."""
     engine = request.app[ENGINE]
     body = validated(EmbeddingBody, await read_object(request))
     found = await engine.embed(body.input)

@@ -47,7 +47,7 @@ async def read_body(request: web.Request, model: type[_Body]) -> _Body:
 
 
 def check_model(engine: GeneratingEngine, name: str | None) -> None:
-    """None is whatever is served. Raises ModelNotFoundError."""
+    """Raise ModelNotFoundError unless this model is served. None: any model."""
     if name not in (None, engine.card.model_id):
         raise ModelNotFoundError(str(name), served=engine.card.model_id)
 

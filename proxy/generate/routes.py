@@ -105,7 +105,7 @@ async def stored_response(request: web.Request) -> web.Response:
 def _chat_reader(
     body_type: type[_ChatBody], writer_type: Callable[[ChatRequest, _ChatBody], AnswerWriter]
 ) -> Callable[[web.Request], Awaitable[AnswerWriter]]:
-    """How a request of an API for chats is read."""
+    """Make the reader of an API for chats."""
 
     async def read(request: web.Request) -> AnswerWriter:
         body = await read_body(request, body_type)
@@ -131,7 +131,7 @@ async def _completion(request: web.Request) -> AnswerWriter:
     return CompletionWriter(requests, body, engine.card.model_id, echoed)
 
 
-# What generates, and how a request to it is read, tokenized, and going to be answered.
+# The generating routes, each with its reader, which makes the writer of the answer.
 _READERS: Mapping[str, Callable[[web.Request], Awaitable[AnswerWriter]]] = {
     "/v1/chat/completions": _chat_reader(ChatBody, ChatWriter),
     "/v1/completions": _completion,
@@ -158,7 +158,7 @@ def _errors_as_in(path: str) -> Iterator[None]:
 
 
 def _too_long(exc: ContextLengthError) -> str:
-    """In Anthropic's words, by which coding agents decide what to make shorter."""
+    """Return Anthropic's words, by which coding agents decide what to shorten."""
     num_prompt, limit = exc.num_prompt_tokens, exc.max_model_len
     if exc.is_bound:
         return f"prompt is too long: at least {num_prompt} tokens > {limit} maximum"

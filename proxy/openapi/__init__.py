@@ -1,1 +1,1 @@
-"""What this server answers, as an OpenAPI document and as a page to read: `/openapi.json` and `/docs`."""
+"""Describes this server's routes as an OpenAPI document, `/openapi.json`, and as a page, `/docs`."""

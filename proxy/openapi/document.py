@@ -168,7 +168,7 @@ def _refusals(operation: Operation, *, asks_for_keys: bool) -> set[int]:
 
 
 def _schema(component: object) -> dict[str, Any]:
-    """Of a component by its name; empty for none."""
+    """Return the schema of a component by its name; empty without a name."""
     return {"schema": {"$ref": f"{_REFERENCE}{component}"}} if component else {}
 
 

@@ -2,7 +2,7 @@
 vLLM's errors on the routes of Anthropic's API, in that API's shape, types and words.
 
 vLLM 0.32 answers there in three shapes: OpenAI's where a body is not valid, Anthropic's with types of its own
-elsewhere, and FastAPI's for what is no route. On all other routes its errors are passed on as they are.
+elsewhere, and FastAPI's for what is not a route. On all other routes its errors are passed on as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _VALIDATION = re.compile(
 
 
 def reply_of(status: int, raw: bytes) -> ErrorReply:
-    """What a client of Anthropic's API reads where vLLM answered `raw`. The status stays."""
+    """Translate vLLM's error `raw` for a client of Anthropic's API. The status stays."""
     _, message = _type_and_message(raw)
     return ErrorReply(status, message=_words(message) or f"The model server answered with status {status}.")
 
@@ -63,7 +63,7 @@ class ErrorEvents:
         self._is_within = False  # an event that is none
 
     def feed(self, chunk: bytes) -> bytes:
-        """What can be sent on now."""
+        """Return the bytes that can be sent on now."""
         held, out = self._held + chunk, b""
         while held:
             if not self._is_within and (held.startswith(_EVENT) or _EVENT.startswith(held)):
@@ -94,7 +94,7 @@ class ErrorEvents:
 
 
 def _type_and_message(raw: bytes) -> tuple[str, str]:
-    """Of an error in any of vLLM's shapes; empty where it is none."""
+    """Return type and message of an error in any of vLLM's shapes; empty if it is not one."""
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError):

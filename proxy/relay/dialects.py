@@ -32,7 +32,7 @@ Body = Mapping[str, Any]
 
 
 class Unplannable(Exception):
-    """Why a request is relayed without a plan."""
+    """A request must be relayed without a plan, for `reason`."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class Dialect:
         return b"\n\n" + frames(reply.body) + DONE
 
 
-# Parts of a content, and where each has its text, if it has any. Any other part is no text: an image, a file.
+# Parts of a content, and where each has its text, if it has any. Other parts are not text: an image, a file.
 _TEXT_AT = {
     **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text"),
     "refusal": "refusal",
@@ -105,7 +105,7 @@ def _check_response(document: Body) -> None:
     if document.get("previous_response_id") is not None:
         raise Unplannable(Reason.PREVIOUS_RESPONSE)  # vLLM has the rest of the prompt
     if document.get("background"):
-        raise Unplannable(Reason.BACKGROUND)  # it goes on when its answer is over
+        raise Unplannable(Reason.BACKGROUND)  # it keeps running after its response has ended
 
 
 def _check_completion(document: Body) -> None:
@@ -117,7 +117,7 @@ def _check_completion(document: Body) -> None:
 
 
 def _thinks_as_rendered(document: Body) -> bool:
-    """Without thinking the route may choose another effort than `/render`, and so have other tokens."""
+    """Return False without thinking: then the route may render with another effort than `/render`."""
     thinking = document.get("thinking")
     return not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled")
 
@@ -144,9 +144,9 @@ class ReadPrompt:
 
 async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: VllmEngine) -> ReadPrompt:
     """
-    Of a request, given as values and as the bytes that vLLM will get, sanitized.
+    Read the prompt of a request. `document`: its parsed body; `body`: the sanitized bytes that vLLM will get.
 
-    Raises:  Unplannable; NoReplicaError, UpstreamError for what are no tokens, too
+    Raises:  Unplannable; NoReplicaError, UpstreamError, also if the token ids are invalid
     """
     text = dialect.text_of(document)
     _check_usual(document, engine)
@@ -167,7 +167,7 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
     media, tokens = rendered[0].media, rendered[0].tokens.token_ids
     if media is None or not all(medium.is_identified for medium in media):
         raise Unplannable(Reason.MULTIMODAL)
-    if media:  # vLLM takes no tokens back beside media
+    if media:  # vLLM takes no tokens back together with media
         spans = tuple(medium.span for medium in media)
         return ReadPrompt(Prompt(identified(tokens, media), text, spans))
     return ReadPrompt(Prompt(tokens, text), rendered[0] if dialect.takes_rendered(document) else None)
@@ -196,7 +196,7 @@ def _check_usual(document: Body, engine: VllmEngine) -> None:
 
 
 def _tokenize_body(document: Body, dialect: Dialect) -> dict[str, Any]:
-    """What to ask of vLLM's `/tokenize`, which reads chats and plain prompts only. Raises Unplannable."""
+    """Make the body for vLLM's `/tokenize`, which reads chats and plain prompts only. Raises Unplannable."""
     if not dialect.tokenized:
         raise Unplannable(Reason.NO_RENDER)
     if document.get("truncate_prompt_tokens") is not None:

@@ -197,7 +197,7 @@ class RelayedRequest:
             self._note_stages({"engine": progress.prefill_s})
 
     def _has_token(self, chunk: bytes) -> bool:
-        """Whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
+        """Return whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
         if self.dialect is None or not self.dialect.first_token or not self._is_stream:
             return True
         self._beginning += chunk

@@ -14,7 +14,7 @@ _NO_TENSORS = {"mm_payload": b'"none"'}  # vLLM's own member of these bodies
 
 def is_sent_image(part: Mapping[str, Any]) -> bool:
     """
-    Whether a part of a content is an image that the body itself has.
+    Return whether a part of a content is an image that the body itself has.
 
     What an address stands for is not planned: vLLM would fetch it twice, for the plan and for the answer.
     """
@@ -28,7 +28,7 @@ def is_sent_image(part: Mapping[str, Any]) -> bool:
 
 
 def holds_images(value: object) -> bool:
-    """Whether a body, or a part of one, has such an image."""
+    """Return whether a body, or a part of one, has such an image."""
     if isinstance(value, list):
         return any(map(holds_images, value))
     if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """
 The /v1 routes in front of vLLM: those that generate are planned, everything else is passed through as it is.
 
-1. read      the body, as bytes and as values
+1. read      the body, as bytes and parsed
 2. render    its prompt into tokens, by vLLM itself; that, and what differs between routes: `dialects.py`
 3. forward   plan, choose the replica, send the body with salt and ticket, pass on the answer's:
              `forward.py`
@@ -150,7 +150,7 @@ async def _check_formats(request: web.Request, document: Mapping[str, Any]) -> N
 
 
 def _executed(execution: Execution) -> dict[str, Any]:
-    """What its replica reported of a request, which may come after the answer's end."""
+    """Return the replica's report of a request, which may arrive after the answer's end."""
     finished = execution.finished
     return {
         "replica": execution.replica,
@@ -168,7 +168,7 @@ def _executed(execution: Execution) -> dict[str, Any]:
 
 
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
-    """What a request says of itself. Raises RequestError."""
+    """Return the request without its prompt. Raises RequestError."""
     given = parse_kvshare(document)
     options, engine, owner = request_options(request, given), request.app[ENGINE], request[RECORD].owner
     for namespace in engine.digests_of(owner):
@@ -186,7 +186,7 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
 async def _rendered(
     request: web.Request, document: Mapping[str, Any], body: bytes, dialect: Dialect
 ) -> ReadPrompt | None:
-    """None where the request cannot be planned. A failure here costs the plan, not the request."""
+    """Render the prompt; None if it cannot be planned. A failure costs the plan, not the request."""
     engine, record = request.app[ENGINE], request[RECORD]
     began = time.perf_counter()
     try:
@@ -195,7 +195,7 @@ async def _rendered(
         read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except (
         *(Unplannable, UpstreamError, NoReplicaError),
-        RecursionError,  # parts in parts in parts
+        RecursionError,  # parts are nested too deeply
     ) as exc:
         log.debug("request %s is not planned: %s", record.request_id, class_and_place(exc))
         reason = exc.reason if isinstance(exc, Unplannable) else Reason.NOT_TOKENIZED
@@ -208,10 +208,10 @@ async def _rendered(
 
 async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     """
-    The body to send on, sanitized, and what the client wrote, as values; both behind the operator's rules.
+    The body to send on, sanitized, and the parsed body. The operator's rules are applied to both.
 
-    Raises:  HttpError for another content type, RequestError for what is no JSON object: what cannot be read
-    cannot be searched
+    Raises:  HttpError for another content type; RequestError for what is not a JSON object, as what cannot be
+             read cannot be searched
     """
     document = await read_object(request)
     raw = None if request[RECORD].body.rules else await read_raw(request)

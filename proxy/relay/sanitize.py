@@ -77,7 +77,7 @@ def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:
 
 
 def takes_salt(raw_path: str) -> bool:
-    """Whether a JSON body to this route gets its owner's `cache_salt`."""
+    """Return whether a JSON body to this route gets its owner's `cache_salt`."""
     return _path(raw_path).rstrip("/") not in _UNSALTED
 
 
@@ -144,5 +144,5 @@ def _named_by_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
 
 
 def _path(raw_path: str) -> str:
-    """As vLLM's router reads it: decoded once, without the query."""
+    """Return the path as vLLM's router reads it: decoded once, without the query."""
     return unquote(raw_path.partition("?")[0], errors="replace")

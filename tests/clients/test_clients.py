@@ -19,6 +19,7 @@ import yaml
 from kvshare.chat_model.prepare import prepare
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.ports import free_ports
 from kvshare_lab.vllm.servers import Server, VllmOptions
 
 pytestmark = pytest.mark.long
@@ -54,7 +55,7 @@ def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def embedded(folder: Path) -> Server:
-    port = servers.free_ports(1)[0]
+    port = free_ports(1)[0]
     own = ["--model", str(prepare()), "--served-name", MODEL, "--port", str(port), "--store", str(folder)]
     return Server(
         name="kvshare serve",

@@ -54,7 +54,7 @@ def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
         writer.kill()
         with writer.stdout:  # not communicate(), which loses what readline has read ahead
             rest = writer.stdout.read()
-        assert writer.wait(timeout=30) == -9
+        assert writer.wait(timeout=120) == -9
         # The last line may be cut off; a change may be stored and its report not yet written.
         lines = (first + rest).rpartition("\n")[0].splitlines()
         known = replay(lines, known)
@@ -77,6 +77,6 @@ def test_the_store_of_a_killed_writer_can_be_read(tmp_path: Path) -> None:
     for _ in range(20):
         writer.stdout.readline()
     writer.kill()
-    writer.communicate(timeout=30)
+    writer.communicate(timeout=120)
     with DeltaTree.open(path, identity="model", read_only=True) as tree:
         check(tree)

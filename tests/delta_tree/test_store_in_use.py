@@ -32,7 +32,7 @@ def test_a_second_process_is_refused(filled: Path, read_only: bool) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=120,
         )
     assert second.returncode == 1
     assert "another process has this store open" in second.stderr

@@ -89,6 +89,7 @@ class OverHttp:
         body = {**body_for(route, text), **by.claims, **({} if store else NOT_STORED)}
         status, headers, document = send(self.server, route, body, by.key)
         assert status == 200, document
+        self.server.settle()
         plan = dict(part.split("=") for part in headers["X-KVShare-Plan"].split(","))
         return int(plan["exact"]) + int(plan["copied"])
 

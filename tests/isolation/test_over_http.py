@@ -30,6 +30,7 @@ def cached(server: Server, key: str, text: str, **extra: Any) -> int:
             temperature=0,
             extra_body=extra or None,
         )
+    server.settle()
     assert reply.usage is not None
     assert reply.usage.prompt_tokens_details is not None
     return reply.usage.prompt_tokens_details.cached_tokens or 0
@@ -82,7 +83,7 @@ def test_operators_routes_are_for_operators(server: Server, key: str, route: str
         server.url + route, headers={"Authorization": f"Bearer {server.key(key)}"}
     )
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
     with caught.value as answer:
         assert answer.code in (401, 403)
         body = answer.read()
@@ -94,7 +95,7 @@ def test_no_foreign_candidate_ever_reached_the_planner(server: Server) -> None:
     request = urllib.request.Request(
         f"{server.url}/metrics", headers={"Authorization": f"Bearer {server.key('root')}"}
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         text = answer.read().decode()
     lines = [line for line in text.splitlines() if line.startswith("kvshare_isolation_denials_total")]
     assert [float(line.split()[-1]) for line in lines] == [0.0]

@@ -21,7 +21,7 @@ def is_idle(pid: int) -> bool:
     """Whether a process did nothing for a while."""
     process = psutil.Process(pid)
     before = process.cpu_times()
-    time.sleep(0.3)
+    time.sleep(1.5)  # a busy machine may let it wait for a part of a second
     return bool(process.cpu_times()[:2] == before[:2])
 
 

@@ -24,7 +24,7 @@ _DEAD = "http://127.0.0.1:9"  # nothing listens there
 def index_of(store: Path | None = None, **given: Any) -> ServedIndex:
     settings = load_settings()
     return ServedIndex(
-        settings.index.model_copy(update={"dense": False, **given}),
+        settings.index.model_copy(update={"dense": False, "search_timeout_s": 60.0, **given}),
         settings.store.model_copy(update={"path": None if store is None else str(store)}),
     )
 

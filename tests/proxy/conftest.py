@@ -82,10 +82,11 @@ def chat(text: str = "hello", /, **extra: object) -> dict[str, object]:
 
 
 def settings_with(**overrides: object) -> Settings:
-    """The defaults without a controller, with `server__port=0` meaning server.port."""
+    """The defaults with no controller and no search that is late. `server__port=0` means server.port."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
     defaults = {"server.port": 0, "control.unshared_share": 0.0, "cost.measure_at_start": False}
     defaults["sharing.max_risk"] = 1.0  # what is certified of a model is no question here
+    defaults |= {"index.search_timeout_s": 60.0, "index.embed_timeout_s": 60.0}  # nor how busy a machine is
     return load_settings(overrides={**defaults, **changes})
 
 
@@ -140,7 +141,7 @@ async def guarded() -> AsyncIterator[Server]:
         yield running
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
     """Wait until `condition` holds; fails after `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():

@@ -47,8 +47,9 @@ class EmbeddedServer:
 
 @asynccontextmanager
 async def running_embedded(**overrides: object) -> AsyncIterator[EmbeddedServer]:
-    """The server on a free port, without embeddings, in float32. It shares whatever rates are measured."""
+    """The server on a free port, without embeddings, in float32. It shares however busy the machine is."""
     always: dict[str, object] = {"cost__min_saved_s": -3600.0, "cost__min_saved_fraction": 0.0}
+    always["cost__learn"] = False
     model: dict[str, object] = {"model__path": "demo", "model__dtype": "float32"}
     without: dict[str, object] = {"store__path": None, "index__dense": False}
     settings = settings_with(**(without | always | model | overrides))

@@ -29,7 +29,7 @@ async def half_closed(url: str, raw: bytes) -> bytes:
     reader, writer = await connect(url)
     writer.write(raw)
     writer.write_eof()
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 20)
     writer.close()
     return answer
 
@@ -108,7 +108,7 @@ async def test_a_client_that_is_gone_frees_its_slot(
     async with running_server(behaviour) as server:
         _, writer = await connect(server.url)
         writer.write(asking(chat("hello", stream=stream)))
-        await asyncio.wait_for(server.engine.running.wait(), 5)
+        await asyncio.wait_for(server.engine.running.wait(), 20)
         if how.startswith("half-close"):
             writer.write_eof()
             await asyncio.sleep(0.1)
@@ -117,7 +117,7 @@ async def test_a_client_that_is_gone_frees_its_slot(
             reset(writer)
         else:
             writer.close()
-        await asyncio.wait_for(server.engine.freed.wait(), 5)
+        await asyncio.wait_for(server.engine.freed.wait(), 20)
         await eventually(lambda: server.lifecycle.num_running == 0)
 
 
@@ -140,9 +140,9 @@ async def test_a_silent_relayed_stream_is_probed_between_events(
         writer.write(asking(chat_body("Rome", stream=True, slow=True)))
         await reader.readuntil(b"data: ")
         writer.write_eof()
-        assert b": keep-alive\n\n" in await asyncio.wait_for(reader.readuntil(b": keep-alive\n\n"), 5)
+        assert b": keep-alive\n\n" in await asyncio.wait_for(reader.readuntil(b": keep-alive\n\n"), 20)
         writer.close()
-        await asyncio.wait_for(vllm.closed_early.wait(), 5)
+        await asyncio.wait_for(vllm.closed_early.wait(), 20)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/embeddings", "/nothing"])
@@ -176,7 +176,7 @@ async def test_what_is_refused_by_its_headers_is_not_asked_for(
     head += "" if "Authorization" in headers else "Authorization: Bearer sk-alice\r\n"
     reader, writer = await connect(guarded.url)
     writer.write(f"{head}\r\n".encode())
-    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(f"HTTP/1.1 {status} ".encode())
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(f"HTTP/1.1 {status} ".encode())
     writer.close()
 
 
@@ -186,7 +186,7 @@ async def test_a_body_that_is_taken_is_asked_for(server: Server) -> None:
     head, _, body = raw.partition(b"\r\n\r\n")
     reader, writer = await connect(server.url)
     writer.write(head + b"\r\n\r\n")
-    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20) == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(body)
-    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200 ")
+    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200 ")
     writer.close()

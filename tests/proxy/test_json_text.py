@@ -53,8 +53,8 @@ def refusal(raw: bytes) -> str:
         ),
         ('\ufeff{"a": 1}'.encode(), "expected UTF-8 without a byte order mark, found one at its start"),
         ("\xa0{}".encode(), "expected a value, found U+00A0 at character 0"),
-        (b'{"a": NaN}', "NaN is no number"),
-        (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": -Infinity}', "-Infinity is not a number"),
     ],
 )
 def test_what_is_no_json_is_said_in_plain_words(raw: bytes, words: str) -> None:

@@ -45,24 +45,26 @@ def _enough_files() -> None:
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     """Without a limit of connections."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
         yield http
 
 
 @pytest.mark.slow
-async def test_active_requests_among_idle_streams(tmp_path: Path) -> None:
+async def test_active_requests_among_idle_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    Before vLLM, with a thousand streams open that say something every ten seconds, others get the very answer
+    Before vLLM, with a thousand streams open that say something every minute, others get the very answer
     that one gets alone; and so do the streams.
     """
+    monkeypatch.setattr("tests.fake_vllm.SLOW_TOKEN_S", 60.0)
     patient: dict[str, Any] = {"vllm__connect_timeout_s": 60.0, "vllm__control_timeout_s": 60.0}
+    patient["server__keep_alive_s"] = 3600.0
     async with running_vllm() as vllm, running_relay(tmp_path, vllm, **patient) as relay, client() as http:
         url = relay.url + CHAT
         alone = await stream(http, url, slow=False)
         idle: list[asyncio.Task[tuple[int, bytes]]] = []
         while len(idle) < NUM_IDLE:  # a hundred at a time: all of it shares one event loop
             idle += [asyncio.create_task(stream(http, url, slow=True)) for _ in range(100)]
-            await eventually(partial(has_begun, vllm, 1 + len(idle)), timeout_s=60)
+            await eventually(partial(has_begun, vllm, 1 + len(idle)))
         for _ in range(2):
             active = await asyncio.gather(*(stream(http, url, slow=False) for _ in range(NUM_ACTIVE)))
             assert set(active) == {alone}

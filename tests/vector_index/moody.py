@@ -23,9 +23,9 @@ from vector_index.base import Vector, VectorName
 
 TEXT = PromptText("weather", "weather")
 SETTINGS = NominatorSettings(
-    search_timeout_s=0.3,  # a busy machine may take a tenth of a second from anybody
-    embed_timeout_s=0.3,
-    write_timeout_s=1.0,
+    search_timeout_s=1.0,  # a busy machine may take a part of a second from anybody
+    embed_timeout_s=1.0,
+    write_timeout_s=2.0,
     failures_to_open=3,
     open_s=30,
     max_distance=0.5,
@@ -111,7 +111,7 @@ class MoodyEmbedder:
         if self.mood == "quotes":
             raise ValueError(texts[0])
         if self.mood == "hangs":
-            self.go_on.wait(10)
+            self.go_on.wait(60)
         value = np.nan if self.mood == "nonsense" else 2**-0.5
         return np.full((len(texts), 2), value, dtype=np.float32)
 

@@ -7,10 +7,11 @@ import hashlib
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -18,7 +19,8 @@ import yaml
 
 from kvshare.cli.client import JsonClient
 from kvshare_lab.demo_model.pairs import Pair, near_duplicate_pairs
-from kvshare_lab.vllm.servers import Server, VllmOptions, free_ports, new_token, running, shared_vllm
+from kvshare_lab.vllm.ports import free_ports
+from kvshare_lab.vllm.servers import Server, VllmOptions, new_token, running, shared_vllm
 from tests.conftest import KEYS
 from tests.conftest import Server as EmbeddedServer
 
@@ -26,10 +28,22 @@ MODEL = "bench"
 TOOL_PARSER = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 # The demo model's own template knows no tools.
 TOOLS_IN_TEMPLATE = "{% if tools %}<|system|>\n{{ tools[0].function.name }}<|end|>{% endif %}"
+WAIT_S = 180.0  # of a busy machine
+# What is fast on a busy machine is no question here: every plan that is right is made, and which one does not
+# depend on how long something took.
+ALWAYS: Mapping[str, object] = MappingProxyType(
+    {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False, "learn": False}
+)
+
+
+def log_of(server: Server) -> str:
+    """Since it was started."""
+    return server.log_path.read_text(errors="replace")
 
 
 def log_tail(server: Server, length: int = 4000) -> str:
-    return server.log_path.read_text(errors="replace")[-length:]
+    """For the message of a failure."""
+    return log_of(server)[-length:]
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class Fleet:
     def client(self, name: str, url: str | None = None) -> openai.OpenAI:
         base = url if url is not None else self.proxy.url
         return openai.OpenAI(
-            base_url=f"{base}/v1", api_key=EmbeddedServer.key(name), max_retries=0, timeout=120
+            base_url=f"{base}/v1", api_key=EmbeddedServer.key(name), max_retries=0, timeout=WAIT_S
         )
 
     def why(self) -> str:
@@ -52,12 +66,19 @@ class Fleet:
         )
         return "\n".join([*counted, log_tail(self.proxy)])
 
+    def unsettled(self) -> list[str]:
+        """The ids of the latest requests that vLLM still has, or whose prompts are not in the index yet."""
+        client = JsonClient(self.proxy.url, key=EmbeddedServer.key("root"), timeout_s=WAIT_S)
+        rows = client.call("/admin/requests", query={"limit": 100})["requests"]
+        sent = (row for row in rows if row.get("replica") is not None)
+        return [row["id"] for row in sent if not all(entry["settled"] for entry in row["stored"])]
+
     def counters(self) -> dict[str, float]:
         """The proxy's metrics by name and labels."""
         request = urllib.request.Request(
             f"{self.proxy.url}/metrics", headers={"Authorization": f"Bearer {EmbeddedServer.key('root')}"}
         )
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
             lines = reply.read().decode().splitlines()
         return {
             name: float(value)
@@ -68,7 +89,7 @@ class Fleet:
 def replica_info(replica: Server) -> dict[str, Any]:
     """What its connector says of itself."""
     token = replica.environment["KVSHARE_VLLM_TOKEN"]
-    info: dict[str, Any] = JsonClient(str(replica.control_url), key=token).call("/info")
+    info: dict[str, Any] = JsonClient(str(replica.control_url), key=token, timeout_s=WAIT_S).call("/info")
     return info
 
 
@@ -95,11 +116,14 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
         replicas.append(replica)
     proxy = proxy_with_keys(replicas, folder, token)
     with running(replicas), running([proxy]):
+        wait_connected(proxy, replicas)
         yield Fleet((replicas[0], replicas[1]), proxy)
 
 
-def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
-    """`kvshare serve --engine vllm` with several tenants."""
+def proxy_with_keys(
+    replicas: Sequence[Server], folder: Path, token: str, *, cost: Mapping[str, object] = ALWAYS
+) -> Server:
+    """`kvshare serve --engine vllm` with several tenants. `cost`: its settings of that name."""
     keys = [
         {
             "name": name,
@@ -111,11 +135,10 @@ def proxy_with_keys(replicas: list[Server], folder: Path, token: str) -> Server:
         for name, (tenant, scope, role) in KEYS.items()
     ]
     config = folder / "config.yaml"
-    # What is fast on a busy machine is no question here: every plan that is right is made, and which one does
-    # not depend on how long something took.
-    always = {"min_saved_s": -3600.0, "min_saved_fraction": 0.0, "measure_at_start": False, "learn": False}
     off = {"unshared_share": 0.0}
-    settings = {"auth": {"keys": keys}, "cost": always, "control": off, "index": {"dense": False}}
+    index = {"dense": False, "search_timeout_s": 60.0}  # the first search after a start is slow
+    settings = {"auth": {"keys": keys}, "cost": dict(cost), "control": off, "index": index}
+    settings["vllm"] = {"connect_timeout_s": WAIT_S, "control_timeout_s": WAIT_S}
     settings["sharing"] = {"max_risk": 1.0}  # nor what is certified of the forms model
     config.write_text(yaml.safe_dump(settings))
     port = free_ports(1)[0]
@@ -156,13 +179,30 @@ def ask(client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> 
     return (reply.choices[0].message.content or "").strip(), reply.usage.prompt_tokens, cached
 
 
+def wait_until(condition: Callable[[], object], why: Callable[[], object]) -> None:
+    """`why`: what is told if it never holds."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.1)
+
+
+def wait_connected(proxy: Server, replicas: Sequence[Server]) -> None:
+    """
+    Until the proxy shares with each of these replicas.
+
+    It is ready as soon as vLLM serves; what came before this would be served unshared. By then the index has
+    the prompts of the proxy's last run.
+    """
+    for replica in replicas:
+        line = f"replica {replica.url.removeprefix('http://')}: connected"
+        wait_until(lambda line=line: line in log_of(proxy), lambda: log_tail(proxy))  # type: ignore[misc]
+
+
 def settled(fleet: Fleet, before: float) -> None:
-    """Wait until the proxy has kept what was asked since it had `before` prompts."""
-    deadline = time.monotonic() + 30
-    while num_nodes(fleet) <= before:
-        assert time.monotonic() < deadline, log_tail(fleet.proxy)
-        time.sleep(0.05)
-    time.sleep(0.5)  # a prompt is in the tree a little before it is in the index
+    """Wait until the proxy has stored and indexed what was asked since it had `before` prompts."""
+    wait_until(lambda: num_nodes(fleet) > before, fleet.why)
+    rested(fleet)
 
 
 def num_nodes(fleet: Fleet) -> float:
@@ -170,15 +210,12 @@ def num_nodes(fleet: Fleet) -> float:
 
 
 def rested(fleet: Fleet) -> float:
-    """How many prompts the proxy has, once no more come: on a busy machine one may still be on its way."""
-    before = -1.0
-    while (now := num_nodes(fleet)) != before:
-        before = now
-        time.sleep(1.0)
-    return now
+    """How many prompts the proxy has, once no more come: every request so far is stored and in the index."""
+    wait_until(lambda: not fleet.unsettled(), lambda: f"not settled: {fleet.unsettled()}\n{fleet.why()}")
+    return num_nodes(fleet)
 
 
-def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
+def donate(fleet: Fleet, client: openai.OpenAI, messages: list[dict[str, str]], **extra: Any) -> None:
     before = rested(fleet)
-    ask(client, messages)
+    ask(client, messages, **extra)
     settled(fleet, before)

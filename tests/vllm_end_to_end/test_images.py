@@ -16,7 +16,7 @@ import pytest
 from kvshare_lab.vllm.kinds import write_kind
 from kvshare_lab.vllm.processors import IMAGE_SIZE
 from kvshare_lab.vllm.servers import VllmOptions, new_token, running, shared_vllm
-from tests.vllm_end_to_end.fleet import MODEL, Fleet, proxy_with_keys, rested, settled
+from tests.vllm_end_to_end.fleet import MODEL, Fleet, proxy_with_keys, rested, settled, wait_connected
 
 ROOT = Path(__file__).parents[2]
 NAMES_TORCHVISION = Path(__file__).parent / "absent_torchvision"
@@ -42,6 +42,7 @@ def illustrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     replica.environment = {**replica.environment, "PYTHONPATH": f"{NAMES_TORCHVISION}:{ROOT}"}
     proxy = proxy_with_keys([replica], folder, token)
     with running([replica]), running([proxy]):
+        wait_connected(proxy, [replica])
         yield Fleet((replica, replica), proxy)
 
 

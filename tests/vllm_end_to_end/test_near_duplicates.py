@@ -14,7 +14,7 @@ from kvshare.replay.options import ReplayOptions
 from kvshare.replay.policies import parse_policies
 from kvshare.settings import load_settings
 from tests.conftest import Server as EmbeddedServer
-from tests.vllm_end_to_end.fleet import MODEL, Fleet, ask, donate, pair, rested, settled
+from tests.vllm_end_to_end.fleet import MODEL, WAIT_S, Fleet, ask, donate, pair, rested, settled
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
@@ -24,7 +24,7 @@ def test_a_near_duplicate_is_answered_right_from_another_prompts_kv(fleet: Fleet
     with fleet.client("ann") as ann, fleet.client("bob") as bob:
         donate(fleet, ann, forms.donor_messages)
         answer, num_tokens, num_cached = ask(bob, forms.recipient_messages)
-    assert answer == forms.answer
+    assert answer == forms.answer, fleet.why()
     assert num_cached > 0.4 * num_tokens, fleet.why()
 
 
@@ -43,7 +43,7 @@ def ask_messages(fleet: Fleet, messages: list[dict[str, str]], *, stream: bool, 
     system = "\n".join(message["content"] for message in messages if message["role"] == "system")
     tool = {"name": "look_up", "input_schema": {"type": "object", "properties": {}}}
     with anthropic.Anthropic(
-        base_url=fleet.proxy.url, api_key=EmbeddedServer.key("ann"), max_retries=0, timeout=120
+        base_url=fleet.proxy.url, api_key=EmbeddedServer.key("ann"), max_retries=0, timeout=WAIT_S
     ) as client:
         body: dict[str, Any] = {
             "model": MODEL,

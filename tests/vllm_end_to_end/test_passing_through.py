@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.conftest import Server as EmbeddedServer
-from tests.vllm_end_to_end.fleet import MODEL, Fleet, ask, pair
+from tests.vllm_end_to_end.fleet import MODEL, WAIT_S, Fleet, ask, pair
 
 TOO_LONG = {
     "model": MODEL,
@@ -50,7 +50,7 @@ def test_vllm_computes_the_tokens_that_it_is_given_back(fleet: Fleet, path: str)
     body["messages"] = [{"role": "user", "content": text}]
     numbers = []
     for given in ({}, {"kv_transfer_params": {"prompt_token_ids": [20] * 77}}):
-        reply = httpx.post(fleet.replicas[0].url + path, json={**body, **given}, timeout=60)
+        reply = httpx.post(fleet.replicas[0].url + path, json={**body, **given}, timeout=WAIT_S)
         assert reply.status_code == 200, reply.text
         usage = reply.json()["usage"]
         numbers.append(usage.get("prompt_tokens", usage.get("input_tokens")))
@@ -92,7 +92,7 @@ def test_errors_below_messages_are_in_anthropics_words(
 ) -> None:
     """Whichever part of vLLM they come from."""
     headers = {"x-api-key": EmbeddedServer.key("ann")}
-    answer = httpx.post(f"{fleet.proxy.url}/v1/messages{path}", json=body, headers=headers, timeout=120)
+    answer = httpx.post(f"{fleet.proxy.url}/v1/messages{path}", json=body, headers=headers, timeout=WAIT_S)
     document = answer.json()
     assert (answer.status_code, document["type"], document["error"]["type"]) == (status, "error", kind)
     assert document["error"]["message"].startswith(words)
@@ -115,7 +115,8 @@ def test_schemas_that_would_end_vllm_do_not_reach_it(
     fleet: Fleet, schema: dict[str, Any], reason: str
 ) -> None:
     """They are refused in the proxy's words, and vLLM answers the next request, as JSON."""
-    with fleet.client("ann") as ann:
+    # The process that compiles may still start.
+    with fleet.client("ann").with_options(max_retries=10) as ann:
 
         def answer(schema: dict[str, Any]) -> str:
             named: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

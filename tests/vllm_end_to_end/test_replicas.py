@@ -3,24 +3,38 @@
 import os
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 from kvshare.cli.client import AdminClient
-from kvshare_lab.vllm.servers import Server
+from kvshare_lab.vllm.servers import START_S, running
 from tests.conftest import Server as EmbeddedServer
-from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair, replica_info
+from tests.vllm_end_to_end.fleet import (
+    WAIT_S,
+    Fleet,
+    ask,
+    donate,
+    log_of,
+    log_tail,
+    pair,
+    proxy_with_keys,
+    replica_info,
+    rested,
+    wait_connected,
+    wait_until,
+)
 
 
 def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
     """Each replica has its own prompts; every near-duplicate finds the one that has its donor."""
-    pairs = [pair(20 + seed) for seed in range(4)]
+    # Each with a salt of its own: forms are near-duplicates of each other, and would go to one replica.
+    pairs = {f"form {seed}": pair(20 + seed) for seed in range(4)}
     with fleet.client("ann") as ann:
-        for forms in pairs:
-            donate(fleet, ann, forms.donor_messages)
-        for forms in pairs:
-            answer, num_tokens, num_cached = ask(ann, forms.recipient_messages)
-            assert answer == forms.answer
-            assert num_cached > 0.3 * num_tokens  # a model that nobody measured: much is repaired
+        for salt, forms in pairs.items():
+            donate(fleet, ann, forms.donor_messages, cache_salt=salt)
+        for salt, forms in pairs.items():
+            answer, num_tokens, num_cached = ask(ann, forms.recipient_messages, cache_salt=salt)
+            assert answer == forms.answer, fleet.why()
+            assert num_cached > 0.3 * num_tokens, fleet.why()  # much is repaired: nobody measured the model
     served = [
         value for name, value in fleet.counters().items() if name.startswith("kvshare_replica_segments")
     ]
@@ -28,30 +42,9 @@ def test_a_request_goes_where_its_donor_is(fleet: Fleet) -> None:
     assert all(served)
 
 
-def num_segments(fleet: Fleet) -> int:
-    """That the proxy's prompts point to."""
-    stats = AdminClient(fleet.proxy.url, key=EmbeddedServer.key("root")).stats()
-    return int(stats["totals"]["num_segments"])
-
-
-def num_held(replica: Server) -> int:
-    """By a connector."""
-    return int(replica_info(replica)["num_segments"])
-
-
-def test_costs_are_measured_before_clients_teach_them(fleet: Fleet) -> None:
-    """By requests of the proxy's own: prefills, loads and passes. Nothing of them is stored."""
-    deadline = time.monotonic() + 90
-    while "requests of our own" not in log_tail(fleet.proxy, 10**6):
-        assert time.monotonic() < deadline, log_tail(fleet.proxy)
-        time.sleep(0.2)
-    costs = AdminClient(fleet.proxy.url, key=EmbeddedServer.key("root")).stats()["costs"]
-    assert {"prefill", "load", "pass"} <= set(costs["measured"])
-    assert costs["machine"]
-    assert 0 < costs["full_s"]["1024"] < costs["full_s"]["8192"]
-    while (known := num_segments(fleet)) != (held := sum(map(num_held, fleet.replicas))):
-        assert time.monotonic() < deadline, f"the proxy knows {known} segments, the replicas hold {held}"
-        time.sleep(0.2)
+def num_held(fleet: Fleet) -> int:
+    """Segments of the connectors."""
+    return sum(int(replica_info(replica)["num_segments"]) for replica in fleet.replicas)
 
 
 def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:
@@ -64,10 +57,33 @@ def test_doctor_finds_nothing_wrong(fleet: Fleet) -> None:
         env={**os.environ, "KVSHARE_VLLM_TOKEN": replica.environment["KVSHARE_VLLM_TOKEN"]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_costs_are_measured_before_clients_teach_them(fleet: Fleet, tmp_path: Path) -> None:
+    """By requests of the proxy's own: prefills, loads and passes. Nothing of them is stored."""
+    rested(fleet)
+    before, token = num_held(fleet), fleet.replicas[0].environment["KVSHARE_VLLM_TOKEN"]
+    fleet.proxy.stop()  # it does not measure, see ALWAYS
+    try:
+        measuring = proxy_with_keys(fleet.replicas, tmp_path, token, cost={})
+        with running([measuring]):
+            wait_until(lambda: "requests of our own" in log_of(measuring), lambda: log_tail(measuring))
+            stats = AdminClient(measuring.url, key=EmbeddedServer.key("root")).stats()
+            assert stats["totals"]["num_segments"] == 0, "of prompts"
+            # It drops what it measured with, and some time later what it knows no prompt of.
+            wait_until(lambda: num_held(fleet) <= before, lambda: f"{num_held(fleet)} held, {before} before")
+    finally:
+        fleet.proxy.start()
+        fleet.proxy.wait_ready(START_S)
+        wait_connected(fleet.proxy, fleet.replicas)
+    costs = stats["costs"]
+    assert {"prefill", "load", "pass"} <= set(costs["measured"])
+    assert costs["machine"]
+    assert 0 < costs["full_s"]["1024"] < costs["full_s"]["8192"]
 
 
 def test_a_lost_replica_takes_its_prompts_with_it(fleet: Fleet) -> None:

@@ -2,10 +2,19 @@
 
 import os
 import signal
-import time
 
 from kvshare_lab.vllm.servers import START_S, Server
-from tests.vllm_end_to_end.fleet import Fleet, ask, donate, log_tail, pair, replica_info, rested
+from tests.vllm_end_to_end.fleet import (
+    Fleet,
+    ask,
+    donate,
+    log_of,
+    pair,
+    replica_info,
+    rested,
+    wait_connected,
+    wait_until,
+)
 
 
 def num_held(replica: Server) -> int:
@@ -14,12 +23,16 @@ def num_held(replica: Server) -> int:
 
 def wait_written(fleet: Fleet, replica: Server) -> None:
     """Until its connector reports that all it holds is on disk; it does so in a step of vLLM."""
-    deadline = time.monotonic() + 60
-    while (info := replica_info(replica))["num_disk_segments"] < info["num_segments"]:
-        assert time.monotonic() < deadline, (info["num_disk_segments"], info["num_segments"])
+
+    def is_written() -> bool:
+        info = replica_info(replica)
+        if info["num_disk_segments"] >= info["num_segments"]:
+            return True
         with fleet.client("bob", replica.url) as direct:
             ask(direct, [{"role": "user", "content": "hi"}])
-        time.sleep(0.1)
+        return False
+
+    wait_until(is_written, lambda: replica_info(replica))
 
 
 def test_after_a_kill_near_duplicates_are_served_from_disk(fleet: Fleet) -> None:
@@ -46,15 +59,13 @@ def test_after_a_kill_near_duplicates_are_served_from_disk(fleet: Fleet) -> None
         server.start()
     for server in killed:
         server.wait_ready(START_S)
-    deadline = time.monotonic() + 60
-    while f"replica {replica.url[7:]} still holds" not in log_tail(fleet.proxy):
-        assert time.monotonic() < deadline, log_tail(fleet.proxy)
-        time.sleep(0.1)
+    wait_connected(fleet.proxy, fleet.replicas)
+    assert f"replica {replica.url[7:]} still holds" in log_of(fleet.proxy), fleet.why()
     with fleet.client("ann") as ann:
         for forms in last:
-            assert ask(ann, forms.recipient_messages)[0] == forms.answer
+            assert ask(ann, forms.recipient_messages)[0] == forms.answer, fleet.why()
         for forms in pairs:
             answer, num_tokens, num_cached = ask(ann, forms.recipient_messages)
-            assert answer == forms.answer
+            assert answer == forms.answer, fleet.why()
             assert num_cached > 0.3 * num_tokens, fleet.why()
     assert replica_info(replica)["num_bytes"] > 0, "what was read is in memory"

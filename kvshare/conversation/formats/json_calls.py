@@ -101,7 +101,7 @@ class _Call:
             return None
         key = yield from take_string(self._cursor)
         if key not in _KEYS and not (self._marked or self.begun):
-            return None  # an object that is no call becomes text at once, before it is complete
+            return None  # an object that is not a call becomes text at once, before it is complete
         return key if (yield from self._cursor.accept_after_space(":")) else None
 
     def _read_name(self) -> Steps[bool]:
@@ -129,7 +129,7 @@ class _Call:
 
 
 def _as_object(raw: str) -> str:
-    """Arguments that are no object: the content of a string, `{}` for null, others as they are."""
+    """Arguments that are not an object: the content of a string, `{}` for null, others as they are."""
     if raw == "null":
         return "{}"
     return string_content(raw) or raw

@@ -86,7 +86,7 @@ def take_string(cursor: Cursor) -> Waiting[str | None]:
 
 
 def is_object(raw: str) -> bool:
-    """Whether this is the JSON text of an object, as strict parsers read it."""
+    """Return whether this is the JSON text of an object, as strict parsers read it."""
     try:
         return isinstance(json.loads(raw, parse_constant=refuse_constant), dict)
     except (ValueError, RecursionError):

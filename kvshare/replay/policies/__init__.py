@@ -58,7 +58,7 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     """
     The policies of a comma-separated list, each once, in its order; `fast` and `all` stand for several.
 
-    Raises:  ConfigError for an unknown policy or option, or a value that is no number
+    Raises:  ConfigError for an unknown policy or option, or a value that is not a number
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     wanted = [spec for name in names for spec in _ALIASES.get(name, [name])]

@@ -150,7 +150,7 @@ class ChunksPolicy(CachePolicy):
     tokens, and the first chunk is left to the prefix cache. A prompt is searched at every offset, each stored
     chunk is used once, and of overlapping ones the leftmost. One changed token loses its whole chunk. Unlike
     LMCache, this compares the tokens. A finite store holds chunks only: the prefix cache has one of the same
-    size beside it.
+    size next to it.
     """
 
     family = "chunks"
@@ -184,7 +184,7 @@ class ChunksPolicy(CachePolicy):
         )
 
     def _find(self, request: TokenizedRequest, start: int) -> list[tuple[int, _Chunk]]:
-        """Chunks behind the prefix with their positions in the prompt, left to right, without overlaps."""
+        """Chunks after the prefix with their positions in the prompt, left to right, without overlaps."""
         tokens, size, namespace = request.token_ids, self.chunk_size, request.logged.namespace
         matches: list[tuple[int, _Chunk]] = []
         used, end = set[int](), start

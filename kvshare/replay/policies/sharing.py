@@ -241,7 +241,7 @@ def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
 def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool) -> Outcome:
     """
     What a plan reuses. `counts_repaired`: all repaired tokens but the last count as reused. Even where
-    no repair is configured the planner computes scraps of a few tokens again, and these are no repair.
+    no repair is configured the planner computes scraps of a few tokens again, and these are not repairs.
     """
     if isinstance(plan, NoPlan):
         return Outcome(reason=plan.reason)

@@ -121,7 +121,7 @@ class LossFinder:
         return num_refused, min(max(0, num_deeper), num_refused)
 
     def _may_lack_donors(self, plan: Plan | NoPlan, nodes: Sequence[Node]) -> bool:
-        """Each donor behind the equal prefix gives at least a run, even where it is repaired afterwards."""
+        """Each donor after the equal prefix gives at least a run, even where it is repaired afterwards."""
         sharing = self._limits.sharing
         if isinstance(plan, NoPlan) or len(nodes) <= sharing.max_donors:
             return False

@@ -34,7 +34,7 @@ REPORT_FILE: Final = "report.html"
 
 def write_report(folder: Path) -> Path:
     """
-    Draw a finished replay's folder: `report.html`, and `PLOT.png` beside it for each plot.
+    Draw a finished replay's folder: `report.html`, and `PLOT.png` next to it for each plot.
 
     Reads `results.json` and, where it is there, `requests.parquet`; returns the page's path. Older pictures
     of plots that cannot be drawn now are removed. Raises:  LogError

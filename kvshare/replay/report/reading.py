@@ -60,7 +60,7 @@ class Report(Results):
         return next((policy for policy in self.infinite if policy.family == family), None)
 
     def loses_nothing(self, capacity: int) -> bool:
-        """Whether each policy reuses as much with this store as with an infinite one."""
+        """Return whether each policy reuses as much with this store as with an infinite one."""
         reused = {policy.arm: policy.num_hit_tokens for policy in self.infinite}
         return all(reused.get(one.arm) == one.num_hit_tokens for one in self.finite[capacity])
 
@@ -86,7 +86,7 @@ class Report(Results):
 
 
 def gain(figures: Figures, base: Figures | None) -> float:
-    """How many more of the tokens are not computed, as a difference of shares."""
+    """Return how many more of the tokens are not computed, as a difference of shares."""
     return (figures.token_hit_rate or 0.0) - ((base.token_hit_rate or 0.0) if base else 0.0)
 
 

@@ -90,7 +90,7 @@ def likeness_points(report: Report) -> Picture | None:
 
 
 def tree_shape(tree: Tree | None) -> Picture | None:
-    """How many earlier prompts each prompt builds on, and how many build on it."""
+    """Return how many earlier prompts each prompt builds on, and how many build on it."""
     if tree is None or not any(tree.depth.counts + tree.children.counts):
         return None
     with drawing("Tree depth and fan-out", height=280) as picture:

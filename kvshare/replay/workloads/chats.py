@@ -112,7 +112,7 @@ def reworded(text: str, draw: random.Random) -> str:
 
 
 def _ends(chat: Sequence[Message]) -> list[int]:
-    """The ends of prompts that are neither too short nor too long, behind a question each."""
+    """The ends of prompts that are neither too short nor too long, each after a question."""
     ends, length = [], 0
     for number, message in enumerate(chat):
         length += len(message["content"])

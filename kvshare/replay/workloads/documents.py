@@ -1,4 +1,4 @@
-"""`rag`, `agent` and `revise`: the same documents again, beside others or a little changed."""
+"""`rag`, `agent` and `revise`: the same documents again, among others or a little changed."""
 
 import random
 import re
@@ -33,7 +33,7 @@ _LONGEST_DRAFT = 6_000  # characters
 
 def rag(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Iterator[WorkloadRow]:
     """
-    Questions over one collection; the same passages come back in another order and beside others.
+    Questions over one collection; the same passages come back in another order and among others.
 
     Every request retrieves some of the question's own passages and some of its neighbours'.
     """

@@ -42,7 +42,7 @@ def template(paths: Sequence[Path], num_requests: int, draw: random.Random) -> I
 
 
 def is_form(text: str) -> bool:
-    """Whether it has slots before its end: with slots at the end only, a prefix cache is enough."""
+    """Return whether it has slots before its end: with slots at the end only, a prefix cache is enough."""
     first = SLOT.search(text)
     return first is not None and len(text) <= _LONGEST and num_fixed(text) - first.start() >= len(text) // 5
 

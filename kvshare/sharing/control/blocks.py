@@ -1,7 +1,7 @@
 """
 Blocks of time: the unit of the experiment. All requests that arrive in one block are served the same way.
 
-Sharing harms mostly those beside it: copies and saves slow every request down. Requests that run at the
+Sharing harms mostly those next to it: copies and saves slow every request down. Requests that run at the
 same moment with and without sharing suffer alike, so a comparison of single requests cannot see that; one
 of whole blocks can (a switchback experiment). Requests of one block resemble each other, so a block counts
 as one figure of each measure.
@@ -18,7 +18,7 @@ from kvshare.sharing.control.rungs import Rung
 
 
 class Arm(StrEnum):
-    """How a block is served."""
+    """The ways in which a block is served."""
 
     USUAL = "usual"  # as the rung of its load says
     UNSHARED = "unshared"  # without sharing
@@ -26,7 +26,7 @@ class Arm(StrEnum):
 
 
 class BlockFigures(NamedTuple):
-    """What a block says of its arm; the lower, the faster."""
+    """The figures of a block for its arm; the lower, the faster."""
 
     throughput: float
     times: float
@@ -92,7 +92,7 @@ class TimeBlock:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all its requests are over."""
+        """Return whether all its requests are over."""
         return self.is_over and not self.num_running
 
     @property
@@ -101,7 +101,7 @@ class TimeBlock:
 
     @property
     def figures(self) -> BlockFigures | None:
-        """None if no request counted."""
+        """Return the figures of the block; None if no request counted."""
         if not self._number or not self.counts:
             return None
         return BlockFigures(math.log(self._seconds / self._expected), self._logarithms / self._number)

@@ -51,7 +51,7 @@ class Contest:
 
     @property
     def _difference(self) -> float | None:
-        """By how much more sharing takes longer: the worse of the two measures."""
+        """Return how much longer requests take with more sharing: the worse of the two measures."""
         known = [test.difference for test in self._tests if test.difference is not None]
         return max(known, default=None)
 
@@ -72,11 +72,11 @@ class Contest:
 
     @property
     def num_blocks(self) -> tuple[int, int]:
-        """With more and with less sharing, since it began."""
+        """Return how many blocks had more and less sharing, since the contest began."""
         return self._tests[0].more.number, self._tests[0].less.number
 
     def leans(self, finding: Finding) -> bool:
-        """Whether the figures so far speak for a finding, without being sure."""
+        """Return whether the figures so far suggest a finding, without being sure."""
         leanings = [test.leaning for test in self._tests]
         if finding is Finding.SLOWER:
             return max(leanings) > _LEANS

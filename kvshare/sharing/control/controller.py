@@ -85,7 +85,7 @@ class Controller:
             self._end(treatment)
 
     def may_save(self, treatment: Treatment, namespace: str, token_ids: TokenIds, *, num_reused: int) -> bool:
-        """Whether the KV of a prompt is stored. `num_reused`: tokens of it that its plan copies."""
+        """Return whether the KV of a prompt is stored. `num_reused`: tokens of it that its plan copies."""
         if treatment.refusal is not None:
             return False
         if treatment.saves_all:
@@ -121,7 +121,7 @@ class Controller:
         )
 
     def status(self) -> ControlStatus:
-        """What is shared at each load that was seen, and what that rests on."""
+        """Return what is shared at each load that was seen, and why."""
         with self._lock:
             return ControlStatus(
                 unshared_share=self._settings.unshared_share,

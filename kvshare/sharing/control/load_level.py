@@ -61,7 +61,7 @@ class LoadLevel:
         self._trial_left = 0
 
     def arm(self, chance: Callable[[], float], now: float, *, may_experiment: bool) -> tuple[Arm, bool]:
-        """How the next block is served, and whether it counts. `chance`: a random number below 1."""
+        """Choose how the next block is served, and whether it counts. `chance`: a random number below 1."""
         if self._trial_left:
             self._trial_left -= 1
             return Arm.TRIAL, self._trial_left < _TRIAL_BLOCKS - _FILLING_BLOCKS

@@ -58,7 +58,7 @@ class Repeats:
 
 
 def _slots(namespace: str, token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """Where the sampled stretches of a prompt are in the tables. Other namespaces have other slots."""
+    """Return the slots of a prompt's sampled stretches in the tables. Other namespaces have other slots."""
     hashes = kgram_hashes(token_ids, _KGRAM)
     hashes = hashes[hashes % np.uint64(_SAMPLED) == 0]
     own = np.uint64(int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest()))

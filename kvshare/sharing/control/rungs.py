@@ -48,12 +48,12 @@ class Rung(IntEnum):
 
     @property
     def saves_all(self) -> bool:
-        """Whether a prompt is stored even if none that came before resembles it."""
+        """Return whether a prompt is stored even if no earlier one resembles it."""
         return self is Rung.EVERYTHING
 
     def shares(self, num_tokens: int, break_even: Callable[[], float]) -> bool:
         """
-        Whether a prompt of this length is looked up and stored.
+        Return whether a prompt of this length is looked up and stored.
 
         `break_even` gives the shortest prompt for which sharing pays by the learned costs, or infinity.
         """

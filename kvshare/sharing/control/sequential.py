@@ -22,7 +22,7 @@ _FARTHEST = 1.0  # a figure farther from the others counts as if it were this fa
 
 
 class Finding(Enum):
-    """What a test says of the group that shares more."""
+    """The result of a test about the group that shares more."""
 
     SLOWER = "slower"
     FASTER = "faster"
@@ -63,17 +63,17 @@ class SequentialTest:
 
     @property
     def num_each(self) -> int:
-        """How many figures the smaller group has."""
+        """Return the number of figures of the smaller group."""
         return min(self.more.number, self.less.number)
 
     @property
     def is_full(self) -> bool:
-        """Whether so many figures showed nothing that older ones say little of today's traffic."""
+        """Return whether there was no result for so long that old figures say little of today's traffic."""
         return self.num_each >= _MOST
 
     @property
     def difference(self) -> float | None:
-        """By how much `more` takes longer, in logarithms; None until that can be said."""
+        """Return the logarithm of how much longer `more` takes; None until that can be said."""
         return self.more.mean - self.less.mean if self.num_each >= _FEWEST_TO_LEAN else None
 
     @property
@@ -84,7 +84,7 @@ class SequentialTest:
         return difference / math.sqrt(variance)
 
     def finding(self) -> Finding | None:
-        """What is sure by now, or None."""
+        """Return the finding that is certain by now, or None."""
         difference = self.difference
         if difference is None or self.num_each < _FEWEST or abs(difference) <= self.least:
             return None
@@ -94,7 +94,7 @@ class SequentialTest:
 
     def _is_sure(self, difference: float) -> bool:
         """
-        Whether the likelihood of this difference, over that of none, is above 1 / (1 - confidence).
+        Return whether the likelihood of this difference, over that of none, is above 1 / (1 - confidence).
 
         Differences are taken as normal with a standard deviation of `_EXPECTED` about 0: the mixture.
         Compared as logarithms, since the ratio itself overflows.

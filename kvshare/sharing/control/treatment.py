@@ -1,4 +1,4 @@
-"""How one request is served, as the controller decided when it arrived."""
+"""The controller's decision, made on arrival, how one request is served."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class _Answer:
 
 
 class AnswerSteps:
-    """Of the running requests with a ticket. Counts nothing until it is on. On the scheduler's thread."""
+    """Counts the steps of running requests with a ticket, once it is on. On the scheduler's thread."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._running: dict[str, _Answer] = {}
 
     def begin(self, request: Request, ticketed: TicketedRequest) -> None:
-        """It got blocks, maybe once more."""
+        """Note that a request got blocks, perhaps again."""
         if self.is_on:
             self._running.setdefault(request.request_id, _Answer(request, ticketed))
 

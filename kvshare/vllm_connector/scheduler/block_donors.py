@@ -55,7 +55,7 @@ class BlockDonors:
 
     @property
     def are_found(self) -> bool:
-        """Whether this vLLM has blocks that can be donors."""
+        """Return whether this vLLM has blocks that can be donors."""
         return self.can_be_copied and self._pool is not None and self._pool.enable_caching
 
     @property
@@ -117,7 +117,7 @@ class BlockDonors:
 
     @property
     def are_short(self) -> bool:
-        """Whether less than half of the pool is free: blocks that are kept might be missing soon."""
+        """Return whether less than half of the pool is free: blocks that are kept might be missing soon."""
         return self._pool is not None and 2 * self._pool.get_num_free_blocks() < self._pool.num_gpu_blocks
 
     @property
@@ -126,7 +126,7 @@ class BlockDonors:
         return self._pool.num_gpu_blocks if self._pool is not None else 0
 
     def num_full(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """How many of a request's first tokens lie in full blocks, of which vLLM has hashes."""
+        """Return how many of a request's first tokens lie in full blocks, of which vLLM has hashes."""
         size = self._block_size
         full = range(num_tokens // size)
         return next((n for n in full if self._hash(block_ids[n], (n + 1) * size) is None), len(full)) * size
@@ -139,7 +139,7 @@ class BlockDonors:
         self._num_ended = max(self._num_ended, number)
 
     def has(self, segment_id: SegmentId, span: Span) -> bool:
-        """Whether these tokens of it lie in blocks now."""
+        """Return whether these tokens of it lie in blocks now."""
         return self.find(segment_id, span) is not None
 
     def whole(self, segment_id: SegmentId) -> tuple[tuple[int, ...], Span] | None:
@@ -150,13 +150,13 @@ class BlockDonors:
         return place.block_ids, Span(place.before, place.before + place.num_tokens)
 
     def take_left(self) -> list[SegmentId]:
-        """Those whose blocks vLLM has given away since the last call, in part at least."""
+        """Return the segments of which vLLM has given away blocks since the last call."""
         left = [each for each, (block, known) in self._last.items() if block.block_hash is not known]
         self._leave(left)
         return left
 
     def take_moved(self) -> Moved | None:
-        """What a proxy has to know: at once of what came, of what left when that is much."""
+        """Return what a proxy must know: arrivals at once, departures when they are many."""
         came, left = self._moved
         if not came and len(left) < _MANY:
             return None
@@ -164,7 +164,7 @@ class BlockDonors:
         return Moved(tuple(each for each in dict.fromkeys(came) if each in self._last), tuple(left))
 
     def next_given_away(self, count: int) -> set[int]:
-        """So many free blocks, which vLLM gives away before all others."""
+        """Return so many of the free blocks, those that vLLM gives away first."""
         assert self._pool is not None
         found: set[int] = set()
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
@@ -227,14 +227,14 @@ class BlockDonors:
 
     @property
     def would_free(self) -> bool:
-        """Whether blocks will be free when copies are made, because no request uses them."""
+        """Return whether blocks will be free when copies are made, because no request uses them."""
         if self._pool is None:
             return False
         blocks = self._pool.blocks
         return any(blocks[block_id].ref_cnt == count for block_id, count in self._num_pins.items())
 
     def find(self, segment_id: SegmentId, span: Span) -> BlockSource | None:
-        """Where these tokens of it lie now, as a whole."""
+        """Return the place where these tokens of it lie now, as a whole."""
         if self._pool is None:
             return None
         place = self._places.get(segment_id)

@@ -37,20 +37,20 @@ class BlockPlace:
         return next(((block_id, known) for block_id, known in pairs if known is not None), None)
 
     def is_gone(self, pool: BlockPool) -> bool:
-        """Whether every block has other tokens now, or was not full. Such a place is never found again."""
+        """True if every block has other tokens now, or was not full. Such a place is never found again."""
         pairs = zip(self.block_ids, self.hashes, strict=True)
         return not any(
             known is not None and pool.blocks[block_id].block_hash is known for block_id, known in pairs
         )
 
     def is_part_of(self, other: BlockPlace) -> bool:
-        """Whether the other one has the same rows, and perhaps more of them."""
+        """Return whether the other one has the same rows, and perhaps more of them."""
         return self.block_ids == other.block_ids and all(
             mine is None or mine is its for mine, its in zip(self.hashes, other.hashes, strict=True)
         )
 
     def source(self, span: Span, pool: BlockPool, *, block_size: int) -> BlockSource | None:
-        """Where these tokens of the run can be read, or None if some block of them has other tokens now."""
+        """Return the place of these tokens of the run; None if a block of them has other tokens now."""
         first = self.before + span.start
         blocks = slice(first // block_size, -(-(self.before + span.end) // block_size))
         own, hashes = self.block_ids[blocks], self.hashes[blocks]
@@ -74,6 +74,6 @@ def place_in(
 
 
 def hash_of(pool: BlockPool, block_id: int, num_tokens: int) -> BlockHashWithGroupId | None:
-    """Of a block that is full with so many tokens of its prompt up to its end."""
+    """Return the hash of a block if it is full, its last token being number `num_tokens` of its prompt."""
     block = pool.blocks[block_id]
     return block.block_hash if block.block_hash_num_tokens == num_tokens else None

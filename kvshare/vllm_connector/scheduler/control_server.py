@@ -71,7 +71,7 @@ class ControlServer(ThreadingHTTPServer):
 
 
 class _Readers:
-    """Which proxy reads the journal. Two that take turns are logged once."""
+    """Notes which proxy reads the journal. Two that take turns are logged once."""
 
     def __init__(self) -> None:
         self._current = ""

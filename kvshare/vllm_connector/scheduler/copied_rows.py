@@ -59,7 +59,7 @@ class CopiedRows:
             self._remove(next(iter(self._by_age)))
 
     def find(self, segment_id: SegmentId, span: Span, pool: BlockPool, size: int) -> BlockSource | None:
-        """Where these tokens of the segment can be read as a whole. The newest copy comes first."""
+        """Return the place of these tokens of the segment as a whole. The newest copy comes first."""
         for run in tuple(reversed(self._runs.get(segment_id, ()))):
             if run.place.is_gone(pool):
                 self._remove(run)

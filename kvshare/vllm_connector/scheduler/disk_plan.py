@@ -48,7 +48,7 @@ class DiskPlan:
 
     @property
     def has_work(self) -> bool:
-        """Whether vLLM is to take steps although it has no requests: files are to be written, or deleted."""
+        """True if vLLM must take steps without requests: files are to be written or deleted."""
         return self.is_on and (bool(self._saved) or bool(self.drops.pending))
 
     def note_saved(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -68,11 +68,11 @@ class DiskPlan:
 
     @property
     def in_use(self) -> frozenset[SegmentId]:
-        """What loads under way read: it must stay in memory."""
+        """Return the segments that loads under way read. They must stay in memory."""
         return frozenset().union(*self._loading.values())
 
     def take_writes(self) -> tuple[WriteRequest, ...]:
-        """For the workers, without what was dropped meanwhile."""
+        """Return the writes for the workers, without what was dropped meanwhile."""
         saved, self._saved = self._saved, {}
         entries = ((each, self.segments.in_memory(each)) for each in saved)
         return tuple(
@@ -107,7 +107,7 @@ class DiskPlan:
         return replace(load, reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)))
 
     def note(self, report: WorkerReport) -> None:
-        """What was written, and which loads have ended."""
+        """Note what was written, and which loads have ended."""
         if report.disk is not None:
             self.drops.drop(self.segments.note_written(report.disk.written))
         for request_id, result in report.loads.items():

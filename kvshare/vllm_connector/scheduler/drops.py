@@ -44,7 +44,7 @@ class Drops:
         self._note_dropped([segment_id for segment_id in segment_ids if segment_id not in evicted])
 
     def take(self) -> tuple[SegmentId, ...]:
-        """Those that no step has had yet, for the workers."""
+        """Return the drops that no step has had yet, for the workers."""
         with self._lock:
             taken, self._pending = tuple(self._pending), []
         return taken

@@ -132,7 +132,7 @@ class Joining:
             self._ended_at = now
 
     def note_copied(self, request_id: str, seconds: float) -> None:
-        """How long the copies of a load took by themselves. Before its result."""
+        """Note how long the copies of a load took by themselves. Called before its result is noted."""
         load = self._loads.get(request_id)
         if load is not None and load.num_bytes and seconds:
             self._per_byte.append(seconds / load.num_bytes)
@@ -158,12 +158,12 @@ class Joining:
         return begins + _MARGIN * max(self._per_byte, default=float("inf")) * num_bytes
 
     def _fits(self, arrives_at: float) -> bool:
-        """Whether the GPU computes the steps in flight until then."""
+        """Return whether the GPU computes the steps in flight until then."""
         needed_s = arrives_at - time.perf_counter() + _MARGIN_S + max(self._late_s, default=0.0)
         return needed_s < self._left_s()
 
     def _left_s(self) -> float:
-        """What the steps in flight take at least from now on."""
+        """Return the least seconds that the steps in flight still take."""
         if not self._in_flight:
             return 0.0
         began = max(self._in_flight[0].planned_at, self._ended_at)

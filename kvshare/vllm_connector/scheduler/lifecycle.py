@@ -175,7 +175,7 @@ class SchedulerSide:
         }
 
     def _step_tokens(self) -> int:
-        """That loads which join a step may compute in it; 0 if none does, see `joining.py`."""
+        """Return how many tokens joining loads may compute in a step; 0 if none joins, see `joining.py`."""
         limits = self._config.scheduler_config
         step_tokens = self._connector.step_tokens or int(limits.max_num_batched_tokens)
         return step_tokens if self._config.max_concurrent_batches > 1 else 0

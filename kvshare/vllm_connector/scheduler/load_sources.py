@@ -29,7 +29,7 @@ class LoadSources:
         return frozenset(index for index in held if self.unsaved.is_readable(ticket.copies[index]))
 
     def bytes_of(self, ticket: Ticket, copies: Iterable[WireCopy], start: int) -> int:
-        """That a load from `start` on reads from host memory, of segments as a whole."""
+        """Return the bytes that a load from `start` on reads from host memory, in whole segments."""
         return self.segments.bytes_of(
             copy.segment_id
             for copy in copies
@@ -37,7 +37,7 @@ class LoadSources:
         )
 
     def may_join(self, ticket: Ticket, copies: Sequence[WireCopy], start: int) -> bool:
-        """Whether a load of these may be complete before the next forward pass: no step waits for a disk."""
+        """True if a load of these may be done before the next forward pass: no step waits for a disk."""
         if self.segments.must_be_read(copy.segment_id for copy in copies if copy.target.end > start):
             return False
         if ticket.from_memory:
@@ -46,7 +46,7 @@ class LoadSources:
         return not any(source is not None and source.follows_steps for source in sources)
 
     def with_room(self, ticket: Ticket, indices: Iterable[int], start: int) -> frozenset[int]:
-        """Those of the copies that can be loaded from `start` on: room is made for what is on disk only."""
+        """Return the copies that can be loaded from `start` on. Makes room for what is on disk only."""
         held = frozenset(indices)
         from_memory = {
             index
@@ -57,7 +57,7 @@ class LoadSources:
         return held - from_memory | self.disk.make_room(ticket, from_memory)
 
     def pinned(self, load: LoadRequest) -> LoadRequest:
-        """With the blocks that it need not read from host memory. vLLM has allocated its own blocks."""
+        """Add the blocks that replace reads from host memory. vLLM has allocated the load's own blocks."""
         spans = {copy: _read_span(copy, target) for copy, target in load.targets()}
         return replace(load, sources=self.donors.pin(load.request_id, spans))
 

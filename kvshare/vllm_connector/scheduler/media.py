@@ -1,5 +1,5 @@
 """
-The media of a request, and which of its prompt may be shared beside them.
+The media of a request, and which parts of its prompt may be shared with them.
 
 vLLM's own prefill turns a medium into embeddings, the connector's pass does not: so no placeholder of a load
 lies in a medium. A load ends before the first one that is not held as a whole; one that loses a medium fails.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class MediaRules:
     """
     What this vLLM's model allows. `tokens`: ids that mark places of media, if the model takes them. A prompt
-    may hold one beside its media, and models may give it other positions then.
+    may hold one next to its media, and models may give it other positions then.
     """
 
     tokens: Set[int] = field(default_factory=frozenset)

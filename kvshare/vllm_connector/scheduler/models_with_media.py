@@ -28,7 +28,7 @@ def media_rules(model: ModelConfig) -> MediaRules:
 
 
 def media_settings(model: ModelConfig) -> str:
-    """What an operator has set for media, which vLLM's digests of media do not hold; empty for nothing."""
+    """Return the operator's settings for media, which vLLM's digests do not contain; empty if none."""
     media = model.multimodal_config
     settings = [media.mm_processor_kwargs, media.media_io_kwargs] if media is not None else []
     return json.dumps(settings, sort_keys=True, default=str) if any(settings) else ""

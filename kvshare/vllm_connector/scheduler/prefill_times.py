@@ -28,14 +28,14 @@ class _Prefill:
 
 
 class PrefillTimes:
-    """Of the requests with a ticket that have no token yet. Used on the scheduler's thread."""
+    """Measures requests with a ticket until their first token. Used on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Prefill] = {}
         self.steps = AnswerSteps()
 
     def begin(self, request: Request, ticketed: TicketedRequest) -> None:
-        """It got blocks. One that got them before was preempted, and is computed twice."""
+        """Note that a request got blocks. If it had some before, it was preempted and is computed twice."""
         self.steps.begin(request, ticketed)
         if ticketed.was_admitted:
             self._running.pop(request.request_id, None)

@@ -109,7 +109,7 @@ class TicketedRequest:
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether the slots still hold the prompt that is saved, so that the answer can be added."""
+        """Return whether the slots still hold the prompt that is saved, so that the answer can be added."""
         retention = self.retention
         if retention.lost is not None or not self.may_retain or not retention.is_requested:
             return False
@@ -193,11 +193,11 @@ class TicketedRequest:
         self._advance(Event.LOAD_JOINED)
 
     def close(self) -> None:
-        """It has ended before its load was reported. What is saved of it is decided after that."""
+        """Note an end before the load was reported. What is saved is decided after that report."""
         self._advance(Event.CLOSED)
 
     def end(self, *, num_prompt: int) -> None:
-        """It has ended, and what is to be saved of it was requested. During a load that is nothing more."""
+        """Note its end. What is to be saved was requested; during a load that is nothing more."""
         if self.state is State.LOADING and self.retention.is_requested:
             self.retention.lost = self.retention.lost or Reason.ABORTED
         self._advance(Event.SAVE_REQUESTED if self.retention.has_pending_end else Event.ENDED)
@@ -249,13 +249,13 @@ class TicketedRequest:
         self.is_mixed = self.is_mixed or not self.ticket.is_exact
 
     def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:
-        """Whether the copies that a retained prompt refers to are readable, and still in its slots."""
+        """Return whether the copies that a retained prompt refers to are readable, and still in its slots."""
         if any(self.copy(index).segment_id in unreadable for index in copies):
             return False
         return self.ticket.is_exact or self.placed.issuperset(copies)
 
     def _reason(self) -> Reason | None:
-        """Why less was shared than planned, or None."""
+        """Return why less was shared than planned, or None."""
         if self.unshared is not None:
             return self.unshared
         if self.load_failed:

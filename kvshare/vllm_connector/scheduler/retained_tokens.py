@@ -12,7 +12,7 @@ from kvshare.vllm_protocol.messages import WireCopy
 
 
 def end_of_prompt(ticketed: TicketedRequest) -> int:
-    """Where what is retained of the prompt ends."""
+    """Return the end of what is retained of the prompt."""
     retention = ticketed.retention
     targets = (ticketed.copy(index).target.end for index in retention.copies)
     return max([*targets, *(segment.span.end for segment in retention.prompt)])
@@ -45,7 +45,7 @@ def num_retained_of(request: Request, ticketed: TicketedRequest) -> int:
 
 
 def num_computed(step: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each request of a step were computed before it."""
+    """Return how many tokens of each request of a step were computed before it."""
     cached = step.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return computed | {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}

@@ -72,17 +72,17 @@ class RequestRetention:
 
     @property
     def is_requested(self) -> bool:
-        """Whether saves were requested and none of them was given up."""
+        """Return whether saves were requested and none of them was given up."""
         return self.state in _REQUESTED
 
     @property
     def is_reported(self) -> bool:
-        """Whether the proxy knows the prompt: it stays retained even if the answer is lost."""
+        """Return whether the proxy knows the prompt: it stays retained even if the answer is lost."""
         return self.state in (RetentionState.DONOR, RetentionState.ANSWER)
 
     @property
     def has_pending_end(self) -> bool:
-        """Whether it has ended, and its blocks must stay until a save is reported."""
+        """Return whether it has ended, and its blocks must stay until a save is reported."""
         return self.state in (RetentionState.BOTH, RetentionState.ANSWER, RetentionState.WHOLE)
 
     def request_prompt(
@@ -107,7 +107,7 @@ class RequestRetention:
     def request_answer(
         self, stored: tuple[StoredSegment, ...] = (), output_ids: tuple[int, ...] = ()
     ) -> None:
-        """Without segments where no answer can be added: its prompt's save may still need the blocks."""
+        """Request the answer's save; without segments if none is possible: the prompt's may need blocks."""
         self._advance(RetentionEvent.ANSWER_REQUESTED)
         self.rest, self.output_ids = stored, output_ids
 

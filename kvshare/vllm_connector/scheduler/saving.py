@@ -55,13 +55,13 @@ class Saving:
         self.unsaved = UnsavedSegments(self.drops, self.donors, self.waiting, self.disk)
 
     def _stays(self, save: SaveRequest) -> bool:
-        """Whether what is retained now stays in blocks, none of which is kept for it."""
+        """Return whether what is retained now stays in blocks, none of which is kept for it."""
         is_in_the_way = self.waiting.is_any or (save.has_ended and self.donors.are_short)
         return is_in_the_way and self.donors.are_found
 
     @property
     def requested(self) -> tuple[SaveRequest, ...]:
-        """Those that the workers do not know yet."""
+        """Return the saves that the workers do not know yet."""
         return tuple(self._requested)
 
     def take(self, drops: Sequence[SegmentId]) -> tuple[SaveRequest, ...]:
@@ -139,7 +139,7 @@ class Saving:
         self.drops.drop(segment.segment_id for segment in leaving)
 
     def _save_prompt(self, ticketed: TicketedRequest, save: SaveRequest) -> None:
-        """If there is no room now, the prompt is saved again with the answer."""
+        """Save the prompt. If there is no room now, it is saved with the answer."""
         made = self._segments_for(ticketed, save, ticketed.ticket.num_tokens)
         if isinstance(made, Reason):
             ticketed.retention.skip_prompt()
@@ -266,7 +266,7 @@ class Saving:
         return held if ticketed.ticket.is_exact else ticketed.placed & held
 
     def _are_held(self, ticketed: TicketedRequest, stored: Iterable[StoredSegment]) -> bool:
-        """Whether these segments, and those of the copies in its retained KV, are held."""
+        """Return whether these segments, and those of the copies in its retained KV, are held."""
         return ticketed.retention.copies <= self.segments.held_copies(ticketed.ticket) and all(
             segment.segment_id in self.segments for segment in stored
         )
@@ -274,7 +274,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class NewSegments:
-    """What a retained request will consist of."""
+    """The segments of which a retained request will consist."""
 
     copies: frozenset[int]  # of its ticket
     stored: tuple[StoredSegment, ...]  # everything between them

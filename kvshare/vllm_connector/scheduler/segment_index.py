@@ -49,27 +49,27 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         return list(dict.fromkeys([*self.evict(entries), *on_disk]))
 
     def evict(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """From memory; those on disk are still held. Returns the ids that were in memory."""
+        """Evict from memory; segments on disk are still held. Returns the ids that were in memory."""
         entries = list(segment_ids)
         self._arriving.difference_update(entries)
         return super().drop(entries)
 
     def only_on_disk(self, segment_ids: Iterable[SegmentId] | None = None) -> list[SegmentId]:
-        """Of these, by default of all."""
+        """Return those of these segments (default: all) that are on disk only."""
         segment_ids = self.disk.ids() if segment_ids is None else segment_ids
         return [
             each for each in dict.fromkeys(segment_ids) if each not in self._entries and each in self.disk
         ]
 
     def must_be_read(self, segment_ids: Iterable[SegmentId]) -> bool:
-        """Whether a load of these waits for the disk."""
+        """Return whether a load of these waits for the disk."""
         return any(
             each in self._arriving or (each not in self._entries and each in self.disk)
             for each in segment_ids
         )
 
     def being_read(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Those of which a read from disk has begun."""
+        """Return the segments of which a read from disk has begun."""
         return [segment_id for segment_id in segment_ids if segment_id in self._arriving]
 
     def begin_read(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -84,20 +84,20 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         self._arriving.difference_update(segment_ids)
 
     def note_written(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Their files are whole. Returns those that the disk has no room for any more."""
+        """Their files are whole. Returns those for which the disk has no room any more."""
         with self._lock:
             entries = {each: entry for each in segment_ids if (entry := self._entries.get(each)) is not None}
         return self.disk.note_written(entries, staying=self._arriving)
 
     def in_memory(self, segment_id: SegmentId) -> HeldSegment | None:
-        """What memory has, and the disk has not."""
+        """Return a segment that memory has and the disk does not."""
         return None if segment_id in self.disk else self._entries.get(segment_id)
 
     def _find(self, segment_id: SegmentId) -> HeldSegment | None:
         return self._entries.get(segment_id) or self.disk.find(segment_id)
 
     def covers(self, segment_id: SegmentId, namespace: str, *, end: int) -> bool:
-        """Whether the segment is held, belongs to the namespace and has at least `end` tokens."""
+        """Return whether the segment is held, belongs to the namespace and has at least `end` tokens."""
         entry = self._find(segment_id)
         return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
 
@@ -111,7 +111,7 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         )
 
     def bytes_of(self, segment_ids: Iterable[SegmentId]) -> int:
-        """Of these segments, as far as they are held, over all ranks."""
+        """Return the bytes of these segments, as far as they are held, over all ranks."""
         held = (self._find(segment_id) for segment_id in frozenset(segment_ids))
         return sum(entry.num_bytes for entry in held if entry is not None)
 

@@ -48,7 +48,7 @@ class UnsavedSegments:
 
     @property
     def are_due(self) -> bool:
-        """Whether vLLM is to take steps although it has no requests."""
+        """Return whether vLLM is to take steps although it has no requests."""
         return bool(self._ids) and not self._waiting.is_any
 
     def add(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -63,7 +63,7 @@ class UnsavedSegments:
             self._used.discard(segment_id)
 
     def is_readable(self, copy: WireCopy) -> bool:
-        """Whether host memory has its segment, or else blocks have its tokens."""
+        """Return whether host memory has its segment, or else blocks have its tokens."""
         span = Span(copy.offset, copy.offset + copy.length)
         return copy.segment_id not in self._ids or self._donors.has(copy.segment_id, span)
 

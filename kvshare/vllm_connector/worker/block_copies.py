@@ -112,7 +112,7 @@ def _batches(cache: PagedCache, copies: Sequence[BlockCopy], max_bytes: int) -> 
 
 
 def _part(copy: BlockCopy, span: Span, block_size: int) -> BlockCopy:
-    """Of a copy, with the blocks that it reads only."""
+    """Return part of a copy, with only the blocks that it reads."""
     first, end = span.start // block_size, -(-span.end // block_size)
     source = Span(span.start - first * block_size, span.end - first * block_size)
     slots = copy.slots[span.start - copy.source.start : span.end - copy.source.start]

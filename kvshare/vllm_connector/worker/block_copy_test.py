@@ -26,7 +26,7 @@ _SHIFT = 3
 
 
 class BlockCopyTest:
-    """It overwrites blocks."""
+    """A test of copies between blocks. It overwrites blocks."""
 
     def __init__(self, cache: PagedCache, device: Device, *, block_ids: Sequence[int]) -> None:
         """`block_ids`: free ones, which hold all rows and their copies."""
@@ -37,7 +37,7 @@ class BlockCopyTest:
         self._end = _ROWS + sum(map(len, spans))
 
     def check(self) -> str | None:
-        """What is wrong, or None."""
+        """Return what is wrong, or None."""
         generator, layout = torch.Generator().manual_seed(11), self._cache.kv_layout
         shapes = [plane.shape(self._end) for plane in layout.planes]
         rows = [torch.randn(shape, generator=generator).to(layout.dtype) for shape in shapes]

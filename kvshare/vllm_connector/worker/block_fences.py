@@ -2,7 +2,7 @@
 Blocks that something still uses on vLLM's stream when vLLM may give them to another request: those of passes
 over placeholders, which vLLM does not know of, and of saves of preempted requests.
 
-A load into such a block is written after that. All others are written beside what the GPU does.
+A load into such a block is written after that. All others are written while the GPU computes.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _gathered(places: torch.Tensor) -> ReadRows:
 
 
 def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_key: bool) -> torch.Tensor:
-    """Which elements of the flattened block are set after writing `marks`."""
+    """Return which elements of the flattened block are set after writing `marks`."""
     block.zero_()
     rows = marks.to(block.dtype)
     zeros = torch.zeros_like(rows)

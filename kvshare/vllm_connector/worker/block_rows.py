@@ -48,7 +48,7 @@ def copy_by_torch(cache: PagedCache, copies: Sequence[BlockCopy]) -> None:
 
 
 def slot_table(cache: PagedCache, copies: Sequence[BlockCopy]) -> SlotTable:
-    """What the kernel of `block_kernels.py` reads."""
+    """Make the table that the kernel of `block_kernels.py` reads."""
     return SlotTable.of(
         [(cache.slot_numbers(copy.block_ids, copy.source), copy.slots, copy.shift) for copy in copies]
     )

@@ -21,7 +21,7 @@ from kvshare.kv.to_device import to_device
 
 
 class BlockSlots:
-    """Of one block size. What is returned on "the device" is copied there."""
+    """The slots of blocks of one size. Results on "the device" are copied there."""
 
     def __init__(self, block_size: int, *, kernel_block_size: int, device: torch.device) -> None:
         self.block_size, self.kernel_block_size = block_size, kernel_block_size

@@ -24,7 +24,7 @@ _NUDGE = 1 + 2**-6
 
 
 def stored_dtype(layer: Any) -> torch.dtype:
-    """Of the cache of an attention module of vLLM's; that of its memory where nothing is quantised."""
+    """Return the stored dtype of an attention module's cache; that of its memory if not quantised."""
     memory: torch.dtype = layer.kv_cache.dtype
     if memory.itemsize != 1:
         return memory
@@ -54,20 +54,20 @@ def to_be_stored(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
 
 def random_rows(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """As stored. Without a zero below zero: vLLM's kernels store it without its sign."""
+    """Make random rows as stored. None is negative zero, which vLLM's kernels store without its sign."""
     rows = torch.randn(list(shape), generator=generator).to(dtype)
     return (rows.float() + 0.0).to(dtype) if dtype in EIGHT_BITS else rows
 
 
 def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """As `torch.equal`, of numbers of 8 bits, too, which that does not compare."""
+    """Compare like `torch.equal`, which cannot compare numbers of 8 bits."""
     if one.dtype not in EIGHT_BITS or one.dtype != other.dtype:
         return torch.equal(one, other)
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def steps_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How many numbers of their dtype lie between each two, of 8 bits, with a sign each."""
+    """Return how many numbers of their dtype lie between each two, of 8 bits, with a sign each."""
     codes = (each.contiguous().view(torch.uint8).int() for each in (one, other))
     here, there = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
     return (here - there).abs()

@@ -12,7 +12,7 @@ from kvshare.vllm_connector.worker.block_layout import BlockLayout
 
 
 class CacheElements:
-    """Of layers that have the shape of `cache`, (B, H, N, 2 D), and this layout."""
+    """The elements of layers with this layout and the shape of `cache`, (B, H, N, 2 D)."""
 
     def __init__(self, layout: BlockLayout, cache: torch.Tensor) -> None:
         self._layout = layout
@@ -20,7 +20,7 @@ class CacheElements:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
 
     def offsets(self, strides: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
-        """Of the elements of K and V in slots of a cache with these strides. Shapes:  (P,) -> (2, P, H, D)"""
+        """Return offsets of K and V in slots of a cache with these strides. Shapes:  (P,) -> (2, P, H, D)"""
         blocks, inside = slots // self._sizes[1], slots % self._sizes[1]
         return (blocks * strides[0])[:, None, None] + self._in_block(strides[1:])[:, inside]
 

@@ -56,7 +56,7 @@ class Choosing:
 
     @property
     def first_spans(self) -> tuple[Span, ...]:
-        """What the first pass computes: placeholders, and probes or, without a second one, repairs."""
+        """Return what the first pass computes: placeholders, and probes or, without a second one, repairs."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         last_rows = (Span(place, place + 1) for place in self._last_rows)
@@ -72,12 +72,12 @@ class Choosing:
 
     @property
     def listens(self) -> bool:
-        """Whether there will be a choice by what a first pass finds."""
+        """Return whether there will be a choice by what a first pass finds."""
         return self.choice is None
 
     @property
     def max_second(self) -> int:
-        """How many tokens the second pass computes at most, while the choice is not made."""
+        """Return how many tokens the second pass computes at most, while the choice is not made."""
         return 0 if self.choice is not None else self._order.num_tokens + MAX_LISTENERS + MAX_RENEWED
 
     def first_pass(self, cache: PagedCache, device: Device, *, is_early: bool = False) -> list[Run]:
@@ -107,7 +107,7 @@ class Choosing:
             self._probed.keep(layer)
 
     def _read(self, device: Device) -> None:
-        """In the middle of the first pass: read what it found. On all ranks in the same layer."""
+        """Read what the first pass found, in its middle. On all ranks in the same layer."""
         assert self._listener is not None
         attended = self._listener.attended_there / num_ranks()
         squares = attended.new_zeros(len(attended), 0)  # of the changes at the probes
@@ -119,7 +119,7 @@ class Choosing:
         self._reading = device.read(attended.contiguous(), squares.contiguous())
 
     def end_first_pass(self) -> Reading:
-        """Restore the probes, as they are no repairs. Returns what the pass found. May be called again."""
+        """Restore the probes, as they are not repairs. Returns what the pass found. May be called again."""
         assert self._reading is not None, "all listeners are in the pass"
         if self._probed is not None:
             self._probed.restore()

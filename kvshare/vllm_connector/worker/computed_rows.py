@@ -19,7 +19,7 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 
 class ComputedRows:
-    """Of the passes inside `recorded`, in the order of their rows."""
+    """The computed rows of the passes inside `recorded`, in their order."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache

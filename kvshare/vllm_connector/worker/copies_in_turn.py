@@ -100,7 +100,7 @@ def load_work(
 def save_work(
     device: Device, cache: PagedCache, save: PendingSave, spans: Sequence[tuple[Stored, Span]]
 ) -> Work:
-    """Of all parts of the cache: spans of a request, from its blocks into segments."""
+    """Make the save of all parts of the cache: spans of a request, from its blocks into segments."""
     works = [
         device.save(
             part,

@@ -37,7 +37,7 @@ _ROUNDED_OTHERWISE = 0.01  # share of numbers of 8 bits
 
 
 class CopyTest:
-    """It overwrites blocks, and leaves the store as it was."""
+    """A test of saves and loads. It overwrites blocks, and leaves the store as it was."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CopyTest:
         self._rows = SegmentKV((k, v))
 
     def check(self) -> str | None:
-        """What does not come back as it was, or None."""
+        """Return what does not come back as it was, or None."""
         try:
             stored = self._store.add(_SEGMENT, _NUM_TOKENS).parts[self._part]
         except MemoryError as exc:
@@ -131,7 +131,7 @@ class CopyTest:
 
 
 def wrongly_moved(there: torch.Tensor, moved: torch.Tensor) -> str | None:
-    """What is wrong with rows that were moved to other slots; None where only rounding is."""
+    """Return what is wrong with rows that were moved to other slots; None if only rounding is."""
     if there.dtype in EIGHT_BITS:
         steps = steps_apart(there, moved)
         share = float((steps > 0).float().mean())

@@ -41,12 +41,12 @@ class RowCopy:
 
     @property
     def num_tokens(self) -> int:
-        """Of the segment."""
+        """Return the number of tokens of the segment."""
         return self.stored.num_tokens
 
 
 class Placement(Protocol):
-    """Which of some rows are written to which slots, and by how many positions they move. See `RowCopy`."""
+    """The rows to write, their slots, and by how many positions they move. See `RowCopy`."""
 
     @property
     def source(self) -> Span: ...

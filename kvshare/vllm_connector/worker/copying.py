@@ -1,10 +1,10 @@
 """
 A second thread, which copies for the worker: batch by batch, the most urgent job first.
 
-    due    a job is due so many seconds after it was submitted as its bytes take, a save some time later. The
+    due    a load is due when its bytes would be copied if it had begun at once; a save some time later. The
            job that is due first has the next batch: short loads overtake long ones, loads overtake saves, and
-           none waits for ever, as its time does not move. What vLLM's thread waits for is due at once
-    room   a GPU is given some batches ahead and no more: what comes next is not decided long before
+           none waits for ever, as a job's time does not move. What vLLM's thread waits for is due at once
+    room   a GPU gets only a few batches ahead, so that the next job is chosen late
 
 On a GPU a batch is launched, on a CPU the thread copies itself. The order does not protect bytes: see
 `segment_store.py`.
@@ -39,21 +39,21 @@ _SAVE_LATER_S = 1.0
 
 
 class Work(Protocol):
-    """What a job does. Everything is called by the thread that copies unless it says "on vLLM's thread"."""
+    """The work of a job. The thread that copies calls everything that does not say "on vLLM's thread"."""
 
     @property
     def has_room(self) -> bool:
-        """Whether another batch can be made or launched now."""
+        """Return whether another batch can be made or launched now."""
 
     def batches(self) -> Iterator[None]:
         """Makes or launches batches; yields between two of them."""
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has made everything that was launched. On vLLM's thread."""
+        """Return whether the device has made everything that was launched. On vLLM's thread."""
 
     def wait_until_read(self) -> None:
-        """What vLLM writes from now on is not read any more. On vLLM's thread, after the last batch."""
+        """Wait until later writes of vLLM are not read any more. On vLLM's thread, after the last batch."""
 
     def finish(self) -> Mapping[str, float]:
         """Take over what the device has found: seconds by stage. On vLLM's thread, once, at the end."""
@@ -75,7 +75,7 @@ class LoadWork(Work, Protocol):
         """There is room for all of its batches. On vLLM's thread."""
 
     def written_s(self, since: Any) -> float:
-        """How long it was still written after a mark of the device. On vLLM's thread, when it is done."""
+        """Return the seconds of writing after a mark of the device. On vLLM's thread, when it is done."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def has_room(self) -> bool:
-        """Whether it can be advanced. Where the device cannot say, that shows when it is."""
+        """Return whether it can be advanced. Where the device cannot say, that shows when it is."""
         try:
             return self.work.has_room
         except Exception as exc:  # noqa: BLE001  logged, without its message
@@ -128,7 +128,7 @@ class Job:
             self.fail(exc)
 
     def fail(self, exc: Exception) -> None:
-        """It has no more batches."""
+        """End the job: it has no more batches."""
         self._fail(exc)
         self._end()
 

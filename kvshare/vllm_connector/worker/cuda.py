@@ -224,7 +224,7 @@ def _kernels() -> tuple[Any, Any]:
 def _places(
     batch: Sequence[StagedLayers], staging: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where the rows of a batch lie in staging, and where they are stored."""
+    """Return the places of a batch's rows in staging, and where they are stored."""
     there, here = [], []
     for layers in batch:
         start = layers.offset

@@ -61,7 +61,7 @@ class Reading:
         return self._has_arrived is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether they have arrived by then."""
+        """Return whether they have arrived by then."""
         until = time.perf_counter() + timeout_s
         while not self.is_done and time.perf_counter() < until:
             time.sleep(_POLL_S)
@@ -97,7 +97,7 @@ class Device:
         return time.perf_counter()
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the device has reached it."""
+        """Return whether the device has reached it."""
         return True
 
     def seconds(self, begin: Any, end: Any) -> float | None:
@@ -188,7 +188,7 @@ def device_of_this_worker() -> Device:
 
 
 def name_of_this_device() -> str:
-    """In words, with all that its speed depends on."""
+    """Describe this device in words, with all that its speed depends on."""
     if current_platform.device_type == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{machine.processor()}, {machine.num_cores()} cores, {torch.get_num_threads()} threads"

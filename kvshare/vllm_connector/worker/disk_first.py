@@ -11,7 +11,7 @@ from kvshare.vllm_protocol.stages import DISK
 
 
 class DiskFirst:
-    """It begins when its reads are over."""
+    """A job that begins when its reads are over."""
 
     arrivals = None  # no pass begins before all is there
 
@@ -21,7 +21,7 @@ class DiskFirst:
 
     @property
     def damaged(self) -> set[SegmentId]:
-        """With those that cannot be read, or not in time."""
+        """Return the damaged segments, and those that cannot be read in time."""
         return self._stored.damaged | self._reads.missing
 
     @property
@@ -38,7 +38,7 @@ class DiskFirst:
         yield from self._stored.batches()
 
     def wait_until_read(self) -> None:
-        """What it writes is not read before it is reported."""
+        """Wait for nothing: what it writes is not read before it is reported."""
 
     def rush(self) -> None:
         """No pass waits for its layers."""

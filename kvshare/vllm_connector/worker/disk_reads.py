@@ -29,7 +29,7 @@ class Read:
 
     @property
     def is_whole(self) -> bool | None:
-        """Whether it matched its checks, when it is over; None if it may be whole on disk."""
+        """Return whether it matched its checks, when it is over; None if it may be whole on disk."""
         future = self._future
         return None if future.cancelled() or future.exception() is not None else future.result()
 
@@ -51,17 +51,17 @@ class Reads:
 
     @property
     def wanted(self) -> frozenset[SegmentId]:
-        """Those that are read."""
+        """Return the segments that are read."""
         return frozenset(read.segment_id for read in self.reads)
 
     @property
     def missing(self) -> set[SegmentId]:
-        """Those that are not in memory, once they are settled."""
+        """Return the segments that are not in memory, once they are settled."""
         return self.late | self.failed
 
     @property
     def are_over(self) -> bool:
-        """Whether nothing more is waited for."""
+        """Return whether nothing more is waited for."""
         is_late = time.perf_counter() - self._began >= self._within_s
         return is_late or all(read.is_over for read in self.reads)
 

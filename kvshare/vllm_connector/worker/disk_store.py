@@ -121,7 +121,7 @@ class DiskStore(SegmentStore):
         return Reads(found, without_room, within_s=within_s) if found or without_room else None
 
     def take_disk_report(self) -> DiskReport | None:
-        """What was written since the last call. Memory that threads do not use any more is free."""
+        """Report what was written since the last call. Frees memory that threads do not use any more."""
         with self._lock:
             written, self._written = self._written, []
             still = [each for each in self._dropped_late if each.segment_id == self._writing]

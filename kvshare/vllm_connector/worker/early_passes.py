@@ -4,7 +4,7 @@ Passes over placeholders that begin before their load has arrived, in the order 
     UP, WRITE   [layers 0-2][ 3-5 ][ 6-8 ][ 9-11 ] ..             the copies of a load
     VLLM              [ the pass: layer 0 ] [ 1 ] [ 2 ] [ 3 ] ..   each waits for its layer, if need be
 
-Only in a step without a forward pass, and for a load that is alone: then no other answer waits behind it.
+Only in a step without a forward pass, and for a load that is alone: then no other answer waits for it.
 It begins when every layer is expected before its use (`paces.py`), on all ranks in the same step. The load is
 reported when its job is done. If that failed, or a sum is wrong, what the pass has read was wrong: then the
 load is reported as failed, and vLLM computes the prompt into the same blocks.
@@ -35,7 +35,7 @@ log = logging.getLogger("vllm.kvshare")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstPass:
-    """What is computed early if everything can be read. `choosing`: if repairs are to be chosen."""
+    """The part that is computed early if everything can be read. `choosing`: if repairs are to be chosen."""
 
     load: PendingLoad
     choosing: Choosing | None
@@ -60,7 +60,7 @@ class EarlyPasses:
         self._next: _FirstPass | None = None  # of the load that was asked for last
 
     def may_begin(self, load: PendingLoad) -> bool:
-        """Whether its pass can begin early at all. The same on all ranks, as long as nothing is missing."""
+        """True if its pass can begin early at all. The same on all ranks, as long as nothing is missing."""
         assert load.work is not None
         if load.early is not None or load.is_cancelled or load.work.arrivals is None:
             return False
@@ -71,7 +71,7 @@ class EarlyPasses:
         return 0 < first.num_tokens <= self._step_tokens and self._forward.is_one_pass(first.spans)
 
     def is_due(self, load: PendingLoad, job: Job) -> bool:
-        """Whether it should begin now, as far as this rank knows."""
+        """Return whether it should begin now, as far as this rank knows."""
         assert load.work is not None
         arrivals = load.work.arrivals
         if arrivals is None or not job.is_launched or job.failed or not arrivals.is_cut:

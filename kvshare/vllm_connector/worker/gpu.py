@@ -65,10 +65,10 @@ class Gpu(Protocol):
         """The current end of a stream's work."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is asked for from now on is done after the event. The host does not wait."""
+        """Let the stream do later work after the event. The host does not wait."""
 
     def is_past(self, event: Event) -> bool:
-        """Whether the GPU has done all work before the event."""
+        """Return whether the GPU has done all work before the event."""
 
     def seconds(self, begin: Event, end: Event) -> float | None:
         """Between two events; None while the GPU is not past the second one."""
@@ -81,7 +81,7 @@ class Gpu(Protocol):
         """
 
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
-        """In stream UP: copy the batch into staging, in one call."""
+        """Copy the batch into staging, in one call, in stream UP."""
 
     def begin_load(self, cache: PagedCache, load: StagedLoad) -> BegunLoad:
         """
@@ -91,7 +91,7 @@ class Gpu(Protocol):
         """
 
     def check(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
-        """In stream WRITE: add up all pieces of a batch in staging."""
+        """Add up all pieces of a batch in staging, in stream WRITE."""
 
     def scatter(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
         """
@@ -121,7 +121,7 @@ class Gpu(Protocol):
         block_ids: Sequence[int],
         batch: Sequence[tuple[StagedLayers, Span]],
     ) -> None:
-        """In stream GATHER: copy the rows of spans into staging, in the order of extents."""
+        """Copy the rows of spans into staging, in the order of extents, in stream GATHER."""
 
     def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """
@@ -131,4 +131,4 @@ class Gpu(Protocol):
         """
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
-        """In stream DOWN: copy the batch from staging to where it is stored, in one call."""
+        """Copy the batch from staging to where it is stored, in one call, in stream DOWN."""

@@ -135,7 +135,7 @@ class LayerSums:
 
 
 def _batches(segments: Sequence[Stored]) -> Iterator[Sequence[Stored]]:
-    """Of some size, each of at least one segment."""
+    """Make batches of limited size, each of at least one segment."""
     start = num_bytes = 0
     for index, stored in enumerate(segments):
         if index > start and num_bytes + stored.rows.nbytes > _BATCH_BYTES:

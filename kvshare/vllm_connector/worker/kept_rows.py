@@ -64,7 +64,7 @@ class KeptRows:
 
 
 class _OfPart:
-    """Of layers that have one shape, by their number among these."""
+    """The kept rows of layers that have one shape, by their number among these."""
 
     def __init__(self, cache: PagedCache, slots: torch.Tensor) -> None:
         self._cache, self._slots = cache, slots

@@ -73,7 +73,7 @@ class StagedCopy:
 
 @dataclass(frozen=True, slots=True)
 class StagingForm:
-    """How many bytes staging has, and what a row is: D elements of K or V."""
+    """The bytes of staging, and the form of a row: D elements of K or V."""
 
     num_bytes: int
     dim: int
@@ -215,7 +215,7 @@ class MovementTable:
         self._nothing = torch.zeros(1, device=device)
 
     def check(self, shifts: NDArray[np.float64], dtype: torch.dtype) -> None:
-        """Raises ValueError if rows are to move and for some it is not known how, or they are no numbers."""
+        """Raises ValueError if rows are to move and for some it is not known how, or they are not numbers."""
         if shifts.any() and self._unknown:
             raise ValueError(f"how {self._unknown[0]} moves is not known")
         if shifts.any() and any(self.moves) and dtype not in MOVABLE:

@@ -43,7 +43,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placing:
-    """What the batches of a load have in common, on the device: its tokens, and the angles of its shifts."""
+    """The data that all batches of a load share, on the device: its tokens, and the angles of its shifts."""
 
     table: TokenTable
     pointers: torch.Tensor
@@ -54,7 +54,7 @@ class Placing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBatch:
-    """Where a batch lies in staging, on the device: its parts for scattering, and for adding up."""
+    """The place of a batch in staging, on the device: its parts for scattering, and for adding up."""
 
     parts: torch.Tensor
     programs: torch.Tensor
@@ -103,7 +103,7 @@ def scatter(
 def place(
     caches: Sequence[torch.Tensor], copies: Sequence[Rows], movements: MovementTable, device: torch.device
 ) -> Placing:
-    """Of a load, once for all of its batches. Raises ValueError as `scatter`."""
+    """Prepare a load, once for all of its batches. Raises ValueError as `scatter`."""
     table = _tokens(caches, copies)
     movements.check(table.shifts, caches[0].dtype)
     pointers, tokens, shifts = to_device(device, cache_pointers(caches), table.columns, table.shifts)
@@ -131,7 +131,7 @@ def place_batch(
 def scatter_batch(
     caches: Sequence[torch.Tensor], staging: torch.Tensor, placing: Placing, batch: PlacedBatch
 ) -> None:
-    """Of a load. One launch."""
+    """Scatter a batch of a load. One launch."""
     if not batch.programs.shape[1]:
         return
     movements, (cos, sin) = placing.movements, placing.angles

@@ -33,7 +33,7 @@ class LayerArrivals:
         self._waits: list[tuple[Event, Event]] = []
 
     def plan(self, batches: Sequence[Sequence[StagedLayers]]) -> None:
-        """Of a load, in this order."""
+        """Set the batches of a load, in this order."""
         num_layers = batches[0][0].stored.num_layers
         last = [0] * num_layers
         for number, batch in enumerate(batches):
@@ -49,21 +49,21 @@ class LayerArrivals:
 
     @property
     def num_bytes(self) -> int:
-        """Of all layers; 0 before they are known."""
+        """Return the bytes of all layers; 0 before they are known."""
         return self._until[-1]
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are several batches, and all of them are launched."""
+        """Return whether there are several batches, and all of them are launched."""
         return 1 < len(self._ends) == len(self._until) - 1
 
     @property
     def end(self) -> Event:
-        """Of the last batch."""
+        """Return the event of the last batch."""
         return self._ends[-1]
 
     def pending_bytes(self) -> list[int]:
-        """By layer, what has not arrived yet of it and of what arrives before it."""
+        """List by layer the bytes, of it and of what arrives before it, that have not arrived yet."""
         while self._num_past < len(self._ends) and self._gpu.is_past(self._ends[self._num_past]):
             self._num_past += 1
         there = self._until[self._num_past]
@@ -82,6 +82,6 @@ class LayerArrivals:
             self._waits.append((before, self._gpu.record(Stream.VLLM)))
 
     def waited_s(self) -> float | None:
-        """What vLLM's stream waited in all; None while it is not past that."""
+        """Return the seconds that vLLM's stream waited in all; None while it is not past that."""
         found = [self._gpu.seconds(before, after) for before, after in self._waits]
         return None if None in found else sum(seconds for seconds in found if seconds is not None)

@@ -32,7 +32,7 @@ _LOG2_E = 1.4426950408889634
 
 @remembered
 def has_room(device: torch.device) -> bool:
-    """Whether a GPU can run these kernels: one of NVIDIA since Ampere can, others have 64 KiB."""
+    """Return whether a GPU can run these kernels: one of NVIDIA since Ampere can, others have 64 KiB."""
     found = torch.cuda.get_device_properties(device)
     room = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return int(room) >= SHARED_BYTES
@@ -98,7 +98,7 @@ def _rows(
     query, indices, positions, num_rows, stride_row, stride_query_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Queries (ROWS, PADDED) of this program, and their rows' positions: -1 behind the last one."""
+    """Queries (ROWS, PADDED) of this program, and their rows' positions: -1 after the last one."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows * GROUP
     place = tl.load(indices + row % num_rows, is_row, other=0).to(tl.int64)
@@ -114,7 +114,7 @@ def _scores(
     queries, position, slot, cache, table, num_slots, factor, stride_block, stride_head, stride_token,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries and the keys in these slots, base 2: (ROWS, SLOTS), -inf where a row does not see."""
+    """Score queries against the keys in these slots, base 2: (ROWS, SLOTS), -inf where a row does not see."""
     is_slot = slot < num_slots
     block = tl.load(table + slot // BLOCK_SIZE, is_slot, other=0).to(tl.int64)
     start = block * stride_block + (slot % BLOCK_SIZE) * stride_token
@@ -191,7 +191,7 @@ def add_weights(
             queries, position, slot, cache, table, num_slots, factor,
             stride_block, stride_head, stride_token, BLOCK_SIZE, DIM, PADDED,
         )  # fmt: skip
-        # Of rows behind the last one the sum is 0, its logarithm -inf.
+        # Of rows after the last one the sum is 0, its logarithm -inf.
         weights = tl.where(is_row[:, None], tl.exp2(scores - whole[:, None]), 0.0)
         found = tl.sum(weights, 0) * share
         found += tl.load(before + slot, (slot < num_slots) & (number == 0), other=0.0)

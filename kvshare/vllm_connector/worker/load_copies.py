@@ -21,7 +21,7 @@ def row_copies(
     part: int = 0,
 ) -> list[RowCopy]:
     """
-    From segments that are `held` and read, for a part of the cache; keys are to be rotated to new positions.
+    Make the copies from `held` segments, for a part of the cache. Keys are rotated to new positions.
     """
     copies, missing = [], frozenset() if reads is None else reads.missing
     for copy, target in load.targets():
@@ -35,7 +35,7 @@ def row_copies(
 
 
 def block_copies(cache: PagedCache, load: LoadRequest) -> list[BlockCopy]:
-    """From blocks, the same."""
+    """Make the copies from blocks, in the same way."""
     copies = []
     for copy, target in load.targets():
         if (source := load.sources.get(copy)) is not None:

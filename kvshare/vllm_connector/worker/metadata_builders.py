@@ -44,7 +44,7 @@ def metadata_builders(
 
 
 def _users(layers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By layer, those that attend to its KV and have none."""
+    """List for each layer the layers that attend to its KV and have none."""
     found: dict[str, list[str]] = {}
     for name, layer in layers.items():
         if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:

@@ -83,7 +83,7 @@ class MixedCache(PagedCache):
 
 
 def paged_cache(layers: Mapping[str, Any], *, block_size: int, dtype: torch.dtype) -> PagedCache:
-    """Of vLLM's attention modules by name, whatever shapes their caches have."""
+    """Make the cache of vLLM's attention modules by name, whatever shapes their caches have."""
     shapes = {layer.kv_cache.shape[1::2] for layer in layers.values()}  # (H, 2 D)
     kind = PagedCache if len(shapes) == 1 else MixedCache
     return kind(layers, block_size=block_size, dtype=dtype)

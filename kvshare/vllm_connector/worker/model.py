@@ -60,7 +60,7 @@ def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
 
 
 def loaded_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """By name. Without those that have no values: of parts for media that vLLM does not load."""
+    """List parameters by name, without those of parts for media that vLLM does not load."""
     return sorted((name, each) for name, each in model.named_parameters() if not each.is_meta)
 
 

@@ -36,7 +36,7 @@ class Models:
         return sum(id(layer) not in drafting for layer in layers.values())
 
     def frequency_tables(self) -> tuple[list[torch.Tensor], str]:
-        """Those of all models together, and why others cannot be used."""
+        """Return the tables of all models together, and why others cannot be used."""
         found = [frequency_tables(model) for model in self.each]
         return [table for tables, _ in found for table in tables], found[0][1]
 

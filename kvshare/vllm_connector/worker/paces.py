@@ -103,5 +103,5 @@ def _least_s(passes: Sequence[_Pass], num_tokens: int) -> float:
 
 
 def _shortest_s(passes: Sequence[_Pass], num_tokens: int) -> float:
-    """Of those with as many tokens or more."""
+    """Return the least seconds of the passes with as many tokens or more."""
     return min(each.seconds for each in passes if each.num_tokens >= num_tokens)

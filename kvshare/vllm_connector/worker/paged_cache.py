@@ -73,7 +73,7 @@ class PagedCache(BlockSlots):
         return (range(len(self._in_order)),)
 
     def set_movements(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> None:
-        """How each layer's K and V move to other positions."""
+        """Set how each layer's K and V move to other positions."""
         self.kv_layout = self.kv_layout.moving(movements)
 
     @property
@@ -83,12 +83,12 @@ class PagedCache(BlockSlots):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether numbers are stored in 8 bits."""
+        """Return whether numbers are stored in 8 bits."""
         return self.kv_layout.dtype in EIGHT_BITS
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Of the rows that vLLM's kernels are given."""
+        """Return the dtype of the rows that vLLM's kernels are given."""
         return self._computed_dtype if self.is_quantised else self.kv_layout.dtype
 
     @property
@@ -97,7 +97,7 @@ class PagedCache(BlockSlots):
 
     @property
     def has_same_form(self) -> bool:
-        """Whether the layers' caches are as at the start, if in other memory: shapes, strides, dtypes."""
+        """True if the layers' caches have the shapes, strides and dtypes of the start, in any memory."""
         return self._form == self._current_form()
 
     def _current_form(self) -> list[tuple[object, ...]]:
@@ -162,7 +162,7 @@ class PagedCache(BlockSlots):
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        """Of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
+        """Return the caches of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
         return [self._cache(layer) for layer in range(len(self._in_order))]
 
     def _cache(self, layer: int) -> torch.Tensor:

@@ -164,7 +164,7 @@ class PartialForward:
                 self._forward(ordered)
 
     def is_one_pass(self, spans: Sequence[Span]) -> bool:
-        """Whether runs of these spans are computed in one pass."""
+        """Return whether runs of these spans are computed in one pass."""
         return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self._max_tokens)
 
     def listening(self, runs: Sequence[Run]) -> Watch:

@@ -43,7 +43,7 @@ class PlacedRun(Protocol):
 class PassInputs:
     """
     Shapes:  token_ids (N,) int32, positions, slots (N,) int64 of all rows; starts (R + 1,), ends (R,), table
-             (R, B) int32 of the runs. The table has 0 behind each run's last block
+             (R, B) int32 of the runs. The table has 0 after each run's last block
     """
 
     token_ids: NDArray[np.int32]
@@ -60,7 +60,7 @@ class PassInputs:
 
 
 def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
-    """Of runs in the order of their rows."""
+    """Make the inputs of runs, in the order of their rows."""
     size = cache.kernel_block_size
     begins, ends = np.array([(run.span.start, run.span.end) for run in runs], np.int64).T
     lengths = ends - begins

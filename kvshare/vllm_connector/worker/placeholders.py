@@ -55,7 +55,7 @@ class ArrivedLoad:
 
     @property
     def due_choosing(self) -> Choosing | None:
-        """If its first pass is complete, and a choice follows."""
+        """Return the choice that follows a complete first pass, if there is one."""
         is_due = self.choosing is not None and self.choosing.choice is None and self.left == []
         return self.choosing if is_due else None
 
@@ -66,7 +66,7 @@ class ArrivedLoad:
         return self.load.request.passed(self.load.unreadable)
 
     def num_to_compute(self, *, reads_at_once: bool) -> int:
-        """In a step, at most: with the repairs, if its results are read in the same one."""
+        """Return the most tokens in a step: with the repairs, if its results are read in the same one."""
         if self.load.is_cancelled:
             return 0
         left = self._first_spans if self.left is None else [run.span for run in self.left]
@@ -113,7 +113,7 @@ class Placeholders:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits to be computed."""
+        """Return whether nothing waits to be computed."""
         return not self._arrived and not self._reading
 
     def add(self, loads: Iterable[PendingLoad]) -> None:
@@ -148,14 +148,14 @@ class Placeholders:
             arrived.load.cancel_if_in(request_ids)
 
     def fail_all(self) -> None:
-        """What was written for them is lost."""
+        """Fail all: what was written for them is lost."""
         for arrived in (*self._arrived, *self._reading):
             self._fail(arrived)
         self._arrived.clear()
         self._reading.clear()
 
     def wait_for_results(self, timeout_s: float) -> bool:
-        """For the results of a first pass, if any are being read. Returns whether some are."""
+        """Wait for the results of a first pass, if any are being read. Returns whether some are."""
         if not self._reading:
             return False
         if not any(arrived.load.is_cancelled for arrived in self._reading):
@@ -239,7 +239,7 @@ class Placeholders:
                 self._reports.note_load(arrived.request_id, arrived.result())
 
     def _compute_whole(self, arrived: ArrivedLoad) -> None:
-        """Of a load that joins this step nothing is known to be right. vLLM computes with it next."""
+        """Compute all of joining loads, as nothing of them is known to be right and vLLM reads them next."""
         request = arrived.load.request
         self._forward.compute(runs_of(request, request.runs(frozenset(arrived.load.wanted))))
         self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))

@@ -74,7 +74,7 @@ class Agreement(Generic[_K]):
         self._under_way: Any = None  # torch's handle of the all-reduce
 
     def say(self, values: Mapping[_K, bool]) -> None:
-        """What is true here."""
+        """Say what is true here."""
         self._arrive()
         self._keys = list(values)
         self._values = torch.tensor(list(values.values()), dtype=torch.int32)
@@ -85,7 +85,7 @@ class Agreement(Generic[_K]):
             )
 
     def known(self) -> list[_K]:
-        """What was said to be true on all ranks."""
+        """Return what was said to be true on all ranks."""
         self._arrive()
         return [key for key, value in zip(self._keys, self._values.tolist(), strict=True) if value]
 

@@ -26,14 +26,14 @@ class Reports:
         self._report = WorkerReport()
 
     def note_load(self, request_id: str, result: LoadResult) -> None:
-        """If it failed, vLLM must compute the request's prompt."""
+        """Note the end of a load. If it failed, vLLM must compute the request's prompt."""
         self._transfers.finished_recving.add(request_id)
         if result.failed:
             self._transfers.failed_recving.add(request_id)
         self._report.loads[request_id] = result
 
     def note_joined(self, request_id: str, result: LoadResult) -> None:
-        """Of a load that joined a step: vLLM does not wait for it."""
+        """Note the end of a load that joined a step: vLLM does not wait for it."""
         self._report.loads[request_id] = result
 
     def note_pass(self, began: Any, ended: Any, num_run: dict[str, int], *, is_plain: bool) -> None:
@@ -42,13 +42,13 @@ class Reports:
         self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_pace(self, load: PendingLoad, job: Job) -> None:
-        """Of copies in several batches: one of few bytes is slower."""
+        """Note the pace of copies in several batches. A single small one is slower."""
         arrivals = load.work.arrivals if load.work is not None else None
         if arrivals is not None and arrivals.is_cut and not job.failed:
             self.paces.note_load(arrivals.num_bytes, job.seconds[WRITE])
 
     def note_disk(self, report: DiskReport | None) -> None:
-        """What was written to disk."""
+        """Note what was written to disk."""
         if report is not None:
             before = () if self._report.disk is None else self._report.disk.written
             self._report.disk = DiskReport((*before, *report.written))

@@ -60,12 +60,12 @@ class Stored:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the rows of all layers are written."""
+        """Return whether the rows of all layers are written."""
         return all(part.sums is not None for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """Of all layers."""
+        """Return the bytes of all layers."""
         return sum(part.rows.nbytes for part in self.parts)
 
     @property
@@ -82,12 +82,12 @@ class Stored:
 
     @property
     def row_bytes(self) -> int:
-        """Of K and V of a token, in one layer of one head."""
+        """Return the bytes of K and V of a token, in one layer of one head."""
         return 2 * self.rows.shape[4] * self.rows.itemsize
 
     @property
     def piece_bytes(self) -> int:
-        """Of one layer of one head."""
+        """Return the bytes of one layer of one head."""
         return self.num_tokens * self.row_bytes
 
 
@@ -123,7 +123,7 @@ class SegmentStore:
 
     @property
     def has_leaving(self) -> bool:
-        """Whether memory will be free when transfers end."""
+        """Return whether memory will be free when transfers end."""
         return bool(self._leaving)
 
     def add(self, segment_id: SegmentId, num_tokens: int) -> Stored:
@@ -146,7 +146,7 @@ class SegmentStore:
         return stored
 
     def _rows(self, extent: Extent, shape: tuple[int, ...], keys: Plane) -> torch.Tensor:
-        """Of this rank."""
+        """Return the rows of this rank."""
         whole = self.arena.view(extent, shape, self._dtype)
         return whole[self._first_head : self._first_head + keys.num_heads]
 

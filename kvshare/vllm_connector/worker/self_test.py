@@ -84,7 +84,7 @@ class SelfTest:
         return tuple(filter(None, map(Span, (0, 7, 8, 25, last), (7, 8, 25, last, self._length))))
 
     def check_layout(self) -> str | None:
-        """Why blocks cannot be read, or None."""
+        """Return why blocks cannot be read, or None."""
         if problem := self._cache.find_layout(_FIRST_BLOCK):
             return problem
         layout, generator = self._cache.kv_layout, torch.Generator().manual_seed(11)
@@ -102,7 +102,7 @@ class SelfTest:
         return None
 
     def check_scales(self) -> str | None:
-        """Why stored numbers of 8 bits are not those that the model computes, or None."""
+        """Return why stored numbers of 8 bits are not those that the model computes, or None."""
         if not self._cache.is_quantised:
             return None
         computed = self._computed([Run(self.block_ids, Span(0, self._length), self._tokens)])
@@ -116,7 +116,7 @@ class SelfTest:
         return None
 
     def check_partial_attention(self) -> str | None:
-        """Why partial attention is not exact here, or None."""
+        """Return why partial attention is not exact here, or None."""
         whole, runs = self._compute([Span(0, self._length)]), self._runs
         tolerance, errors = self._tolerance, list[float]()
         # All runs in one pass, then one run per pass: wrong blocks would hold other rows in the second case.
@@ -161,12 +161,12 @@ class SelfTest:
         return _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0)
 
     def _deviation(self, expected: SegmentKV, got: SegmentKV) -> list[float]:
-        """Of each plane, see `deviation`."""
+        """Return the deviation of each plane, see `deviation`."""
         planes = zip(expected.planes, got.planes, strict=True)
         return [deviation(plane, plane_got, tolerance=self._tolerance) for plane, plane_got in planes]
 
     def check_listening(self) -> str | None:
-        """Why attention weights cannot be computed from stored keys, or None."""
+        """Return why attention weights cannot be computed from stored keys, or None."""
         problem = self._tried_listening()
         if problem is not None and self._forward.simplify():
             problem = self._tried_listening()
@@ -229,7 +229,7 @@ class SelfTest:
         return bool(difference <= _TOLERANCE.get(self._cache.computed_dtype, 0.0) * scale)
 
     def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
-        """How each layer's K and V move to other positions: by one of these tables, or not at all."""
+        """Find how each layer's K and V move to other positions: by one of these tables, or not at all."""
         here, *elsewhere = (self._rows_at(shift) for shift in (0, *_SHIFTS))
         there = dict(zip(_SHIFTS, elsewhere, strict=True))
         tolerance = _TOLERANCE[torch.bfloat16] if self._cache.is_quantised else self._tolerance

@@ -44,12 +44,12 @@ class StagedLayers:
 
     @property
     def num_bytes(self) -> int:
-        """In staging."""
+        """Return the bytes in staging."""
         return self.stored.num_heads * len(self.layers) * self.stored.piece_bytes
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Where they are stored: as few contiguous tensors as possible. In staging they follow each other."""
+        """Return where they are stored, in few contiguous tensors. In staging they follow each other."""
         if self.is_whole:
             return [self.stored.rows]
         return list(self.stored.rows[:, self.layers.start : self.layers.stop].unbind())
@@ -83,7 +83,7 @@ class StagedLayers:
 def saved(
     batch: Iterable[tuple[StagedLayers, Span]], cache: PagedCache, block_ids: Sequence[int]
 ) -> list[StagedCopy]:
-    """What a kernel reads from vLLM's caches for spans of a request."""
+    """List what a kernel reads from vLLM's caches for spans of a request."""
     return [
         StagedCopy(layers.part, Span(0, len(span)), cache.slot_numbers(block_ids, span))
         for layers, span in batch
@@ -152,7 +152,7 @@ def _cut(stored: Stored, layers: range, max_bytes: int) -> Iterator[range]:
 
 
 def _num_fitting(stored: Stored, room: int) -> int:
-    """How many layers of a segment fit."""
+    """Return how many layers of a segment fit."""
     return max(0, room) // (stored.num_heads * stored.piece_bytes)
 
 

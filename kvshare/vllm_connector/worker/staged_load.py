@@ -38,7 +38,7 @@ class StagedLoad:
         return self._first_piece[-1]
 
     def pieces(self, number: int) -> slice:
-        """Of a batch, among all."""
+        """Return the pieces of a batch, among all."""
         return slice(self._first_piece[number], self._first_piece[number + 1])
 
     def sums(self) -> NDArray[np.int64]:
@@ -46,7 +46,7 @@ class StagedLoad:
         return np.concatenate([part.sums() for batch in self.batches for part in batch])
 
     def parts(self, number: int) -> dict[int, StagedPart]:
-        """In a batch, by the number of their copy."""
+        """Return the parts in a batch, by the number of their copy."""
         return {copy: layers.part for layers in self.batches[number] for copy in self._numbers[layers.stored]}
 
     def pairs(self, number: int) -> list[tuple[StagedLayers, RowCopy]]:

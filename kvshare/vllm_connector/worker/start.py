@@ -45,7 +45,7 @@ _ELSEWHERE = "the self-test failed on another rank"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
-    """What a worker copies and computes with. The self-test completes the layout in `cache`."""
+    """The parts with which a worker copies and computes. The self-test completes the layout in `cache`."""
 
     cache: PagedCache
     forward: PartialForward
@@ -54,7 +54,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Of the self-test: reasons why nothing can be shared, and warnings about what is limited."""
+    """Findings of the self-test: reasons why nothing can be shared, and warnings about limits."""
 
     unsupported: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerStart:
-    """What vLLM gives a worker before it has the model."""
+    """The data that vLLM gives a worker before the model."""
 
     config: VllmConfig
     settings: ConnectorSettings
@@ -124,7 +124,7 @@ class WorkerStart:
         return cache, PartialForward(models, cache, self.config, self.spec)
 
     def _allocate(self, layout: KVLayout, *, has_draft: bool = False) -> SegmentStore:
-        """With an arena that ranks share, if they can. All ranks call it together."""
+        """Allocate an arena, which ranks share if they can. All ranks call it together."""
         keys, *others = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"
@@ -197,6 +197,6 @@ class WorkerStart:
 
 
 def _first_problem(tests: Sequence[CopyTest] | Sequence[BlockCopyTest]) -> str | None:
-    """Of the parts of a cache, each with a test of its own."""
+    """Return the first problem of the parts of a cache, each with a test of its own."""
     problems = (test.check() for test in tests)
     return next((problem for problem in problems if problem is not None), None)

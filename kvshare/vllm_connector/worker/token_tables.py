@@ -21,7 +21,7 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of the segment."""
+        """Return the number of tokens of the segment."""
 
     @property
     def source(self) -> Span: ...
@@ -108,7 +108,7 @@ class PartTable:
 
 
 def _programs(counts: NDArray[np.int64], block: int) -> NDArray[np.int32]:
-    """For each block as many programs as the tokens in it have pieces: none has nothing to do."""
+    """Make as many programs for each block as its tokens have pieces, so that none has nothing to do."""
     most = np.maximum.reduceat(counts, np.arange(0, len(counts), block)) if len(counts) else counts
     blocks = np.repeat(np.arange(len(most), dtype=np.int32), most)
     before = np.repeat((np.cumsum(most) - most).astype(np.int32), most)

@@ -106,18 +106,18 @@ class Transfers:
         self._give_up([save for save in self._without_room if save.request.request_id in request_ids])
 
     def wait_for_loads(self) -> None:
-        """For a short time: in a step without a forward pass there is nothing else to do."""
+        """Wait for loads, for a short time: a step without a forward pass has nothing else to do."""
         self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
 
     @property
     def only_load(self) -> UnderWay | None:
-        """If there is just one, and nothing that it copies is lost. The same on all ranks."""
+        """Return the load if it is the only one and loses nothing that it copies. The same on all ranks."""
         loads = [each for _, each in self._loads()]
         is_one = len(loads) == 1 and not self._is_asleep and not any(self._joining)
         return loads[0] if is_one and not loads[0].is_lost else None
 
     def wait_until_due(self, load: UnderWay, is_due: Callable[[], bool]) -> bool:
-        """For a short time: for a pass that may begin before the load has arrived. Returns whether it may."""
+        """Wait a short time for a pass to be due before its load has arrived. Returns whether it is."""
         lap, waited = LapTimer(), 0.0
         while waited < MAX_WAIT_S:
             if is_due():
@@ -183,7 +183,7 @@ class Transfers:
         self._store.clear()
 
     def fall_asleep(self) -> None:
-        """What is being saved is whole when this returns. What was loaded is lost with the cache."""
+        """Finish saves before vLLM sleeps. What was loaded is lost with the cache."""
         self._is_asleep = True
         for each in (*self._ended(), *self._joining.ended()):
             each.is_lost = each.is_lost or isinstance(each.transfer, PendingLoad)
@@ -219,7 +219,7 @@ class Transfers:
                 yield each.transfer, each
 
     def _said(self) -> Iterator[tuple[Hashable, bool]]:
-        """What this rank knows of the transfers under way, the same keys on all ranks."""
+        """Yield what this rank knows of the transfers under way, the same keys on all ranks."""
         for number, each in self._under_way.items():
             is_done = each.job.is_done
             yield (number, "done"), is_done
@@ -229,7 +229,7 @@ class Transfers:
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
     def _finished(self, known: Collection[Hashable]) -> list[int]:
-        """Those that are done. A request's saves are finished in order: the last one ends the request."""
+        """Return the transfers that are done. Saves of a request finish in order: the last one ends it."""
         finished, unfinished = [], set[str]()
         for number, each in self._under_way.items():
             request_id = each.transfer.request.request_id
@@ -241,7 +241,7 @@ class Transfers:
         return finished
 
     def _ended(self) -> Iterable[UnderWay]:
-        """What is under way, when all copies of this rank have ended."""
+        """Return what is under way, when all copies of this rank have ended."""
         self._copies.wait_for_all([each.job for each in self._under_way.values()])
         return self._under_way.values()
 

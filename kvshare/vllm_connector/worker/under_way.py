@@ -46,29 +46,29 @@ class PendingLoad:
 
     @cached_property
     def wanted(self) -> tuple[SegmentId, ...]:
-        """In the same order on all ranks. Every step asks for it."""
+        """Return the wanted segments, in the same order on all ranks. Called in every step."""
         return tuple(sorted({copy.segment_id for copy in self.request.copies}))
 
     @cached_property
     def stored_ids(self) -> frozenset[SegmentId]:
-        """Those of the wanted segments that host memory must have."""
+        """Return the wanted segments that host memory must have."""
         return self.request.stored_ids
 
     @cached_property
     def placeholders(self) -> tuple[Span, ...]:
-        """What a pass goes over if everything can be read."""
+        """Return the spans that a pass goes over if everything can be read."""
         return self.request.passed()
 
     @property
     def segments(self) -> Collection[Stored]:
-        """That its job reads."""
+        """Return the segments that its job reads."""
         return self.held.values()
 
     def cancel_if_in(self, request_ids: Collection[str]) -> None:
         self.is_cancelled = self.is_cancelled or self.request.request_id in request_ids
 
     def is_readable(self, segment_id: SegmentId) -> bool:
-        """Whether this rank has written the right bytes. Known when its job is done."""
+        """Return whether this rank has written the right bytes. Known when its job is done."""
         assert self.work is not None
         if segment_id not in self.stored_ids:
             return True  # copied from blocks only
@@ -90,7 +90,7 @@ class PendingSave:
 
     @property
     def segments(self) -> Collection[Stored]:
-        """That its job writes."""
+        """Return the segments that its job writes."""
         return self.targets.values()
 
 

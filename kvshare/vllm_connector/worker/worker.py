@@ -50,7 +50,7 @@ log = logging.getLogger("vllm.kvshare")
 
 
 class WorkerParts(NamedTuple):
-    """What a worker has once a model is attached."""
+    """The parts of a worker once a model is attached."""
 
     transfers: Transfers
     placeholders: Placeholders
@@ -152,7 +152,7 @@ class ConnectorWorker:
         self._reports.note_disk(self.attached.store.take_disk_report())
 
     def _wait_for_loads(self) -> None:
-        """For a short time. A load that is alone may be computed before it has arrived."""
+        """Wait for loads, for a short time. A single load may be computed before it has arrived."""
         transfers, placeholders, early = self.parts
         each = transfers.only_load if placeholders.is_idle else None
         if each is None or not isinstance(load := each.transfer, PendingLoad) or not early.may_begin(load):

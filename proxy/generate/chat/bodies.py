@@ -50,7 +50,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both generating routes read. `api`: the route's table of what is not implemented."""
+    """The fields that both generating routes read. `api`: the route's table of what is not implemented."""
 
     api: ClassVar[str]
 
@@ -205,7 +205,7 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
 
 
 def _structured_outputs(given: object) -> Mapping[str, Any] | None:
-    """Of vLLM's constraints the two that ask for JSON."""
+    """Read those two of vLLM's constraints that ask for JSON."""
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -226,7 +226,7 @@ def _schema(param: str, schema: object) -> Mapping[str, Any] | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise invalid(param, "expected a JSON schema, got a string that is no JSON") from None
+            raise invalid(param, "expected a JSON schema, got a string that is not JSON") from None
     if schema is None or isinstance(schema, dict):
         return schema
     raise invalid(param, f"expected a JSON schema, got {found(schema)}")

@@ -60,7 +60,7 @@ class ChatWriter(ChoiceWriter):
         return {"message": message}
 
     def _blocks(self, choice: WrittenChoice, text: str) -> Blocks | None:
-        """Of a choice that goes on with `text`; None where it is only that."""
+        """Return the blocks of a choice that goes on with `text`; None if it is only that."""
         if not choice.has_begun and text and not text.isspace():
             choice.has_begun = True
             if choice.blocks is None and _THOUGHTS.startswith(text.lstrip()[: len(_THOUGHTS)]):
@@ -120,7 +120,7 @@ class ChatWriter(ChoiceWriter):
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """By DeepSeek's name and by vLLM's: clients know one of them."""
+    """Write the reasoning under DeepSeek's name and under vLLM's: clients know one of them."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -45,7 +45,7 @@ class WrittenChoice:
         return self.blocks is not None and self.blocks.calls_tools
 
     def shown(self, tokens: Iterable[TokenLogprob]) -> list[TokenLogprob]:
-        """Those of the tokens whose text is in the answer, which has ended."""
+        """Return those of the tokens whose text is in the answer, which has ended."""
         if self.blocks is None:
             return list(tokens)
         return [token for token in tokens if self.blocks.is_shown(token.offset - self.num_before_blocks)]
@@ -129,7 +129,7 @@ class ChoiceWriter(AnswerWriter):
         return {"index": index, **piece, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _contents(self, delta: Delta) -> list[Content]:
-        """What of a delta is to be sent now."""
+        """Return what of a delta is to be sent now."""
         if delta.text or (self._with_logprobs and delta.logprobs):
             return [(self._part(delta.text), delta.logprobs)]
         return []

@@ -23,7 +23,7 @@ _REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name, which templa
 
 
 class TemplateBody(Body):
-    """The messages, the tools, and what the template is given beside them."""
+    """The messages, the tools, and what the template is given besides them."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: Tools | None = None
@@ -55,7 +55,7 @@ class TemplateBody(Body):
 
     @property
     def answer_param(self) -> str:
-        """Where that is."""
+        """Return the parameter that holds it."""
         return "response_format"
 
     @property

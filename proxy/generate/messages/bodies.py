@@ -38,7 +38,7 @@ class TextBlock(body_parts.BodyPart):
 
 
 class ThinkingBlock(body_parts.BodyPart):
-    """What an assistant thought, legible or not. It is dropped: templates show no earlier thoughts."""
+    """An assistant's thoughts, legible or not. They are dropped: templates show no earlier thoughts."""
 
     type: Literal["thinking", "redacted_thinking"]
 
@@ -60,7 +60,7 @@ Text = Annotated[
 
 
 class ToolResultBlock(body_parts.BodyPart):
-    """What a tool answered."""
+    """A tool's answer."""
 
     type: Literal["tool_result"]
     tool_use_id: Name

@@ -43,7 +43,7 @@ class TextPart(body_parts.BodyPart):
 
 
 class RefusalPart(body_parts.BodyPart):
-    """What an assistant said instead of an answer."""
+    """An assistant's refusal, in place of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -79,7 +79,7 @@ class CallItem(body_parts.BodyPart):
 
 
 class CallOutputItem(body_parts.BodyPart):
-    """What the tool answered."""
+    """A tool's answer."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -87,7 +87,7 @@ class CallOutputItem(body_parts.BodyPart):
 
 
 class ReasoningItem(body_parts.BodyPart):
-    """What an assistant thought. It is dropped: templates show no earlier thoughts."""
+    """An assistant's thoughts. They are dropped: templates show no earlier thoughts."""
 
     type: Literal["reasoning"]
 
@@ -157,7 +157,7 @@ class SchemaFormat(body_parts.BodyPart):
 
 
 class TextConfig(body_parts.BodyPart):
-    """What the text of the answer is like. `verbosity` is a hint, and ignored."""
+    """The form of the answer's text. `verbosity` is a hint, and ignored."""
 
     format: Annotated[PlainFormat | SchemaFormat, Discriminator("type")] = PlainFormat(type="text")
 
@@ -237,7 +237,7 @@ class ResponsesBody(body_parts.BodyPart):
 
     @property
     def echo(self) -> dict[str, Any]:
-        """What a response object says of the request that it answers. Raises RequestError if it cannot."""
+        """Return what a response says of the request that it answers. Raises RequestError if it cannot."""
         try:
             given = self.model_dump(mode="json", by_alias=True, include=_ECHOED)
         except ValueError:  # pydantic takes more than 255 levels for a circle

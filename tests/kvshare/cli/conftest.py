@@ -138,7 +138,7 @@ def server() -> Iterator[Running]:
 
     thread = threading.Thread(target=live)
     thread.start()
-    assert started.wait(timeout=10)
+    assert started.wait(timeout=60)
     yield Running(address[0], family, tree, explained)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=10)

@@ -20,12 +20,13 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvshare.demo import MODEL_PATH
+from tests.conftest import unsettled
 
 START_S = 180
 # Nothing here is about meaning, and loading the embedder takes a second.
-# What is fast on a busy machine is no question here: every plan that is right is made.
+# What is fast on a busy machine is no question here: every plan that is right is made, and no search is late.
 CONFIG = """\
-index: {dense: false}
+index: {dense: false, search_timeout_s: 60.0}
 logging: {json: true}
 control: {unshared_share: 0.0}
 sharing: {max_risk: 1.0}
@@ -76,14 +77,19 @@ class Served:
         return self.post("/v1/completions", asked)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a body; it must be 200."""
+        """The answer to a body; it must be 200. What comes of its prompt has come."""
         request = urllib.request.Request(
             self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
         status, answer = self._send(request)
         assert status == 200, answer
+        self._settle()
         document: dict[str, Any] = json.loads(answer)
         return document
+
+    def _settle(self) -> None:
+        """Until all prompts that were answered are stored and in the index, as far as there is room."""
+        eventually(lambda: not unsettled(json.loads(self.get("/admin/requests")[1])["requests"]))
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""

@@ -126,6 +126,7 @@ def test_a_stopped_store_explains_prompts_behind_the_rules(store: Path, family: 
     """As the server would have tokenized them."""
     rule = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
     plain = {"store.path": str(store), "model.path": "demo", "index.dense": False}
+    plain["index.search_timeout_s"] = 60.0
     text = "cch={}; " + "What is due, and when? " * 10
     expected = explain_offline(store, load_settings(overrides=plain), chat(text.format("0")))
     ruled = load_settings(overrides={**plain, "rules": [rule]})

@@ -74,18 +74,18 @@ def test_a_disk_that_runs_full_loses_no_request(tmp_path: Path) -> None:
     with serving(tmp_path, config=CONFIG, prefix=disk.command) as server:
         filler = disk.filler(server.process.pid)
         before = {seed: text(server.complete(prompt(seed))) for seed in range(4)}
-        assert is_found_by_fingerprints(server, prompt(0))
+        eventually(lambda: is_found_by_fingerprints(server, prompt(0)))
         assert not is_paused(server)
 
         filler.fill()  # to the last byte
         missed = range(100, 150)
         before |= {seed: text(server.complete(prompt(seed))) for seed in missed}
         assert {seed: text(server.complete(prompt(seed))) for seed in before} == before
-        assert is_paused(server)
+        eventually(lambda: is_paused(server))
+        eventually(lambda: server.metric("kvshare_index_waiting_prompts") == len(missed))
         assert decision(server.complete(prompt(100)[:200], **NOT_STORED)) == "exact"
         assert not is_found_by_fingerprints(server, prompt(100))
         assert is_found_by_fingerprints(server, prompt(0))
-        assert server.metric("kvshare_index_waiting_prompts") == len(missed)
         status, detail = server.ready()
         assert status == 200
         assert detail.startswith("ok; the index is paused")

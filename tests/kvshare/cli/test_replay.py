@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kvshare.replay.policies.base import BatchEmbeddings
 from tests.kvshare.cli.conftest import Kvshare
 from tests.kvshare.cli.live_replays import FORM, document_at, live_command
 from tests.kvshare.cli.outcome import Outcome
+from tests.kvshare.cli.served import eventually
 from tests.kvshare.replay.report.small_results import results
 from tests.kvshare.replay.synthetic import FakeEmbedder
 from tests.kvshare.replay.tiny_engine import KEY, TinyEngine
@@ -210,7 +210,7 @@ def test_reading_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with replay.progress_bar(hidden=False) as report:
         report(3000, None)
-        time.sleep(0.2)  # the bar is drawn ten times a second
+        eventually(lambda: "3000/?" in terminal.getvalue())  # the bar is drawn ten times a second
         report(1, 50)
     shown = terminal.getvalue()
     assert "reading" in shown

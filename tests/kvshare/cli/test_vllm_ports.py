@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvshare_lab.vllm.ports import free_ports
 from tests.kvshare.cli.commands_of_vllm import extra
 from tests.kvshare.cli.installation import EXIT_STATUS, Installation
 
@@ -42,8 +43,8 @@ def test_an_open_control_server_needs_a_token(installed: Installation) -> None:
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_a_taken_port_is_told_before_vllm_starts(installed: Installation, offset: int) -> None:
     """vLLM's own, the connector's, and that of another rank's: with the option and what to do."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
         own = {"--port": port - offset - 1, "--data-parallel-size": 2}  # control ports follow
         outcome = installed.run("some/model", *(word for pair in own.items() for word in pair))
     assert (outcome.code, outcome.stdout) == (1, "")

@@ -226,7 +226,7 @@ def test_more_than_the_memory_holds_is_said(cli: Cli, server: Served, tmp_path: 
 async def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
     """What was finished is counted, what was under way is given up, and the exit code is the shell's."""
     write_rows(tmp_path / "rows.jsonl", *(chat(document_of(seed)) for seed in range(50)))
-    async with running_server(Behaviour(prefill_s=0.1)) as server:
+    async with running_server(Behaviour(prefill_s=0.5)) as server:
         command = ("-m", "kvshare.cli.main", "warm", "rows.jsonl", "--url", server.url, "--json")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *command, "--concurrency", "2"),

@@ -77,7 +77,7 @@ def test_arguments_that_are_no_object_are_refused(given: object) -> None:
         Chat((), tools, ToolChoice(ToolUse.REQUIRED)),
         Chat((), (tool("weather", {"type": given}, strict=True),)),
     ):
-        with pytest.raises(RequestError, match="function 'weather' are no object") as refusal:
+        with pytest.raises(RequestError, match="function 'weather' are not an object") as refusal:
             grammar_of(chat, HERMES)
         assert refusal.value.param == "tools"
     assert grammar_of(Chat((), tools), HERMES) is None

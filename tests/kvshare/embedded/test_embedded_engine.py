@@ -190,7 +190,7 @@ async def test_requests_that_share_nothing_do_not_wait_for_commits(
     namespace = engine.namespace(tenant="t", scope="tenant").digest
     engine.server.runtime.background.spawn(commit(), namespace=namespace)
     running = stream(engine, replace(await request(engine, prompt(60)), mode=SharingMode.OFF))
-    assert isinstance(await asyncio.wait_for(anext(running), timeout=60), Started)
+    assert isinstance(await asyncio.wait_for(anext(running), 60), Started)
     await running.aclose()
     release.set()
 
@@ -267,7 +267,7 @@ async def test_who_waits_goes_on_when_the_other_goes_away(engine: EmbeddedEngine
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    found = await asyncio.wait_for(second, 10)
+    found = await asyncio.wait_for(second, 60)
     assert isinstance(found[-1], Finished)
     assert len(engine._arrivals) == 0
 

@@ -118,4 +118,4 @@ async def test_stopping_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
         async for _ in running:
             pass
     with pytest.raises(ShuttingDownError):
-        await asyncio.wait_for(waiting, timeout=10)
+        await asyncio.wait_for(waiting, 60)

@@ -19,7 +19,7 @@ from kvshare.sharing.kept_costs import COSTS_FILE
 from kvshare_lab.bench.random_models import tiny_model
 from tests.kvshare.embedded.tiny_engine import engine_at, prompt, stored
 
-MEASURING: dict[str, Any] = {"cost.measure_at_start": True}
+MEASURING: dict[str, Any] = {"cost.measure_at_start": True, "cost.learn": True}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_costs_are_those_of_a_machine_a_model_and_the_versions(model: EmbeddedMo
 
 async def test_nothing_is_measured_where_that_is_off(tmp_path: Path) -> None:
     """Nor is a file written before a request is served."""
-    engine: EmbeddedEngine = engine_at(tmp_path, **{"cost.measure_at_start": False})
+    engine: EmbeddedEngine = engine_at(tmp_path, **{**MEASURING, "cost.measure_at_start": False})
     await engine.start()
     assert engine.sharing.cost.measured == set()
     await engine.stop()

@@ -34,12 +34,14 @@ def prompt(length: int, seed: int = 0) -> TokenIds:
 
 
 def engine_at(path: Path, *, seed: int = 0, **overrides: object) -> EmbeddedEngine:
-    """A tiny Llama behind the demo model's tokenizer. Plans are made however little they save."""
+    """A tiny Llama behind the demo model's tokenizer. What is planned does not depend on times."""
     defaults: dict[str, object] = {
         "index.dense": False,
+        "index.search_timeout_s": 60.0,
         "cost.min_saved_s": -3600.0,
         "cost.min_saved_fraction": 0.0,
         "cost.measure_at_start": False,
+        "cost.learn": False,
         "control.unshared_share": 0.0,
         "sharing.max_risk": 1.0,
     }

@@ -34,7 +34,7 @@ def lark(schema: object) -> dict[str, str]:
 
 
 async def reply(matcher: RemoteMatcher, choice: int = 0) -> Frame:
-    for _ in range(5000):
+    for _ in range(60_000):
         if (frame := matcher.poll(choice, wait_s=0.0)) is not None:
             return frame
         await asyncio.sleep(0.001)

@@ -50,12 +50,11 @@ async def test_what_ends_its_compiler_is_refused(pool: GrammarPool, schema: obje
     await compiles(pool, FINE)
 
 
-async def test_what_takes_long_is_refused_in_ten_seconds(pool: GrammarPool) -> None:
+async def test_what_takes_long_is_refused(pool: GrammarPool) -> None:
     """The process ends with it, as its limit is its own: nobody computes on."""
-    began = time.monotonic()
-    with pytest.raises(UnsupportedFormatError, match=BEYOND_A_LIMIT):
-        await compiles(pool, TAKES_LONG)
-    assert time.monotonic() - began < 10
+    async with asyncio.timeout(60):
+        with pytest.raises(UnsupportedFormatError, match=BEYOND_A_LIMIT):
+            await compiles(pool, TAKES_LONG)
 
 
 async def test_what_the_answers_of_a_key_hold_is_limited(
@@ -99,7 +98,7 @@ async def test_a_slow_process_holds_its_caller_up_once(pool: GrammarPool) -> Non
     matcher, _ = await pool.compiled(lark({"type": "string"}), key="ann", param="tools")
     assert matcher.pid is not None
     os.kill(matcher.pid, signal.SIGSTOP)
-    choices, wait_s = range(8), 0.1
+    choices, wait_s = range(8), 1.0
     for choice in choices:
         matcher.take(choice, TOKEN_OF_QUOTE)
     began = time.monotonic()
@@ -144,7 +143,7 @@ async def test_closing_ends_the_process(pool: GrammarPool) -> None:
     pid = matcher.pid
     assert pid is not None
     matcher.close()
-    for _ in range(500):
+    for _ in range(6000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -164,20 +163,20 @@ def test_a_worker_imports_no_large_library() -> None:
     ("work", "status"),
     [
         ("while True: pass", -signal.SIGPROF),
-        ("time.sleep(0.5)", 0),
-        ("compute(0.15); worker._limit_cpu(0.2); compute(0.15)", 0),
+        ("time.sleep(1.5)", 0),
+        ("compute(0.6); worker._limit_cpu(1.0); compute(0.6)", 0),
     ],
 )
 def test_a_mask_is_limited_by_what_it_computes(work: str, status: int) -> None:
     """
     Not by how long it takes: a process that a busy machine lets wait breaks no answer off. Nor by what
-    earlier masks have taken.
+    earlier masks have taken. The system counts in ticks, on a busy machine roughly.
     """
     code = """
 import time, kvshare.grammar_pool.worker as worker
 def compute(seconds):
     until = time.process_time() + seconds
     while time.process_time() < until: pass
-worker._limit_cpu(0.2)
+worker._limit_cpu(1.0)
 """
     assert subprocess.run([sys.executable, "-c", code + work], check=False).returncode == status

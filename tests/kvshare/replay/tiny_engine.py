@@ -72,7 +72,7 @@ def running(engine: TinyEngine) -> Iterator[TinyEngine]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(timeout=10)
+        assert started.wait(timeout=60)
         yield engine
     finally:
         loop.call_soon_threadsafe(stop.set)

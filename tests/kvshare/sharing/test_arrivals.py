@@ -60,7 +60,7 @@ async def test_one_that_is_alike_is_waited_for_and_then_looked_up_again(arrivals
     await asyncio.sleep(0.05)
     assert not waiting.done()
     arrivals.end(first)
-    lookup, num_lookups = await asyncio.wait_for(waiting, 1)
+    lookup, num_lookups = await asyncio.wait_for(waiting, 60)
     assert num_lookups == 2
     assert lookup.stage_seconds["wait"] >= 0.05
     assert len(arrivals) == 0
@@ -80,7 +80,7 @@ async def test_nobody_else_is_waited_for(
     arrivals: Arrivals, tokens: TokenIds, mode: SharingMode, namespace: str
 ) -> None:
     arrivals.begin("ns", TOKENS)
-    lookup, num_lookups = await asyncio.wait_for(waited(arrivals, tokens, mode=mode, namespace=namespace), 1)
+    lookup, num_lookups = await asyncio.wait_for(waited(arrivals, tokens, mode=mode, namespace=namespace), 60)
     assert num_lookups == 1
     assert "wait" not in lookup.stage_seconds
 
@@ -91,7 +91,7 @@ async def test_an_equal_beginning_is_worth_it_in_exact_mode(arrivals: Arrivals) 
     await asyncio.sleep(0.02)
     assert not waiting.done()
     arrivals.end(first)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ async def test_no_more_is_waited_for_than_half_of_the_own_prefill(
     await asyncio.sleep(0.05)
     assert waiting.done() != waits
     arrivals.end(first)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_what_is_computed_and_cannot_be_stored_is_given_up(
@@ -115,7 +115,7 @@ async def test_what_is_computed_and_cannot_be_stored_is_given_up(
 ) -> None:
     monkeypatch.setattr("kvshare.sharing.arrivals._STORING_S", 0.1)
     arrivals.begin("ns", TOKENS).remaining = lambda: 0  # and never over
-    lookup, num_lookups = await asyncio.wait_for(waited(arrivals, edited(TOKENS, 5)), 2)
+    lookup, num_lookups = await asyncio.wait_for(waited(arrivals, edited(TOKENS, 5)), 60)
     assert num_lookups == 1
     assert lookup.stage_seconds["wait"] >= 0.1
 
@@ -139,7 +139,7 @@ async def test_who_is_next_is_waited_for_when_the_first_has_given_up(arrivals: A
     arrivals.end(first)  # twice does nothing
     await asyncio.sleep(0.02)
     assert len(order) == 1
-    await asyncio.wait_for(asyncio.gather(*tasks), 2)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert sorted(order) == ["a", "b", "c"]
 
 
@@ -161,7 +161,7 @@ async def test_what_is_refused_once_is_not_waited_for_again(arrivals: Arrivals) 
     waiting = asyncio.create_task(waited(arrivals, edited(TOKENS, 5)))
     await asyncio.sleep(0.02)
     arrivals.end(first, stored=True)
-    lookup, num_lookups = await asyncio.wait_for(waiting, 1)
+    lookup, num_lookups = await asyncio.wait_for(waiting, 60)
     assert num_lookups == 2
     assert lookup.report(400).num_cached == 0
     arrivals.end(second)

@@ -47,7 +47,7 @@ class Stored:
         """Store a prompt, and leave it on disk alone or in memory, too."""
         node = store(self.sharing, self.model, tokens)
         assert node is not None
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while self.stack.status()[1].num_due_bytes:
             assert time.monotonic() < until
             time.sleep(0.002)
@@ -149,7 +149,7 @@ async def test_a_late_read_is_given_up(tmp_path: Path, model: EmbeddedModel) -> 
         assert found.sharing.telemetry.counts().fallbacks[Component.TIER, FallbackReason.TIMEOUT] == 1
         assert found.sharing.tree.get(node.node_id) is not None
         found.files.may_read.set()
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while any(entry in found.stack.on_disk for entry in node.pieces.segment_ids):
             assert time.monotonic() < until
             await asyncio.sleep(0.002)

@@ -67,11 +67,11 @@ class WaitingFiles(Files):
         self.may_write.set()
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        self.may_read.wait(30)
+        self.may_read.wait(120)
         return super().read(descriptor, into, offset)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        self.may_write.wait(30)
+        self.may_write.wait(120)
         return super().write(descriptor, data)
 
 

@@ -79,7 +79,7 @@ class SmallStore:
 
     def settle(self) -> None:
         """Until all is on disk, and what was evicted is not."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while self.stack.status()[1].num_due_bytes or not self.stack.below.is_swept:
             assert time.monotonic() < until, self.stack.status()
             time.sleep(0.0005)

@@ -1,9 +1,11 @@
 """Memory and disk above a real Redis: whose KV takes room, and what is written again or not left there."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,14 +54,23 @@ def test_own_segments_take_none_of_the_room_for_others(server: RedisServer, tmp_
     assert alone.num_bytes == own.num_bytes
 
 
-def test_what_is_dropped_while_it_is_written_is_not_left_there(server: RedisServer) -> None:
-    described, kv = segment(1)
+def test_what_is_dropped_while_it_is_written_is_not_left_there(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (described, kv), write, is_writing = segment(1), SharedTier.write, threading.Event()
+
+    def noted(*given: Any) -> None:
+        is_writing.set()
+        write(*given)
+
+    monkeypatch.setattr(SharedTier, "write", noted)
     shared = tier(server, timeout_s=60)
     stack = TierStack(10**6, shared, write_bytes_per_s=1e12)
     server.process.send_signal(signal.SIGSTOP)
     try:
         stack.put(described, kv)
-        time.sleep(0.5)  # it is being written
+        assert is_writing.wait(60)
+        time.sleep(0.5)  # it has been sent
         stack.drop([described.segment_id])
     finally:
         server.process.send_signal(signal.SIGCONT)

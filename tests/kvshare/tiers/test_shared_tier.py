@@ -174,8 +174,9 @@ def test_a_value_that_ended_is_a_miss_and_a_use_keeps_it(server: RedisServer) ->
 def test_a_server_that_hangs_is_left_alone(server: RedisServer) -> None:
     """Each call ends in its time; after some of them none is made; what is held stays."""
     described, kv = segment(1)
+    tier(server).write(described, kv.rows())
     reader = tier(server, timeout_s=0.2)
-    reader.write(described, kv.rows())
+    reader.adopt([described])
     server.process.send_signal(signal.SIGSTOP)
     try:
         for _ in range(MOST_FAILURES):

@@ -38,7 +38,7 @@ def put(stack: TierStack, *numbers: int) -> None:
 
 def settle(stack: TierStack) -> None:
     """Until all is written."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while stack.status()[1].num_due_bytes:
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -84,9 +84,11 @@ def test_it_survives_a_stop(tmp_path: Path) -> None:
 def test_writing_is_as_slow_as_it_is_set(tmp_path: Path) -> None:
     """Requests are never in its way, and it is never in theirs."""
     with stack_at(tmp_path, rate=ONE / 0.2) as stack:
+        began = time.monotonic()
         put(stack, *range(1, 6))
-        time.sleep(0.3)
-        assert 1 <= stack.status()[1].num_written <= 3
+        settle(stack)
+        assert stack.status()[1].num_written == 5
+        assert time.monotonic() - began > 0.75  # four pauses; a busy machine takes longer
 
 
 def test_what_is_dropped_is_in_no_tier(tmp_path: Path) -> None:
@@ -129,11 +131,11 @@ def test_a_slow_read_is_late_and_harms_nothing(tmp_path: Path) -> None:
         files.may_read.clear()
         began = time.monotonic()
         fetched = stack.fetch(ids(1, 2), within_s=0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         assert (fetched.late, fetched.missing) == (frozenset(ids(1)), frozenset())
         assert is_whole(fetched, 2)
         files.may_read.set()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while SegmentId(1) in stack.on_disk and time.monotonic() < until:
             time.sleep(0.002)
         assert is_whole(stack.fetch(ids(1)), 1)
@@ -150,8 +152,8 @@ def test_a_disk_that_is_late_again_and_again_is_left_alone(tmp_path: Path) -> No
         for number in (1, 2, 3):
             assert stack.fetch(ids(number), within_s=0.02).late
         began = time.monotonic()
-        assert stack.fetch(ids(4), within_s=10.0).late
-        assert time.monotonic() - began < 5
+        assert stack.fetch(ids(4), within_s=600.0).late
+        assert time.monotonic() - began < 60
         files.may_read.set()
 
 
@@ -161,7 +163,7 @@ def test_a_full_disk_is_tried_again(tmp_path: Path) -> None:
     files = FaultyFiles(lambda name: state.get("number") if name == "write" else None)
     with stack_at(tmp_path, files=files) as stack:
         put(stack, 1, 2)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while stack.status()[1].problem is None and time.monotonic() < until:
             time.sleep(0.002)
         assert stack.status()[1].problem == "No space left on device"

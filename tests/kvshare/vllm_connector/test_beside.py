@@ -106,7 +106,7 @@ def test_what_the_other_one_keeps_of_approximate_kv_nobody_finds(
 @pytest.mark.parametrize(
     ("connectors", "word"),
     [
-        (outer(ours(), KEEPER), "BlockKeeper beside KVShare is not supported"),
+        (outer(ours(), KEEPER), "BlockKeeper next to KVShare is not supported"),
         (outer(ours() | RECOMPUTE, name="MultiConnector"), "take KVShareMultiConnector"),
     ],
 )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvshare_lab.vllm.ports import port_with_next
+
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Texts, Vllm
 
@@ -88,8 +90,7 @@ def test_each_rank_has_its_own_control_port(start: Start) -> None:
 
     info = start("llama").side.info()
     assert (info.data_parallel_rank, info.data_parallel_size) == (None, 1)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        base = other.getsockname()[1]
+    base = port_with_next()
     settings = ConnectorSettings(control_port=base, data_parallel_size=3)
     sides = []
     try:

@@ -81,7 +81,7 @@ async def test_what_a_replica_retains_nothing_of_has_failed(tmp_path: Path, vllm
 
 async def test_a_busy_server_is_asked_again_when_it_says() -> None:
     """429 with Retry-After; nothing is lost."""
-    behaviour = Behaviour(prefill_s=0.3, max_running=1, max_waiting=0)
+    behaviour = Behaviour(prefill_s=1.0, max_running=1, max_waiting=0)
     async with running_server(behaviour) as server:
         entries = [entry(f"text {number}", number) for number in range(3)]
         document = await warmed(server.url, *entries, concurrency=3)

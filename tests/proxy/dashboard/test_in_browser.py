@@ -48,8 +48,9 @@ class Dashboard:
 
     async def show(self, view: str) -> None:
         """Open a view by its address, and wait until it is drawn."""
-        await self.tab.run(f"document.querySelector('#main').replaceChildren(); location.hash = '#{view}'")
-        await self.tab.run("window.dispatchEvent(new Event('hashchange'))")
+        # What an earlier view has asked for is not drawn any more once the new one is asked for.
+        asked = f"location.hash = '#{view}'; window.dispatchEvent(new Event('hashchange'))"
+        await self.tab.run(f"{asked}; document.querySelector('#main').replaceChildren()")
         await self.tab.until("Boolean(document.querySelector('main h1'))")
 
     async def ask(self, path: str) -> dict[str, Any]:

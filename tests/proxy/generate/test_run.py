@@ -52,7 +52,7 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
 async def test_prompts_that_wait_for_each_other_all_start() -> None:
     """With one slot the second prompt starts when the first has ended; its deltas wait in the queue."""
     run = asking(FakeEngine(Behaviour(max_running=1)), "ab", "cd")
-    async with asyncio.timeout(10), run.open():
+    async with asyncio.timeout(60), run.open():
         assert await read(run, {}) == {0: "ab", 1: "cd"}
 
 
@@ -61,7 +61,7 @@ async def test_a_slow_reader_holds_no_slot() -> None:
     engine = FakeEngine()
     run = asking(engine, "a long answer")
     async with run.open():
-        await asyncio.wait_for(engine.freed.wait(), 10)
+        await asyncio.wait_for(engine.freed.wait(), 20)
         assert engine.num_running == 0
         assert await read(run, {}) == {0: "a long answer"}
 

@@ -213,7 +213,7 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
         ),
         (
             {"guided_json": "{"},
-            "Invalid 'guided_json': expected a JSON schema, got a string that is no JSON.",
+            "Invalid 'guided_json': expected a JSON schema, got a string that is not JSON.",
         ),
         (
             {"guided_json": {}, "response_format": {"type": "json_object"}},

@@ -36,8 +36,8 @@ OTHER: dict[str, object] = {
 QUICK: dict[str, object] = {
     "vllm__health_interval_s": 0.05,
     "vllm__journal_wait_s": 0.5,
-    "vllm__connect_timeout_s": 1.0,
-    "vllm__control_timeout_s": 2.0,
+    "vllm__connect_timeout_s": 10.0,
+    "vllm__control_timeout_s": 10.0,
     "cost__min_saved_s": -3600.0,  # a vLLM that computes nothing is always faster
     "cost__min_saved_fraction": 0.0,
 }
@@ -112,7 +112,6 @@ async def running_relay(
         vllm__replicas=configured,
         store__path=str(store),
         index__dense=False,
-        index__search_timeout_s=2.0,
         **({"index__backend": "memory"} | QUICK | overrides),
     )
     engine = VllmEngine(settings)

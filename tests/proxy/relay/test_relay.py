@@ -235,9 +235,9 @@ async def test_metrics_and_readiness_speak_of_replicas(relay: Relay, vllm: FakeV
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ('"logit_bias": {"1": NaN}', "NaN is no number"),
-        ('"temperature": Infinity', "Infinity is no number"),
-        ('"top_p": -Infinity', "-Infinity is no number"),
+        ('"logit_bias": {"1": NaN}', "NaN is not a number"),
+        ('"temperature": Infinity', "Infinity is not a number"),
+        ('"top_p": -Infinity', "-Infinity is not a number"),
         ('"temperature": 1e999', "a number that cannot be represented"),
         (r'"user": "\ud800"', "a lone surrogate"),
         (r'"\udfff": 1', "a lone surrogate"),

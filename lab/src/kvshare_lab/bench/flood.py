@@ -34,6 +34,7 @@ from kvshare.cli.open_files import raise_open_files
 from kvshare.errors import EngineError
 from kvshare_lab.bench.harness import rounds
 from kvshare_lab.vllm import servers
+from kvshare_lab.vllm.ports import free_ports
 
 _ARMS = ("alone", "quotas", "unlimited")
 _PATH, _MODEL = "/v1/completions", "forms"
@@ -102,7 +103,7 @@ async def run(
 
 
 def _server(folder: Path, arm: str) -> servers.Server:
-    port = servers.free_ports(1)[0]
+    port = free_ports(1)[0]
     keys = [
         {"name": name, "tenant": name, "scope": "tenant", "role": "infer", "sha256": _digest(name)}
         for name in ("quiet", "busy")

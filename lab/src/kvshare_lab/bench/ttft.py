@@ -10,10 +10,9 @@ on a given model and real text:
                    which computes as many tokens as `shared` did (the key is older than the name)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,18 +46,16 @@ async def run(
     seed: int = 0,
     model: str | None = None,
     family: str = "llama",
-    overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """
     Medians over `repeats` recipients, each new to the store. `model`: what `model.path` may be; None: random
-    weights in float32, of a `family` of `kvshare_lab.bench.random_models`. `overrides`: settings, over
-    those of `bench_settings`.
+    weights in float32, of a `family` of `kvshare_lab.bench.random_models`.
 
     Raises:  ConfigError for prompts longer than the real text is, and for an unknown family; ModelError
     """
     rng = np.random.default_rng(seed)
     rows, bounds = [], []
-    given = {**({} if model is None else {"model.path": model, "model.dtype": "auto"}), **overrides}
+    given = {} if model is None else {"model.path": model, "model.dtype": "auto"}
     random_model = timing_model(family, prompt_tokens=prompt_tokens, seed=seed) if model is None else None
     async with running_engine(random_model, given) as engine:
         served = engine.server.shared_model

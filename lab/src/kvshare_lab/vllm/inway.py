@@ -43,7 +43,7 @@ _OUTPUT_TOKENS = 8  # of an answer at load
 _MOST = 4  # times as many repeats of short prompts
 _ROOM = 128  # tokens of context beyond the longest prompt,
 _LONGER = 1.25  # which may be so many times as long as text
-_REPORT_S, _POLL_S, _REST_S = 10.0, 0.005, 0.02
+_REPORT_S, _POLL_S, _REST_S = 60.0, 0.005, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,12 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.versions import program
+from kvshare_lab.vllm.ports import free_ports
 
 MODEL_NAME = "bench"
 FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
@@ -294,9 +294,3 @@ def proxy(
 def new_token() -> str:
     """A secret for the connector's control server."""
     return secrets.token_hex(16)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]

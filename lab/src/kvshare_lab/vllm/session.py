@@ -118,12 +118,18 @@ class Session(Generic[ConfigT]):
         return found
 
     async def settle(self) -> None:
-        """Wait until what was served is stored or dropped, and no server disturbs another."""
+        """Wait until what was served is stored and indexed, or dropped, and no server disturbs another."""
         stats, since = await self.stats(), time.monotonic()
-        while time.monotonic() - since < self.quiet_s:
+        while time.monotonic() - since < self.quiet_s or await self._has_unsettled():
             await asyncio.sleep(_POLL_S)
             if (now := await self.stats()) != stats:
                 stats, since = now, time.monotonic()
+
+    async def _has_unsettled(self) -> bool:
+        """Whether the report of one of the latest requests is to come, or is not in the index yet."""
+        rows = json.loads(await self.proxy.fetch("/admin/requests?limit=100"))["requests"]
+        sent = (row for row in rows if row.get("replica") is not None)
+        return not all(entry["settled"] for row in sent for entry in row["stored"])
 
     async def begin(self, donors: Iterable[TokenIds] = ()) -> None:
         """Have both sides serve these prompts. What the connector reported until then is not counted."""

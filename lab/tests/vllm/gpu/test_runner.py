@@ -129,12 +129,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.gpu import runner
+from kvshare_lab.vllm.ports import free_ports
 
 folder = Path(sys.argv[1])
 
 @contextmanager
 def pair(options, *, start_s):
-    ports = servers.free_ports(2)
+    ports = free_ports(2)
     commands = [[sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"] for port in ports]
     both = [
         servers.Server(f"{port}", command, f"http://127.0.0.1:{port}", folder / f"{port}", ready_path="/")

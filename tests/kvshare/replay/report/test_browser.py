@@ -42,7 +42,7 @@ def open_page(page: Path, profile: Path, *, width: int = 1400) -> tuple[str, str
         "--dump-dom",
         page.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 

@@ -66,7 +66,7 @@ def call(server: ControlServer, path: str, body: object = None, token: str | Non
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as exc:
         with exc:
@@ -133,7 +133,7 @@ def test_without_a_token_no_web_page_reads_or_drops(serve: Serve, header: tuple[
     for path, data in (("/journal", None), ("/drop", b'{"segment_ids": [1]}')):
         request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data, dict([header]))
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=60)
         refused.value.close()
     assert call(server, "/segments")[1]["segment_ids"] == [1, 2]
 

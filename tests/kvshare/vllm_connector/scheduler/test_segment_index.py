@@ -130,8 +130,8 @@ def test_a_reader_may_wait() -> None:
     assert log.read(0, wait_s=0.05).events == ()
     threading.Timer(0.1, log.append, [event(1)]).start()
     began = time.monotonic()
-    assert len(log.read(0, wait_s=20).events) == 1
-    assert time.monotonic() - began < 10
+    assert len(log.read(0, wait_s=600).events) == 1
+    assert time.monotonic() - began < 300
 
 
 def test_what_is_on_disk_leaves_memory_first_and_is_still_held() -> None:

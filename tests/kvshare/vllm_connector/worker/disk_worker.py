@@ -85,20 +85,20 @@ class DiskWorker:
 
     def wait_written(self, *numbers: int) -> None:
         """Until their files are reported as whole."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not set(numbers) <= set(self.written):
             assert time.monotonic() < deadline, f"{self.written} were written"
             time.sleep(0.002)
             self.step()
 
-    def load(self, number: int, *, within_s: float = 20.0) -> tuple[LoadResult, float]:
+    def load(self, number: int, *, within_s: float = 60.0) -> tuple[LoadResult, float]:
         """A prompt whose tokens but the last are copied from a segment. Returns the value of its rows."""
         from kvshare.vllm_connector.metadata import LoadRequest
 
         copy = WireCopy(SegmentId(number), 0, LAST, 0, 0)
         tokens = tuple(range(NUM_TOKENS))
         load = LoadRequest("l", TARGET, 0, NUM_TOKENS, tokens, (copy,), reads_within_s=within_s)
-        report, deadline = self.step(loads=(load,)), time.monotonic() + 20
+        report, deadline = self.step(loads=(load,)), time.monotonic() + 120
         while report is None or "l" not in report.loads:
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -135,7 +135,7 @@ def on_two_ranks(
     def run(rank: int) -> None:
         # Not torch's default group, which this process has if a vLLM was started in it before.
         store = FileStore(str(folder / "store"), 2)
-        own = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        own = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
         group = SimpleNamespace(
             world_size=2, rank_in_group=rank, cpu_group=own, all_reduce=lambda values: all_reduce(values, own)
         )
@@ -147,9 +147,9 @@ def on_two_ranks(
         process.start()
     try:
         for process in processes:
-            process.join(60)
+            process.join(300)
         assert [process.exitcode for process in processes] == [0, 0]
-        return [answer.get(timeout=1) for answer in answers]
+        return [answer.get(timeout=60) for answer in answers]
     finally:
         for process in processes:
             process.kill()
@@ -178,7 +178,7 @@ def test_who_says_something_waits_for_no_other_rank(tmp_path: Path) -> None:
     def work(rank: int) -> list[str]:
         agreement = Agreement[str]()
         if rank == 1:
-            assert first_has_said.wait(60)
+            assert first_has_said.wait(300)
         agreement.say({"a": True})
         first_has_said.set()
         return agreement.known()

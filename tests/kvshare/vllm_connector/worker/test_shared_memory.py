@@ -51,7 +51,7 @@ class TwoRanks:
 
     def __init__(self, workers: Sequence[ConnectorWorker]) -> None:
         self.workers = workers
-        self._barrier = threading.Barrier(len(workers), timeout=10)
+        self._barrier = threading.Barrier(len(workers), timeout=60)
         self._given: dict[int, Mapping[Hashable, bool]] = {}
         for worker in workers:
             worker.parts.transfers._agreement = AgreementOfThreads(self)  # type: ignore[assignment]  # of threads
