@@ -5,23 +5,21 @@ a full one wherever the target's are, and their drafts are accepted as often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delta_tree import Span
 from kvshare.vllm_protocol.messages import WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.compared_rows import errors, rows_of
 
 if TYPE_CHECKING:
-    import torch
-
     from kvshare.vllm_protocol.messages import FinishedReport, WireCopy
     from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Copies, Start, Texts, Vllm
 
-    Rows = list[list[torch.Tensor]]
+    WithHead = Callable[[str], Vllm]
 
 LIMIT = 1e-4  # of float32 rows and log-probabilities
 CLEARLY = 1e-2  # of rows that differ
@@ -31,26 +29,43 @@ ENOUGH = 1.8  # tokens a step, of a full prefill
 LEAST = 0.97  # of them, of a shared one
 
 
-class TestRows:
-    """A random head. Rows of all layers are compared; the head's layer is the last one."""
+@pytest.fixture(scope="module", params=["eagle3", "eagle"])  # of a module, so that each starts once
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
-    @pytest.fixture(scope="class", params=["eagle", "eagle3"])  # so that each starts once
-    def method(self, request: pytest.FixtureRequest) -> str:
-        return str(request.param)
 
-    @pytest.fixture
-    def vllm(
-        self, method: str, start: Start, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[Vllm]:
-        from kvshare_lab.vllm.heads import write_random_head
+@pytest.fixture(scope="module")
+def with_head(start: Start, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> WithHead:
+    """`with_head("eagle")`: a vLLM; the same one as long as the method is."""
 
-        folder = tmp_path_factory.getbasetemp() / f"head-{method}"
-        if not folder.exists():
-            write_random_head(checkpoint("llama"), folder, method=method)
-        machine = start("llama", speculative_config=by_head(method, folder))
+    def begin(method: str) -> Vllm:
+        from kvshare_lab.vllm.heads import write_fitting_pair, write_random_head
+
+        folder = tmp_path_factory.getbasetemp() / f"with-{method}"
+        model, head = folder / "model", folder / "head"
+        if method == "eagle3":
+            model = checkpoint("llama")
+        if not head.exists():
+            if method == "eagle3":
+                write_random_head(model, head)
+            else:
+                write_fitting_pair(checkpoint("llama"), model, head)
+        # Few blocks, so that some requests are preempted where there are several.
+        machine = start(model, speculative_config=by_head(method, head), num_gpu_blocks_override=26)
         info = machine.side.info()
         assert (info.refusals, info.passing, info.speculation) == ((), "", method)
         assert info.can_move_keys
+        return machine
+
+    return begin
+
+
+class TestRows:
+    """Rows of all layers are compared; the head's layer is the last one."""
+
+    @pytest.fixture
+    def vllm(self, method: str, with_head: WithHead) -> Iterator[Vllm]:
+        machine = with_head(method)
         yield machine
         machine.check_idle()
 
@@ -133,6 +148,33 @@ class TestRows:
         vllm.forget_blocks()
         assert (errors(expected, rows_of(vllm, tokens, copies(donor, *SCATTERED))) <= LIMIT).all()
 
+    def test_drafts_are_those_of_a_full_prefill(
+        self, vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Accepted or not. With rows that are lost they are others."""
+        tokens = text(600, 13)
+        donor = vllm.store(tokens)
+        drafts, update = list[list[int]](), vllm.scheduler.update_draft_token_ids
+
+        def noting(found: Any) -> None:
+            drafts.extend(list(each) for each in found.draft_token_ids if each)
+            update(found)
+
+        def drafted(copied: list[WireCopy]) -> list[list[int]]:
+            drafts.clear()
+            if copied:
+                answer, _ = vllm.shared(tokens, copied, max_tokens=30)
+            else:
+                answer = vllm.plain(tokens, max_tokens=30)
+            return [answer.tokens, *drafts]
+
+        monkeypatch.setattr(vllm.scheduler, "update_draft_token_ids", noting)
+        expected = drafted([])
+        assert len(expected) > 5
+        assert drafted(copies(donor, *SCATTERED)) == expected
+        lose_rows_of_head(vllm)
+        assert drafted(copies(donor, *SCATTERED)) != expected
+
     def test_rows_of_an_answer_are_stored_with_it(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
         """Drafts were rejected at almost every step of it."""
         tokens = text(300, 11)
@@ -146,19 +188,11 @@ class TestRows:
 
 
 class TestAcceptance:
-    """A model and its exact head, so that almost all drafts of a full prefill are accepted."""
+    """A head that fits its model, so that almost all drafts of a full prefill are accepted."""
 
     @pytest.fixture
-    def vllm(
-        self, start: Start, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[Vllm]:
-        from kvshare_lab.vllm.heads import write_exact_pair
-
-        base: Path = tmp_path_factory.getbasetemp()
-        model, head = base / "exact-model", base / "exact-head"
-        if not head.exists():
-            write_exact_pair(checkpoint("llama"), model, head)
-        machine = start(model, speculative_config=by_head("eagle", head), num_gpu_blocks_override=26)
+    def vllm(self, with_head: WithHead) -> Iterator[Vllm]:
+        machine = with_head("eagle")
         yield machine
         machine.check_idle()
 
@@ -176,14 +210,20 @@ class TestAcceptance:
             assert tokens_a_step(event) >= LEAST * expected
 
     def test_of_edited_text_equals_that_of_a_full_one(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
-        """Of moved text too: the KV of the layer that predicts does not depend on the text before it."""
-        tokens = text(500, 1)
-        donor = vllm.store(tokens)
-        edited = text(41, 2) + tokens[:240] + text(10, 3) + tokens[250:490] + text(9, 4)
-        copied = copies(donor, (0, 240), (250, 490), shift=41)
-        answer, event = vllm.shared(edited, copied, max_tokens=40)
-        assert answer.distance(vllm.plain(edited, max_tokens=40)) <= LIMIT
-        assert tokens_a_step(event) >= LEAST * tokens_a_step(full(vllm, edited))
+        """Of moved text, too: the KV of the layer that predicts does not depend on the text before it."""
+        shared, computed = [], []
+        for seed in range(100, 120, 5):
+            tokens = text(500, seed)
+            donor = vllm.store(tokens)
+            begin, middle, end = text(41, seed + 1), text(10, seed + 2), text(9, seed + 3)
+            edited = begin + tokens[:240] + middle + tokens[250:490] + end
+            answer, event = vllm.shared(edited, copies(donor, (0, 240), (250, 490), shift=41), max_tokens=40)
+            assert answer.distance(vllm.plain(edited, max_tokens=40)) <= LIMIT
+            shared.append(event)
+            computed.append(full(vllm, edited))
+        expected = tokens_a_step(*computed)
+        assert expected >= ENOUGH
+        assert tokens_a_step(*shared) >= LEAST * expected
 
     def test_the_loss_of_the_rows_of_a_head_is_seen(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
         """A planted one. The answer is right all the same."""
@@ -222,45 +262,6 @@ def by_head(method: str, path: Path) -> dict[str, Any]:
     return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS}
 
 
-def rows_of(vllm: Vllm, tokens: list[int], copies: list[WireCopy] | None = None, **fields: Any) -> Rows:
-    """K and V (T, H, D) of each layer when the prompt is computed; with no copies, in full."""
-    ticket = vllm.ticket(tokens, copies or (), store=False, **fields)
-    name = vllm.begin(tokens, ticket, salt=private_salt(ticket.ticket_id), max_tokens=8)
-    engine = vllm.llm.llm_engine
-    while not (request := running(vllm, name)).num_output_tokens:
-        engine.step()
-    (block_ids,) = vllm.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    cache = vllm.worker.attached.cache
-    planes = cache.read(tuple(block_ids), Span(0, len(tokens))).planes
-    numbers = range(cache.kv_layout.num_layers)
-    rows = [[rows.clone() for rows in cache.kv_layout.of_layer(planes, number)] for number in numbers]
-    while engine.has_unfinished_requests():
-        engine.step()
-    vllm.settle()
-    assert vllm.finished(ticket).decision == ("approx" if copies else "full")
-    return rows
-
-
-def running(vllm: Vllm, name: str) -> Any:
-    """vLLM's request of this name, to which it may have added something."""
-    requests = vllm.scheduler.requests.items()
-    (found,) = (request for each, request in requests if each == name or each.startswith(f"{name}-"))
-    return found
-
-
-def errors(expected: Rows, got: Rows) -> torch.Tensor:
-    """(L, T) The largest difference of each row of each layer, up to where the shorter prompt ends."""
-    import torch
-
-    length = min(len(expected[0][0]), len(got[0][0]))
-    layers = []
-    for right, own in zip(expected, got, strict=True):
-        both = zip(right, own, strict=True)
-        k, v = ((a[:length] - b[:length]).abs().amax(dim=(1, 2)) for a, b in both)
-        layers.append(k.maximum(v))
-    return torch.stack(layers)
-
-
 def lose_rows_of_head(vllm: Vllm) -> None:
     """In all blocks of vLLM's cache."""
     *_, layer = vllm.worker.attached.cache.layers.values()
@@ -274,5 +275,5 @@ def full(vllm: Vllm, tokens: list[int]) -> FinishedReport:
     return vllm.finished(ticket)
 
 
-def tokens_a_step(event: FinishedReport) -> float:
-    return event.num_answer_tokens / event.num_answer_steps
+def tokens_a_step(*events: FinishedReport) -> float:
+    return sum(event.num_answer_tokens for event in events) / sum(event.num_answer_steps for event in events)

@@ -35,7 +35,7 @@ from kvshare_lab.bench.random_models import copy_tokenizer, write_model
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.client import Answer, Client
 from kvshare_lab.vllm.form_pairs import Pair, form_pairs
-from kvshare_lab.vllm.heads import write_exact_pair
+from kvshare_lab.vllm.heads import write_fitting_pair
 from kvshare_lab.vllm.prompts import unrelated_prompt
 from kvshare_lab.vllm.session import Watch
 from kvshare_lab.vllm.stack import BenchConfig, StackOptions, document
@@ -114,7 +114,7 @@ def _models(config: Config, folder: Path) -> tuple[str, str]:
     if not is_eagle:
         return str(written), str(written)
     pair, head = folder / "pair", folder / "head"
-    write_exact_pair(written, pair, head)
+    write_fitting_pair(written, pair, head)
     copy_tokenizer(pair)
     return str(pair), str(head)
 

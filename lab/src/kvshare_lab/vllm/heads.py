@@ -1,12 +1,13 @@
 """
-Heads that draft from a Llama's hidden states, as checkpoints for vLLM: EAGLE's and EAGLE3's with random
-weights, and one whose drafts are accepted without any training.
+Heads that draft from a Llama's hidden states, as checkpoints for vLLM: EAGLE3's with random weights, and one
+of EAGLE whose drafts are accepted without any training.
 
-That one is the exact head of a model whose first layer alone predicts, and whose embeddings have a root
-mean square of 1, so that the norm before its attention changes nothing: the head has none. It ignores hidden
-states and computes the layer itself, over the token that follows, one position to the left. So it sees all
-but the first token. The model has a second layer, which adds nothing to what the first one gives: so there
-is KV that depends on attention, as the connector's self-test demands.
+That one is the head of a model whose first layer alone predicts, and whose embeddings have a root mean square
+of 1, so that the norm before its attention changes nothing: the head has none. It computes the layer itself,
+over the token that follows, one position to the left. So it sees all but the first token. A little of the
+hidden state is added, so that a wrong one is seen in the head's rows, and hardly in what it drafts. The model
+has a second layer, which adds nothing to what the first one gives: so there is KV that depends on attention,
+as the connector's self-test demands.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ _FIELDS = (
 )
 _LAYER = "model.layers.0."
 _IDLE_LAYER = "model.layers.1."
+_OF_HIDDEN_STATE = 0.005
 _ADDED = ("o_proj.weight", "down_proj.weight")  # what a layer adds comes through these
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def write_random_head(target: Path, folder: Path, *, method: str, seed: int = 3) -> Path:
-    """`method`: eagle or eagle3. Words are embedded as by the target, for EAGLE also predicted as by it."""
+def write_random_head(target: Path, folder: Path, *, seed: int = 3) -> Path:
+    """Write one of EAGLE3, which embeds words as the target does."""
     config = _config(target)
-    shapes = _eagle3_shapes(config) if method == "eagle3" else _eagle_shapes(config)
     generator = torch.Generator().manual_seed(seed)
+    shapes = _eagle3_shapes(config)
     weights = {name: torch.randn(shape, generator=generator) * _STD for name, shape in shapes.items()}
     weights |= {name: torch.ones_like(rows) for name, rows in weights.items() if "norm" in name}
     return _write(weights, config, folder)
 
 
-def write_exact_pair(target: Path, model: Path, head: Path) -> None:
+def write_fitting_pair(target: Path, model: Path, head: Path) -> None:
     """Write the first two layers of a Llama as the model above, and its head."""
     weights, config = load_file(target / "model.safetensors"), _config(target)
     layers = _LAYER, _IDLE_LAYER
@@ -62,7 +64,8 @@ def write_exact_pair(target: Path, model: Path, head: Path) -> None:
     layer = {name.removeprefix("model."): rows for name, rows in weights.items() if name.startswith(_LAYER)}
     del layer["layers.0.input_layernorm.weight"]
     width = config.hidden_size
-    layer["fc.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    mixed = torch.randn(width, width, generator=torch.Generator().manual_seed(3)) / width**0.5
+    layer["fc.weight"] = torch.cat([torch.eye(width), _OF_HIDDEN_STATE * mixed], dim=1)
     _write(layer, config, head)
 
 
@@ -85,12 +88,6 @@ def _write(weights: Mapping[str, torch.Tensor], config: LlamaConfig, folder: Pat
     return folder
 
 
-def _eagle_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    width = config.hidden_size
-    layer = _layer_shapes("layers.0.", config, width)
-    return {"fc.weight": (width, 2 * width), **layer}
-
-
 def _eagle3_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Of three layers' hidden states; its layer reads the word next to them."""
     width = config.hidden_size
@@ -98,23 +95,23 @@ def _eagle3_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {
         "fc.weight": (width, 3 * width),
         **{f"{name}.weight": (width,) for name in norms},
-        **_layer_shapes("midlayer.", config, 2 * width),
+        **_layer_shapes(config),
         "lm_head.weight": (config.vocab_size, width),
     }
 
 
-def _layer_shapes(prefix: str, config: LlamaConfig, read: int) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     width, inner = config.hidden_size, config.intermediate_size
     dim, heads = int(config.head_dim or 0), int(config.num_key_value_heads or 0)
     queries, keys = int(config.num_attention_heads or 0) * dim, heads * dim
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, read),
-        "self_attn.k_proj": (keys, read),
-        "self_attn.v_proj": (keys, read),
+        "self_attn.q_proj": (queries, 2 * width),
+        "self_attn.k_proj": (keys, 2 * width),
+        "self_attn.v_proj": (keys, 2 * width),
         "self_attn.o_proj": (width, queries),
         "mlp.gate_proj": (inner, width),
         "mlp.up_proj": (inner, width),
         "mlp.down_proj": (width, inner),
         "post_attention_layernorm": (width,),
     }
-    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    return {f"midlayer.{name}.weight": shape for name, shape in shapes.items()}
