@@ -11,7 +11,7 @@ CORE := $(VENV)/core
 CORE_STAMP := $(CORE)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test check lint core types unit coverage long clients fuzz format clean
+.PHONY: serve test check lint core types unit coverage long recipes clients fuzz format clean
 .DEFAULT_GOAL := serve
 
 serve: $(SERVE_STAMP)
@@ -109,6 +109,10 @@ $(FUZZ)/bin/schemathesis:
 # Suites of real clients (openai, anthropic, langchain-openai, litellm, llm), each in its own environment, on both engines.
 clients: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/clients
+
+# The steps of deploy/Dockerfile*, in a folder in place of a builder, and what they install is started: some minutes, 2 GB.
+recipes: $(STAMP)
+	$(BIN)/python -m pytest -m long tests/deploy/test_images.py
 
 format: $(CORE_STAMP)
 	$(CORE)/bin/ruff check --fix .

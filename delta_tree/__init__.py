@@ -32,6 +32,11 @@ from delta_tree.errors import StoreReadOnlyError as StoreReadOnlyError
 from delta_tree.errors import StoreUnavailableError as StoreUnavailableError
 from delta_tree.errors import UnknownNodeError as UnknownNodeError
 from delta_tree.errors import UnknownSegmentError as UnknownSegmentError
+from delta_tree.eviction_order import DEFAULT_EVICTION as DEFAULT_EVICTION
+from delta_tree.eviction_order import EVICTION_QUEUES as EVICTION_QUEUES
+from delta_tree.eviction_queue import EvictionQueue as EvictionQueue
+from delta_tree.eviction_queue import RecencyQueue as RecencyQueue
+from delta_tree.eviction_queue import Use as Use
 from delta_tree.forest import TreeStats as TreeStats
 from delta_tree.kgrams import kgram_hashes as kgram_hashes
 from delta_tree.node import SEGMENT_TOKENS as SEGMENT_TOKENS

@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class DonorReason(StrEnum):
-    """The use of a candidate, or why it was not used."""
+    """Says that a candidate was used, or why it was not."""
 
     USED = "used"
     NOTHING_LEFT = "nothing_left"  # other donors covered all that it shares

@@ -1,39 +1,59 @@
 """
-The order of eviction: least recently used, weighted by reuse, with dynamic aging (after LFU-DA, Arlitt et
-al., 2000).
-
-    worth = floor at the last use + 1 + tokens copied from the node for other texts / tokens of the node
-
-The node of least worth is evicted first; of equal nodes the one used least recently. When a node is evicted
-to make room, its worth becomes the floor, so that copies of long ago count less and less. Where nothing is
-copied for other texts, this is least recently used.
+The order of eviction of the nodes of a tree: one queue of all nodes that may be evicted, and one per scope,
+all of one policy.
 
 Nodes compete for room with the others of a scope: all, their namespace, or a group that it was put into, such
 as a memory, or all that one tenant has. A group may have any number of namespaces, and a namespace be in
-several.
+several. When a node is evicted to make room, its worth becomes the floor of those that are used later, so
+that copies of long ago count less and less.
 """
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Container
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Collection, Container, Mapping
 from itertools import count
+from types import MappingProxyType
+from typing import Any, Final
 
+from delta_tree.eviction_queue import CopiesQueue, EvictionQueue, RecencyQueue, Use
 from delta_tree.node import Node, NodeId
+from delta_tree.s3_fifo import S3FifoQueue
+from delta_tree.worth_queue import WorthQueue
 
-_Rank = tuple[float, int]  # worth, place in the order of use
-_MIN_STALE = 64  # stale entries that a heap may hold, however few nodes there are
+NewQueue = Callable[[], EvictionQueue[NodeId]]
+Origin = tuple[Node | None, int]
+
+EVICTION_QUEUES: Final[Mapping[str, type[EvictionQueue[Any]]]] = MappingProxyType(
+    {"lru": RecencyQueue, "s3-fifo": S3FifoQueue, "copies": CopiesQueue, "worth": WorthQueue}
+)
+"""By the words of `store.eviction`."""
+
+DEFAULT_EVICTION: Final = "copies"
+
+_SHORTEST_NAME = 32  # tokens
+_LOOKED_UP = 3  # names: of what has an eighth of its tokens or more
 
 
 class EvictionOrder:
-    """One order of all nodes that may be evicted, and one per scope. A use costs O(log n), amortised."""
+    """What a use costs is said by the policy's queue."""
 
-    def __init__(self) -> None:
-        self._ranks: defaultdict[str | None, dict[NodeId, _Rank]] = defaultdict(dict)  # of all: under None
-        self._heaps: defaultdict[str | None, list[tuple[_Rank, NodeId]]] = defaultdict(list)
+    def __init__(self, new_queue: NewQueue = EVICTION_QUEUES[DEFAULT_EVICTION]) -> None:
+        self.new_queue = new_queue
+        # By scope; that of all nodes: under None.
+        self._queues: defaultdict[str | None, EvictionQueue[NodeId]] = defaultdict(new_queue)
+        self._needs_names = self._queues[None].needs_names
         self._num_copied: defaultdict[NodeId, float] = defaultdict(float)  # tokens, see `record_copies`
         self._floors: dict[str | None, float] = {}
         self._groups_of: dict[str, tuple[str, ...]] = {}  # of a namespace those that it was put into
+        self._leaving: NodeId | None = None  # for room, see `age`
+        self._share: tuple[NodeId | None, float] = None, 1.0  # see `record_share`
         self._places = count()
+
+    def emptied(self, new_queue: NewQueue | None = None) -> "EvictionOrder":
+        """One with the same groups and without nodes, by default of the same policy."""
+        order = EvictionOrder(new_queue or self.new_queue)
+        order._groups_of = self._groups_of
+        return order
 
     def put_into(self, group: str, namespace: str) -> bool:
         """
@@ -45,9 +65,9 @@ class EvictionOrder:
         if group in groups:
             return False
         self._groups_of[namespace] = (*groups, group)
-        for node_id, rank in self._ranks.get(namespace, {}).items():
-            self._ranks[group][node_id] = rank
-            heappush(self._heaps[group], (rank, node_id))
+        if (own := self._queues.get(namespace)) is not None:
+            for node_id, use in sorted(own.entries(), key=lambda each: each[1].place):
+                self._queues[group].use(node_id, use)
         return True
 
     def groups_of(self, namespace: str) -> tuple[str, ...]:
@@ -63,27 +83,51 @@ class EvictionOrder:
         """Count tokens that were copied from a node for another text; its rank changes at its next use."""
         self._num_copied[node_id] += num_tokens
 
-    def record_use(self, node: Node) -> None:
-        """Rank a node that is used now; a pinned node is taken out of the order."""
-        self._take_out(node)
+    def record_share(self, node_id: NodeId, share: float) -> None:
+        """The next use of a node is of this share of its tokens only."""
+        self._share = node_id, share
+
+    def record_use(self, node: Node, *, origin: Callable[[], Origin] = lambda: (None, 0)) -> None:
+        """
+        Rank a node that is used now; a pinned one is taken out.
+
+        `origin`: of a new one, its parent, and of how many tokens from its start others have the KV, too
+        """
         if node.pinned:
+            self._take_out(node)
             return
-        floor = max(self._floors.get(scope, 0.0) for scope in self._scopes(node))
+        scopes, known = self._scopes(node), self._queues[None].last_use(node.node_id)
+        floor = max(self._floors.get(scope, 0.0) for scope in scopes)
         copied = self._num_copied.get(node.node_id, 0.0) / max(1, node.num_tokens)
-        rank = (floor + 1.0 + copied, next(self._places))
-        for scope in self._scopes(node):
-            ranks, heap = self._ranks[scope], self._heaps[scope]
-            ranks[node.node_id] = rank
-            heappush(heap, (rank, node.node_id))
-            if len(heap) > 2 * len(ranks) + _MIN_STALE:  # mostly stale entries
-                heap[:] = [(current, node_id) for node_id, current in ranks.items()]
-                heapify(heap)
+        use = Use(
+            worth=floor + 1.0 + copied,
+            place=next(self._places),
+            size=node.num_tokens,
+            copied=copied,
+            depth=1 if known is None else known.depth,
+            share=self._share[1] if self._share[0] == node.node_id else 1.0,
+        )
+        self._share = None, 1.0
+        if known is None and self._needs_names:
+            use = self._introduced(node, use, *origin())
+        for scope in scopes:
+            self._queues[scope].use(node.node_id, use)
+
+    def _introduced(self, node: Node, use: Use, parent: Node | None, num_found: int) -> Use:
+        """With its names, and its depth: a node builds on its parent if it has at least half of it."""
+        names = _names_of(node)
+        before = None if parent is None else self._queues[None].last_use(parent.node_id)
+        if parent is not None and 2 * num_found >= parent.num_tokens:
+            use = use._replace(depth=1 + (1 if before is None else before.depth))
+        earlier = tuple(name for length, name in names if length > num_found)
+        return use._replace(name=names[0][1] if names else None, earlier=earlier[:_LOOKED_UP])
 
     def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
         """Raise the floor of these scopes (None: of all) to the worth of a node about to be evicted."""
-        if (rank := self._ranks[None].get(node_id)) is not None:
+        if (use := self._queues[None].last_use(node_id)) is not None:
+            self._leaving = node_id
             for scope in (None,) if scopes is None else scopes:
-                self._floors[scope] = max(self._floors.get(scope, 0.0), rank[0])
+                self._floors[scope] = max(self._floors.get(scope, 0.0), use.worth)
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
@@ -97,28 +141,32 @@ class EvictionOrder:
 
     def first(self, scopes: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
         """The node of these scopes (None: of all) to evict first, not in `without`; None if none."""
-        heads = (self._head(scope, without) for scope in ((None,) if scopes is None else scopes))
+        named = (None,) if scopes is None else scopes
+        heads = (self._queues[scope].first(without) for scope in named if scope in self._queues)
         return min((head for head in heads if head is not None), default=(None, None))[1]
 
-    def _head(self, scope: str | None, without: Container[NodeId]) -> tuple[_Rank, NodeId] | None:
-        ranks, heap = self._ranks.get(scope, {}), self._heaps.get(scope, [])
-        passed: list[tuple[_Rank, NodeId]] = []
-        while heap and (ranks.get(heap[0][1]) != heap[0][0] or heap[0][1] in without):
-            entry = heappop(heap)
-            if ranks.get(entry[1]) == entry[0]:
-                passed.append(entry)
-        head = heap[0] if heap else None
-        for entry in passed:
-            heappush(heap, entry)
-        return head
-
     def _take_out(self, node: Node) -> None:
-        """Remove a node's ranks: its entries in the heaps are stale from then on."""
+        is_for_room = node.node_id == self._leaving
+        self._leaving = None if is_for_room else self._leaving
         for scope in self._scopes(node):
-            self._ranks[scope].pop(node.node_id, None)
-            if not self._ranks[scope]:
-                del self._ranks[scope]
-                self._heaps.pop(scope, None)
+            if (queue := self._queues.get(scope)) is not None:
+                queue.remove(node.node_id, for_room=is_for_room)
+                if scope is not None and not len(queue):
+                    del self._queues[scope]
 
     def _scopes(self, node: Node) -> tuple[str | None, ...]:
         return (None, node.namespace, *self.groups_of(node.namespace))
+
+
+def _names_of(node: Node) -> list[tuple[int, bytes]]:
+    """
+    Lengths and digests of its first 32, 64, 128, ... tokens, the longest first: that by which a prompt is
+    remembered is one of those of a prompt that continues it.
+    """
+    digest = hashlib.blake2b(node.namespace.encode(), digest_size=16)
+    names, start, end = [], 0, _SHORTEST_NAME
+    while end <= node.num_tokens:
+        digest.update(node.token_ids[start:end].tobytes())
+        names.append((end, digest.copy().digest()))
+        start, end = end, 2 * end
+    return names[::-1]

@@ -14,7 +14,7 @@ from operator import attrgetter
 import numpy as np
 
 from delta_tree.errors import InvalidNodeError
-from delta_tree.eviction_order import EvictionOrder
+from delta_tree.eviction_order import EvictionOrder, NewQueue, Origin
 from delta_tree.lineage import Lineage
 from delta_tree.node import Change, Node, NodeId, Segment, SegmentId
 from delta_tree.spans import TokenIds
@@ -117,7 +117,7 @@ class Forest:
         return node if np.array_equal(node.token_ids, tokens) else None
 
     def totals(self, namespace: str | None = None) -> Totals:
-        """Sum up all nodes, or those of one namespace."""
+        """Return the totals of all nodes, or of those of one namespace."""
         return self._totals.get(namespace) or Totals()
 
     def put_into(self, group: str, namespace: str) -> None:
@@ -198,8 +198,13 @@ class Forest:
             raise InvalidNodeError(f"{len(stored.put_nodes) - len(rooted)} nodes descend from no root")
         self.apply(replace(stored, put_nodes=tuple(rooted)))
         self.nodes = {node.node_id: node for node in stored.put_nodes}  # in order of insertion again
-        for node in sorted(stored.put_nodes, key=attrgetter("last_used_at")):
-            self.eviction_order.record_use(node)
+        self.order_by_last_use()
+
+    def order_by_last_use(self, new_queue: NewQueue | None = None) -> None:
+        """Rank all nodes again, as if each was used once; with `new_queue` by another policy."""
+        self.eviction_order = self.eviction_order.emptied(new_queue)
+        for node in sorted(self.nodes.values(), key=attrgetter("last_used_at")):
+            self._record_use(node)
 
     def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
         old = self.nodes.get(node.node_id)
@@ -219,9 +224,21 @@ class Forest:
             if node.num_tokens < old.num_tokens:
                 self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         else:
-            self.eviction_order.record_use(node)
+            self._record_use(node)
         if old is None or is_resized:
             self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
+
+    def _record_use(self, node: Node) -> None:
+        self.eviction_order.record_use(node, origin=lambda: self._origin(node))
+
+    def _origin(self, node: Node) -> Origin:
+        """Its parent, and of how many tokens from its start other nodes have the KV, too."""
+        parent, num_found = self.lineage.parent(node.node_id), 0
+        for start, segment_id, _, length in node.pieces.rows():
+            if self.num_references(segment_id) < 2:
+                break
+            num_found = start + length
+        return None if parent is None else self.nodes.get(parent), num_found
 
     def _drop(self, node_id: NodeId) -> None:
         node = self.nodes.pop(node_id)

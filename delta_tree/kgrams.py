@@ -22,7 +22,7 @@ _SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
 _BLOCK = 1 << 14  # k-grams hashed at once, so that the arrays fit into the processor's cache
 _SIEVED_AT_ONCE = 1 << 14  # hashes, for the same reason
 _LONG = 1 << 13  # k-grams of a candidate from which on joining it to the others takes longer than a call
-_SIEVE_BITS = 18  # 256 KiB: next to a 2,000-token prompt 1 foreign k-gram in 80,000 passes
+_SIEVE_BITS = 18  # 256 KiB: with a 2,000-token prompt in it, 1 foreign k-gram in 80,000 passes
 _MAX_SIEVE_BITS = 22
 _SLOTS_PER_HASH = 16
 

@@ -179,7 +179,7 @@ class TreeReader:
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
-        """Return how many nodes refer to that segment of this one to which most do, without this one."""
+        """Return how many other nodes refer to that segment of this one to which most do."""
         with self._lock:
             return (
                 max(self._forest.num_references(each) for each in self.node(node_id).pieces.segment_ids) - 1

@@ -20,7 +20,7 @@ from delta_tree.spans import TokenIds, token_ids
 
 @dataclass(slots=True, eq=False)
 class Look:
-    """The candidate's visible tokens that were found in the prompt after some prefix."""
+    """A candidate's visible tokens, and what of them was found in the prompt after some prefix."""
 
     visible: Ids  # held, so that no other array gets its address
     hashes: Hashes
@@ -52,7 +52,7 @@ class Target:
 
     @cached_property
     def anywhere(self) -> Sieve:
-        """Return the sieve of all its k-grams; needed for candidates that share only an exact prefix."""
+        """Return the sieve of all its k-grams; only for candidates that share nothing after the prefix."""
         return Sieve(self.hashes)
 
     def content(
@@ -83,7 +83,7 @@ class Target:
         return Look(visible, found.hashes[:size], places, is_new=True)
 
     def keep(self, look: Look, start: int, *, may_move: bool) -> None:
-        """Keep it for a later composition."""
+        """Keep a look for a later composition."""
         look.is_new = False
         self._looks[_address(look.visible), start, may_move] = look
 

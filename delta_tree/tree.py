@@ -20,19 +20,10 @@ from delta_tree.errors import (
     PinnedNodeError,
     StoreCorruptError,
 )
+from delta_tree.eviction_order import NewQueue
 from delta_tree.forest import Forest
 from delta_tree.lengths import lengthened, shortened
-from delta_tree.node import (
-    Change,
-    Eviction,
-    Insertion,
-    Node,
-    NodeDraft,
-    NodeId,
-    NodeIds,
-    Segment,
-    SegmentId,
-)
+from delta_tree.node import Change, Eviction, Insertion, Node, NodeDraft, NodeId, NodeIds, Segment, SegmentId
 from delta_tree.reading import TreeReader
 from delta_tree.spans import TokenIds, token_ids
 from delta_tree.storage import Storage
@@ -134,12 +125,13 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             finally:
                 self._forest.forget_if_empty(draft.namespace)
 
-    def touch(self, node_id: NodeId, *, num_copied: int = 0) -> None:
+    def touch(self, node_id: NodeId, *, num_copied: int = 0, share: float = 1.0) -> None:
         """
         Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
 
         `num_copied`: tokens copied from it for another text. The more in all, the later it is evicted; their
         sum is not written to disk. The use is, with the next change, so that a hit costs no transaction.
+        `share`: of its tokens that are used
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
@@ -147,7 +139,14 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
                 return
             if num_copied:
                 self._forest.eviction_order.record_copies(node_id, num_copied)
+            self._forest.eviction_order.record_share(node_id, share)
             self._writer.note_use(self._touched(node))
+
+    def evict_by(self, new_queue: NewQueue) -> None:
+        """From now on these queues say which node is evicted first; what the others have learned is lost."""
+        with self._lock:
+            if new_queue is not self._forest.eviction_order.new_queue:
+                self._forest.order_by_last_use(new_queue)
 
     def put_into(self, group: str, namespace: str) -> None:
         """The prompts of this namespace compete for room with all others of this group."""

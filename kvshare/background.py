@@ -1,4 +1,4 @@
-"""Tasks next to requests, such as storing a prompt while it is answered. Stopping awaits or cancels them."""
+"""Tasks that run while requests are served, such as storing a prompt. Stopping awaits or cancels them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EmbeddingBacklog(Background):
 
     @property
     def is_behind(self) -> bool:
-        """Return whether a prompt was not embedded, a minute ago at most."""
+        """Return whether the backlog has refused a prompt within the last minute."""
         return time.monotonic() < self._refused_at + _BEHIND_S
 
     def has_room(self) -> bool:

@@ -57,7 +57,7 @@ def _is_installed(module: str) -> bool:
 
 
 def require_modules(extra: str, *, what: str) -> None:
-    """The same for an extra that can be added to the others. Raises MissingExtraError."""
+    """Check an extra of `ASIDE` as `require` checks the others. Raises MissingExtraError."""
     missing = [module for module in ASIDE[extra] if not _is_installed(module)]
     if missing:
         raise MissingExtraError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from pathlib import Path
 
-import yaml
+from kvshare.tables import read_table
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class ServedPart(StrEnum):
     INDEX_EMBEDDER = auto()  # of prompts that are stored
     BACKLOG = auto()  # prompts that wait to be embedded
     STORE = auto()  # metadata of prompts
-    DISK = auto()  # KV on disk
+    DISK = auto()  # KV on disk, of this process or, by its name, of a replica's vLLM
     CONTROL = auto()  # less is shared where that makes requests slower
     COSTS = auto()  # the file of what was measured
     TENANTS = auto()  # the file of tenants' namespaces
@@ -94,7 +94,7 @@ class PartProblem:
 
 
 def _table() -> dict[ServedPart, dict[str, PartProblem]]:
-    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    rows = read_table(Path(__file__).with_suffix(".yaml"))
     return {
         ServedPart(part): {kind: PartProblem(PartState(row[0]), *row[1:]) for kind, row in kinds.items()}
         for part, kinds in rows.items()

@@ -10,7 +10,7 @@ from enum import StrEnum, auto
 from functools import cache
 from pathlib import Path
 
-import yaml
+from kvshare.tables import read_table
 
 
 class Reason(StrEnum):
@@ -73,7 +73,7 @@ class Reason(StrEnum):
 @cache
 def explanations() -> Mapping[Reason, str]:
     """Return what each reason means for users, and what to do."""
-    texts = yaml.safe_load(Path(__file__).with_name("reasons.yaml").read_text(encoding="utf-8"))
+    texts = read_table(Path(__file__).with_name("reasons.yaml"))
     return {Reason(word): text for word, text in texts.items()}
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
-from delta_tree import DeltaTree, Node
+from delta_tree import EVICTION_QUEUES, DeltaTree, Node
 from kvshare.admin import (
     Command,
     ControlDocument,
@@ -134,7 +134,7 @@ class Runtime(Generic[KeeperT]):
         )
 
     def _parts(self) -> Iterator[PartReading]:
-        """Yield the states of the parts that requests do not need, but for those that the engine adds."""
+        """Yield the states of the parts that requests can do without, except those that the engine adds."""
         yield from self.index.parts()
         if self.index.embedder is not None:
             yield PartReading(ServedPart.BACKLOG, "full" if self.embedding.is_behind else None)
@@ -178,6 +178,7 @@ async def open_runtime(
         loop = asyncio.get_running_loop()
         tree, forgotten = await loop.run_in_executor(writer, open_tree)
         opened.push_async_callback(loop.run_in_executor, writer, tree.close)
+        await loop.run_in_executor(writer, tree.evict_by, EVICTION_QUEUES[settings.store.eviction])
         index = ServedIndex(settings.index, settings.store)
         nominator = await index.open(forgotten)
         opened.push_async_callback(index.close)

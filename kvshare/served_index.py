@@ -105,7 +105,7 @@ class ServedIndex:
         )
 
     def parts(self) -> Iterator[PartReading]:
-        """Yield the parts that nomination does not need."""
+        """Yield the states of the parts that nomination can do without."""
         paused = self._index.why_paused()
         if self._problem is not None:
             yield PartReading(ServedPart.INDEX, "closed", self._problem)

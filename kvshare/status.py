@@ -69,7 +69,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """The sharing at one load, and the figures for it."""
+    """How much is shared at one load, and the figures that the controller compared for that."""
 
     load: str  # requests in flight at one engine: 1, 2-3, 4-7, ...
     rung: int  # 0: everything is shared; the higher, the less

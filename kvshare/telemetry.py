@@ -58,7 +58,7 @@ class EvictionCause(StrEnum):
 
 
 class TicketEvent(StrEnum):
-    """The end of a replica's request that no report settled."""
+    """A request that its replica did not report in time, or a report of an unknown request."""
 
     EXPIRED = "tickets:expired"
     UNKNOWN = "tickets:unknown"

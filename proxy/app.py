@@ -18,7 +18,6 @@ from kvshare.background import Background, repeated, saved_often
 from kvshare.collector import keep_freed_memory, make_collections_rare, take_short_turns
 from kvshare.engine import Engine, GeneratingEngine
 from kvshare.errors import ConfigError
-from kvshare.fleet.engine import VllmEngine
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings, SettingsSource
 from proxy import admin
@@ -33,7 +32,6 @@ from proxy.metrics import Metrics
 from proxy.middleware import add_headers, observe
 from proxy.openapi import routes as openapi
 from proxy.parts import part_statuses, worst_states
-from proxy.relay import routes as relay
 from proxy.request_history import RequestHistory
 from proxy.tracing import tracer_of
 from proxy.usage import UsageLedger
@@ -58,6 +56,7 @@ def build_app(settings: Settings, engine: Engine, source: SettingsSource | None 
         status=lambda: engine.status() if lifecycle.is_engine_up else None,
         num_inflight=lambda: lifecycle.num_running,
         parts=lambda status: worst_states(part_statuses(server, status)),
+        model=lambda: engine.card.model_id,
     )
     live = LiveSettings(settings, engine, source)
     usage = UsageLedger(settings.store.path)
@@ -207,15 +206,18 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
     if serves_admins:
         dashboard.add_routes(app)
     engine = server.engine
-    openapi.add_routes(app, is_relay=isinstance(engine, VllmEngine))
+    openapi.add_routes(app, is_relay=not isinstance(engine, GeneratingEngine))
     if isinstance(engine, GeneratingEngine):
         generate.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
         _accept_trailing_slashes(app)
-    elif isinstance(engine, VllmEngine):
-        _accept_trailing_slashes(app)  # of /v1 it is vLLM that says which paths there are
-        relay.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
-    else:
+        return app
+    from kvshare.fleet.engine import VllmEngine  # not for other engines: it takes part of their start
+    from proxy.relay import routes as relay
+
+    if not isinstance(engine, VllmEngine):
         raise TypeError(f"no routes for an engine of type {type(engine).__name__}")
+    _accept_trailing_slashes(app)  # of /v1 it is vLLM that says which paths there are
+    relay.add_routes(app, engine, serves_clients=serves_clients, serves_admins=serves_admins)
     return app
 
 

@@ -222,7 +222,7 @@ class _Protocol(web.RequestHandler):
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Return whether the other side's socket is gone, so that it rejected what it was sent."""
+    """Return whether the other side has rejected what it was sent, because its socket is gone."""
     if not hasattr(select, "poll"):
         return False  # on Windows: a write that fails says so
     poll = select.poll()

@@ -121,7 +121,7 @@ def _gzip(raw: bytes, max_bytes: int) -> bytes:
 
 
 def _deflate(raw: bytes, max_bytes: int) -> bytes:
-    """Accept `deflate` with zlib's header, as RFC 9110 says, or without, as some clients send it."""
+    """Decode `deflate` with zlib's header, as RFC 9110 says, or without, as some clients send it."""
     has_header = raw[0] & 0x0F == zlib.DEFLATED
     wbits = zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
     return _members(raw, max_bytes, lambda: zlib.decompressobj(wbits), most=1)

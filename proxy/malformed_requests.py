@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
 from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
 from kvshare.errors import ErrorCode
+from kvshare.tables import read_table
 from proxy.errors import ErrorReply
 
 MAX_FIELD = 8190  # bytes of a header
@@ -22,7 +22,7 @@ MAX_LINE = MAX_FIELD + 1  # of the request line; not the same, so that errors sa
 # What aiohttp's parser says -> what the client reads.
 _FAULTS: Mapping[str, str] = {
     reason: fault
-    for fault, reasons in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
+    for fault, reasons in read_table(Path(__file__).with_suffix(".yaml")).items()
     for reason in reasons
 }
 _DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found\.")

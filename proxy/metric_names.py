@@ -22,6 +22,7 @@ class RequestCounter(_Row, Enum):
         "Requests answered; status 499: the client went away.",
         ("endpoint", "status", "finish_reason"),
     )
+    REFUSALS = "kvshare_refusals", "Requests answered with an error of this server, by its code.", ("code",)
     PROMPT_TOKENS_BY_SOURCE = (
         "kvshare_prompt_tokens_by_source",
         "Prompt tokens by where their KV came from.",
@@ -91,6 +92,7 @@ class RequestHistogram(_Row, Enum):
 class EngineGauge(_Row, Enum):
     """The engine reports these when Prometheus asks."""
 
+    MODEL_INFO = "kvshare_model_info", "1 for the model that is served.", ("model",)
     QUEUE_DEPTH = "kvshare_queue_depth", "Requests that wait for a slot."
     RUNNING_REQUESTS = "kvshare_running_requests", "Requests whose KV is on the device."
     TREE_NODES = "kvshare_tree_nodes", "Prompts in the tree."

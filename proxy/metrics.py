@@ -50,8 +50,9 @@ class Metrics(Collector):
         status: Callable[[], EngineStatus | None],
         num_inflight: Callable[[], int],
         parts: Callable[[EngineStatus], Mapping[ServedPart, PartState]] = lambda status: {},
+        model: Callable[[], str] = lambda: "",
     ) -> None:
-        """`status` gives None until the engine is up. `parts`: the state of each part."""
+        """`status` gives None until the engine is up. `parts`: the state of each part. `model`: its name."""
         self.registry = registry = CollectorRegistry()
         self._counters = {
             row: Counter(row.metric, row.text, row.labels, registry=registry) for row in RequestCounter
@@ -67,7 +68,7 @@ class Metrics(Collector):
         )
         inflight.set_function(num_inflight)
         self._status = status
-        self._parts = parts
+        self._parts, self._model = parts, model
         self._tenants: set[str] = set()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -91,6 +92,9 @@ class Metrics(Collector):
             for values, figure in figures:
                 family.add_metric(values, float(figure))
             yield family
+        served = _family(EngineGauge.MODEL_INFO)
+        served.add_metric((self._model(),), 1.0)
+        yield served
         yield self._bytes_of_tenants(status)
         yield self._states_of_parts(status)
 
@@ -113,6 +117,8 @@ class Metrics(Collector):
     def count(self, record: RequestRecord, *, endpoint: str, status: int) -> None:
         """Add a request that is over."""
         self._counters[RequestCounter.REQUESTS].labels(endpoint, str(status), record.answer.ended_as).inc()
+        if (failure := record.admission.failure) is not None:
+            self._counters[RequestCounter.REFUSALS].labels(failure.code).inc()
         stages = self._histograms[RequestHistogram.STAGE_DURATION_SECONDS]
         for stage, seconds in record.preparation.stages.items():
             stages.labels(stage).observe(seconds)

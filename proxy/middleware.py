@@ -29,7 +29,7 @@ CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics an
 _FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
 # Routes that ask for no key. The dashboard's files hold no data.
 _OPEN = ("/health", "/ready", "/status", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
-_TRACED = "/v1/"  # probes and operators' routes are not
+_TRACED = ("/v1/", "/openai/")  # probes and operators' routes are not
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged
 _LIKE = 0.7  # difflib's ratio: "/chat/completions" and "/v1/chat/completions" have 0.92
 _MAX_COMPARED = 100  # characters of a path
@@ -118,7 +118,7 @@ async def _answer(request: web.Request, handler: Handler, server: ServerContext)
     except Exception as exc:  # noqa: BLE001  the one place where errors become replies
         reply, record = to_reply(exc), request[RECORD]
         record.admission.failure = RequestFailure.of(exc, reply)
-        if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # starting or draining
+        if reply.status >= 500 and reply.status != HTTPStatus.SERVICE_UNAVAILABLE:  # not ready, or draining
             log_failure(record.request_id, exc)
         return reply.to_response(anthropic_id=record.request_id if speaks_anthropic(request) else None)
 

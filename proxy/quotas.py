@@ -56,7 +56,7 @@ class _Bucket:
         self.limit, self._left, self._at = limit, float(limit), now
 
     def resized(self, limit: int, now: float) -> _Bucket:
-        """Return this quota under another limit, with the same share of it left."""
+        """Make a bucket of another limit, with the same share of it left."""
         self._refill(now)
         other = _Bucket(limit, now)
         other._left = limit * self._left / self.limit
@@ -124,7 +124,7 @@ class Quotas:
                 del self._num_in_flight[tenant]
 
     def allowance(self, tenant: str) -> Allowance | None:
-        """Return the number of requests that it has left; None if it is not limited."""
+        """Return what the tenant has left; None if its requests per minute are not limited."""
         limit = self.limits_of(tenant).requests_per_minute
         return None if limit is None else self._bucket(tenant, limit).allowance(self._clock())
 

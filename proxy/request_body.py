@@ -21,6 +21,7 @@ from kvshare.requests import SharingMode
 from kvshare.rules.rewrite import apply_rules
 from kvshare.rules.texts import shape_of
 from kvshare.tenants import named
+from proxy.azure import openai_url, with_deployment
 from proxy.cache_salt import divided
 from proxy.connection import send_continue
 from proxy.content_encoding import codings_of, decoded
@@ -48,7 +49,7 @@ _APIS = {  # that /admin/explain takes requests of
 async def read_object(request: web.Request) -> dict[str, Any]:
     """
     The body as a JSON object, as the operator's rules leave it. The request's record names those that acted,
-    and has the owner that the body's `cache_salt` leaves.
+    and has the owner that the body's `cache_salt` leaves. A model that the path names replaces the body's.
 
     No rule acts where the route takes no prompt, or where the body says `"kvshare": {"rules": false}`.
     Raises:  HttpError 408, 413 and 415, RequestError
@@ -57,6 +58,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     raw = await read_raw(request)
     is_large = len(raw) > _LARGE_BODY
     body = await asyncio.to_thread(parse_object, raw) if is_large else parse_object(raw)
+    body = with_deployment(request, body)
     record = request[RECORD]
     record.body.divided_owner = divided(_asked_owner(request), body)
     rules, shape, options = request.app[SERVER].rules, shape_of(api_of(request)), body.get("kvshare")
@@ -134,7 +136,7 @@ def api_of(request: web.Request) -> str:
 
     Raises:  RequestError for another `api`
     """
-    path = request.path.rstrip("/")
+    path = openai_url(request).path.rstrip("/")
     if path != _EXPLAIN:
         return path
     name = request.query.get("api", "chat")

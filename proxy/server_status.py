@@ -7,7 +7,7 @@ from time import time
 from typing import Any
 
 from kvshare import __version__
-from kvshare.fleet.engine import VllmEngine
+from kvshare.engine import GeneratingEngine
 from kvshare.reasons import explanations
 from kvshare.requests import SharingMode
 from kvshare.status import EngineStatus
@@ -22,7 +22,7 @@ def status_document(server: ServerContext) -> dict[str, Any]:
     return {
         "version": __version__,
         "model": server.engine.card.model_id,
-        "engine": "vllm" if isinstance(server.engine, VllmEngine) else "embedded",
+        "engine": "embedded" if isinstance(server.engine, GeneratingEngine) else "vllm",
         "asks_for_keys": not server.keyring.is_open,
         "now": time(),
         "limits": {

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvshare.errors import ErrorCode, RequestError
+from kvshare.tables import read_table
 
 _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
 _MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one for each
 
 # pydantic's type of an error -> what was expected.
-EXPECTED: Mapping[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+EXPECTED: Mapping[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 _OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
 _TAGS = ("type", "role")  # which branch of a union is meant
 _ABSENT = ("missing", "union_tag_not_found")

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-settings.register_profile("kvshare", deadline=None)  # a busy machine is no failure
+settings.register_profile(  # a busy machine is not a failure
+    "kvshare", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("kvshare")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,6 +22,7 @@ from kvshare.vllm_protocol.messages import (
     Ticket,
     digest_of,
 )
+from kvshare.vllm_protocol.places import DiskProblem
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 BYTES_PER_TOKEN = 64
@@ -43,6 +44,7 @@ class ConnectorBehaviour:
     silent: bool = False  # never tells the end of a ticket
     max_bytes: int = 10**7
     max_disk_bytes: int = 0  # 0: no disk
+    disk_problem: DiskProblem = field(default_factory=DiskProblem)
     can_share_media: bool = False
     device: str = "a device"
 
@@ -73,6 +75,11 @@ class FakeConnector:
         for segment_id in segment_ids:
             del self.segments[segment_id]
         self._tell(Dropped(tuple(segment_ids)))
+
+    def report_disk(self, reason: str, *, is_lasting: bool = False) -> None:
+        """Empty: it is written again."""
+        self.behaviour.disk_problem = DiskProblem(reason, is_lasting)
+        self._tell(self.behaviour.disk_problem)
 
     def forget_events(self) -> None:
         self.num_forgotten = len(self.events)
@@ -177,6 +184,7 @@ class FakeConnector:
             max_model_len=4096,
             device=self.behaviour.device,
             max_disk_bytes=self.behaviour.max_disk_bytes,
+            disk_problem=self.behaviour.disk_problem,
             speculation=self.behaviour.speculation,
             passing=self.behaviour.passing,
             can_share_media=self.behaviour.can_share_media,

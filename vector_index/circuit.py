@@ -25,6 +25,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+_INDEX_REMEDY = "look at the Qdrant server where index.backend is server, or restart this one"
+_EMBEDDER_REMEDY = "set index.dense: false, or restart this server"
+# By part of an index, for the log: the setting of its limit of time, and what to do if it fails.
+_PARTS = {
+    "fingerprint": ("index.search_timeout_s", _INDEX_REMEDY),
+    "embedder": ("index.embed_timeout_s", _EMBEDDER_REMEDY),
+    "embedding": ("index.search_timeout_s", _INDEX_REMEDY),
+    "indexing": (None, _INDEX_REMEDY),
+    "index_embedder": (None, _EMBEDDER_REMEDY),
+}
+
+
 class CircuitState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
@@ -143,3 +155,20 @@ class Circuit:
             "it is tried again every %g s. If that lasts, %s",
             *(self.component, self._in_a_row, late, detail, self._open_s, self._remedy),
         )
+
+
+def circuits_of_index(
+    *, failures_to_open: int, open_s: float, clock: Callable[[], float]
+) -> dict[str, Circuit]:
+    """Those of the parts of an index, by their names."""
+    return {
+        part: Circuit(
+            part,
+            failures_to_open=failures_to_open,
+            open_s=open_s,
+            time_limit=time_limit,
+            remedy=remedy,
+            clock=clock,
+        )
+        for part, (time_limit, remedy) in _PARTS.items()
+    }

@@ -130,7 +130,7 @@ class Embedder:
 
     def count_tokens(self, texts: Sequence[str]) -> Iterator[TokenCount]:
         """
-        Return how many tokens each text has, also those that `embed` would not read. Raises EmbedderError.
+        Yield how many tokens each text has, also those that `embed` would not read. Raises EmbedderError.
 
         A very long text is counted to its end only if its beginning fits the model.
         """

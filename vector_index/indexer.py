@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from vector_index.backlog import Backlog
 from vector_index.base import Entry, VectorIndex
-from vector_index.circuit import Circuit, CircuitState, Failure
+from vector_index.circuit import CircuitState, Failure, circuits_of_index
 from vector_index.errors import IndexPausedError
 from vector_index.fingerprints import FingerprintFrequencies, bind, fingerprints
 from vector_index.nomination import NominatorSettings, PromptRecord
@@ -32,16 +32,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_INDEX_REMEDY = "look at the Qdrant server where index.backend is server, or restart this one"
-_EMBEDDER_REMEDY = "set index.dense: false, or restart this server"
-# By part, for the log: the setting of its limit of time, and what to do if it fails.
-_PARTS = {
-    "fingerprint": ("index.search_timeout_s", _INDEX_REMEDY),
-    "embedder": ("index.embed_timeout_s", _EMBEDDER_REMEDY),
-    "embedding": ("index.search_timeout_s", _INDEX_REMEDY),
-    "indexing": (None, _INDEX_REMEDY),
-    "index_embedder": (None, _EMBEDDER_REMEDY),
-}
 _CATCH_UP = 16  # prompts at once
 
 
@@ -68,18 +58,11 @@ class Indexer:
         self._frequencies = FingerprintFrequencies(max_holders=self.settings.max_holders)
         self._backlog = Backlog()
         self._missed = Backlog()  # prompts that a failing index has not taken: they are tried once more
-        failures_to_open, open_s = self.settings.failures_to_open, self.settings.open_s
-        self.circuits = {
-            part: Circuit(
-                part,
-                failures_to_open=failures_to_open,
-                open_s=open_s,
-                time_limit=time_limit,
-                remedy=remedy,
-                clock=clock,
-            )
-            for part, (time_limit, remedy) in _PARTS.items()
-        }
+        self._late = Backlog()  # what is being written of a backlog, and has not been begun
+        self._newest: dict[int, PromptRecord] = {}  # of the prompts that are being written
+        self.circuits = circuits_of_index(
+            failures_to_open=self.settings.failures_to_open, open_s=self.settings.open_s, clock=clock
+        )
         # Called with the tokens of a stored prompt, and the seconds of its embedding; from any thread.
         self.on_embedded: Callable[[int, float], None] = lambda num_tokens, seconds: None
         # Two threads, so that a request's text does not wait for texts that are being indexed.
@@ -122,7 +105,7 @@ class Indexer:
         """
         if not prompt_ids:
             return ()
-        self._missed.take(prompt_ids)
+        self._supersede(prompt_ids)
         for prompt_id in prompt_ids:
             self._prefix_table.remove(namespace, prompt_id)
             self._frequencies.remove(namespace, prompt_id)
@@ -134,17 +117,19 @@ class Indexer:
         await self._add_missed()
         if not self._backlog or self._index.why_paused() is not None:
             return
-        missed, self._backlog = self._backlog, Backlog()
+        missed = self._late = self._backlog
+        self._backlog = Backlog()
         for namespace, prompt_ids in missed.deleted.items():
             await self._delete(namespace, list(prompt_ids))
         num_added = 0
         while missed.records:
-            # A few at a time: prompts that are forgotten meanwhile are not added.
+            # A few at a time: prompts that are forgotten, or written again, meanwhile are not added.
             some = missed.take(list(missed.records)[:_CATCH_UP])
             wanted = self._known(some)
             failures = await self.remember_all(wanted, _CATCH_UP)
             if any(failure.component == "indexing" for failure in failures):  # later, then
-                left = (*wanted, *missed.records.values())
+                left = [*self._missed.take(one.prompt_id for one in wanted), *missed.records.values()]
+                self._late = Backlog()
                 self._backlog.add(one for one in left if one.prompt_id not in self._backlog.records)
                 self._backlog.num_dropped += missed.num_dropped
                 return
@@ -218,9 +203,30 @@ class Indexer:
         )
 
     async def _remember_batch(self, batch: list[PromptRecord]) -> list[Failure]:
+        self._supersede(record.prompt_id for record in batch)
         if self._index.why_paused() is not None:
             self._put_off(batch)
             return []
+        self._newest |= {record.prompt_id: record for record in batch}
+        try:
+            return await self._write_batch(batch)
+        finally:
+            for record in self._of_newest(batch):
+                self._newest.pop(record.prompt_id, None)
+
+    def _supersede(self, prompt_ids: Iterable[int]) -> None:
+        """What is written, or forgotten, from now on is not undone by what still waits or is under way."""
+        ids = list(prompt_ids)
+        for backlog in (self._backlog, self._missed, self._late):
+            backlog.take(ids)
+        for prompt_id in ids:
+            self._newest.pop(prompt_id, None)
+
+    def _of_newest(self, batch: Iterable[PromptRecord]) -> list[PromptRecord]:
+        """Those that were not written again, or forgotten, since their writing began."""
+        return [record for record in batch if self._newest.get(record.prompt_id) is record]
+
+    async def _write_batch(self, batch: list[PromptRecord]) -> list[Failure]:
         entries = [self._enter(record) for record in batch]
         texts = [record.prompt_text for record in batch]
         failures: list[Failure] = []
@@ -234,21 +240,22 @@ class Indexer:
             failures.append(vectors)
         else:
             entries = [replace(entry, embedding=one) for entry, one in zip(entries, vectors, strict=True)]
+        newest = self._of_newest(batch)
+        entries = [entry for record, entry in zip(batch, entries, strict=True) if record in newest]
         try:
-            failed = await self._write(partial(self._index.upsert, entries))
+            failed = await self._write(partial(self._index.upsert, entries)) if entries else []
         except IndexPausedError:
-            self._put_off(batch)
+            self._put_off(self._of_newest(batch))
             return []
         if failed:
-            self._missed.add(self._known(batch))
-            for entry in entries:  # fingerprints that were not stored must not be counted
-                self._frequencies.remove(entry.namespace, entry.prompt_id)
-        else:
-            self._missed.take(entry.prompt_id for entry in entries)
+            newest = self._of_newest(batch)
+            self._missed.add(self._known(newest))
+            for record in newest:  # fingerprints that were not stored must not be counted
+                self._frequencies.remove(record.namespace, record.prompt_id)
         return failures + failed
 
     def _note_embedded(self, batch: Sequence[PromptRecord], seconds: float) -> None:
-        """Note the seconds of an embedding; of several at once, what one takes is not known."""
+        """Report the seconds of a single embedding; of several at once, what one takes is not known."""
         if len(batch) == 1:
             self.on_embedded(len(batch[0].token_ids), seconds)
 
@@ -261,7 +268,6 @@ class Indexer:
 
     def _put_off(self, records: list[PromptRecord]) -> None:
         """Add prompts to the prefix table now, and to the index once it is no longer paused."""
-        self._missed.take(record.prompt_id for record in records)
         for record in records:
             self._prefix_table.add(record.namespace, record.prompt_id, record.token_ids)
             self._frequencies.remove(record.namespace, record.prompt_id)

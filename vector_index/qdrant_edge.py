@@ -206,7 +206,7 @@ class QdrantEdgeIndex(VectorIndex):
         has_room = self.space.has_room_for(needed)
         if not has_room and not self._is_optimising_put_off:
             log.warning(
-                "the index is not optimised: that needs %s of free disk next to the index. Free some space",
+                "the index is not optimised: that needs %s of free disk besides the index. Free some space",
                 megabytes(needed),
             )
         self._is_optimising_put_off = not has_room

@@ -130,7 +130,7 @@ class TreeQuestion:
         *,
         skip: int | None = None,
     ) -> list[TreeEntry]:
-        """Return the branches of these prompts; below them after `skip`."""
+        """Return an entry for each prompt, `levels` levels deep, without its first `skip` children."""
         if not levels:
             return []
         entries: list[TreeEntry] = []
@@ -146,7 +146,7 @@ class TreeQuestion:
         return entries
 
     def _page(self, tree: DeltaTree, siblings: Sequence[Node], skip: int | None) -> Sequence[Node]:
-        """Return the nodes that come first, sorted."""
+        """Sort siblings, and return at most `limit` of those after the first `skip`."""
         first = skip or 0
         last = None if self.limit is None else first + self.limit
         return sorted(siblings, key=self._weight(tree, siblings), reverse=True)[first:last]

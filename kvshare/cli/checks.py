@@ -14,10 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from kvshare.addresses import is_own, joined, reachable, try_port
 from kvshare.errors import ConfigError, ModelError
+from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
@@ -39,7 +38,7 @@ class Check:
     remedy: str = ""
 
 
-_FINDINGS = yaml.safe_load(Path(__file__).with_name("doctor.yaml").read_text(encoding="utf-8"))
+_FINDINGS = read_table(Path(__file__).with_name("doctor.yaml"))
 
 
 def found(finding: str, **words: object) -> Check:

@@ -70,7 +70,7 @@ def parameter(
 
 
 def checked_url(url: str | None, option: str) -> str:
-    """The URL of the option. Raises a usage error if it is missing or not a URL."""
+    """Return the URL of the option. Raises a usage error if it is missing or not an http(s) URL."""
     if url is None or not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"expected http://host:port, got {url!r}", param_hint=option)
     return url

@@ -9,18 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvshare.cli.connector_options import parse_bytes
 from kvshare.cli.options import Config, OutputFormat, argument, checked_url, option, with_options
 from kvshare.cli.output import ExitCode, is_quiet, note, show
+from kvshare.cli.replay_sizes import check_evictions, parse_capacities, parse_tiers
 from kvshare.extras import require
 
 if TYPE_CHECKING:
     from kvshare.replay.options import ReplayOptions, Report
+    from kvshare.replay.tiers import TierSizes
 
 Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
@@ -30,6 +31,13 @@ WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent
 
 _RUN = "run"
 _DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
+
+
+class _Tiered(NamedTuple):
+    """Memory and disk, and the policies that are compared."""
+
+    sizes: TierSizes
+    evictions: tuple[str, ...]
 
 
 class _RunByDefault(TyperGroup):
@@ -59,27 +67,28 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
     Shows every request of the log to several cache policies and counts the tokens that each need not
     compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.
     """
+    _check_options(options)
     paper, resume, out = options.pop("paper"), options.pop("resume"), options["out"]
     capacity, arms = options.pop("capacity"), options.pop("arms")
+    tier, eviction = options.pop("tier"), options.pop("eviction")
     sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
-    is_live = bool(sent["url"])
-    _check_options(paper=paper, url=sent["url"], resume=resume, capacity=capacity)
+    kind = "paper" if paper else "live" if sent["url"] else "tiers" if tier else ""
     require("replay", what="`kvshare replay`", embeds=False)
-    policies = arms or _default_policies(paper=paper, is_live=is_live)
     replayed = _replay_options(
         options,
         paths=files,
-        policies=policies,
+        policies=arms or _default_policies(kind),
         config=config,
-        capacity=capacity or ([] if paper or is_live else [_DEFAULT_CAPACITY]),
+        capacity=capacity or ([] if kind else [_DEFAULT_CAPACITY]),
     )
+    tiered = _tiered(tier, eviction, replayed) if tier else None
     _make_folder(out)
     try:
         with progress_bar(hidden=as_json) as report:
-            document = _replay(replayed, sent, paper=paper, resume=resume, report=report)
-            written = out if paper or is_live else _drawn(out)
+            document = _replay(replayed, sent, tiered, paper=paper, resume=resume, report=report)
+            written = out if kind else _drawn(out)
     except KeyboardInterrupt:
-        can_resume = not (paper or is_live) and _has_progress(out)
+        can_resume = not kind and _has_progress(out)
         note("interrupted; continue with --resume" if can_resume else "interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
@@ -102,7 +111,7 @@ def _replay_options(
         paths=paths,
         policies=parse_policies(policies),
         settings=load_settings(config),
-        capacities_tokens=_capacities(capacity, options["bytes_per_token"]),
+        capacities_tokens=parse_capacities(capacity, options["bytes_per_token"]),
         **options,
     )
     if replayed.embeds:
@@ -118,10 +127,28 @@ def _make_folder(out: Path) -> None:
         raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
 
 
+def _tiered(tier: list[str], eviction: str | None, replayed: ReplayOptions) -> _Tiered:
+    """Raises usage errors, also for arms that have no tiers."""
+    from kvshare.replay.tiers import check_tier_arms
+
+    check_tier_arms(replayed.policies)
+    return _Tiered(parse_tiers(tier), check_evictions(eviction, replayed.settings.store.eviction))
+
+
 def _replay(
-    replayed: ReplayOptions, sent: dict[str, Any], *, paper: bool, resume: bool, report: Report
+    replayed: ReplayOptions,
+    sent: dict[str, Any],
+    tiered: _Tiered | None,
+    *,
+    paper: bool,
+    resume: bool,
+    report: Report,
 ) -> Mapping[str, Any]:
     """The results, as a document. Each kind imports what it alone needs, seconds in all."""
+    if tiered is not None:
+        from kvshare.replay.tiers import replay_tiers
+
+        return replay_tiers(replayed, [tiered.sizes], tiered.evictions, report=report)
     if paper:
         from kvshare.replay.paper import replay_paper
 
@@ -189,50 +216,44 @@ def workload(
     note(f"{number} requests -> {out}")
 
 
-def _default_policies(*, paper: bool, is_live: bool) -> str:
-    if paper:
+def _default_policies(kind: str) -> str:
+    if kind == "paper":
         from kvshare.replay.paper import PAPER_POLICIES
 
         return PAPER_POLICIES
-    if is_live:
+    if kind == "live":
         from kvshare.replay.live import LIVE_POLICIES
 
         return LIVE_POLICIES
+    if kind == "tiers":
+        from kvshare.replay.tiers import TIER_POLICIES
+
+        return TIER_POLICIES
     return "all"
 
 
-def _check_options(*, paper: bool, url: str | None, resume: bool, capacity: list[str] | None) -> None:
-    """Refuses options that would be ignored, and a URL that is none."""
-    wrong = {
-        "--paper": (paper and url, "cannot be used together with --engine"),
-        "--capacity": (paper and capacity, "cannot be used with --paper, whose stores are infinite"),
-        "--resume": (resume and (paper or url), "cannot be used with --paper or --engine"),
-    }
-    for flag, (is_wrong, problem) in wrong.items():
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that would be ignored, and a URL that is not one."""
+    paper, url, tier, capacity = (options[name] for name in ("paper", "url", "tier", "capacity"))
+    without = "cannot be used with --paper or --engine"
+    wrong = (
+        ("--paper", paper and url, "cannot be used together with --engine"),
+        ("--tier", tier and (paper or url), without),
+        (
+            "--capacity",
+            capacity and paper,
+            "cannot be used with --paper, whose stores are infinite",
+        ),
+        ("--capacity", capacity and tier, "cannot be used with --tier, which has its own sizes"),
+        ("--resume", options["resume"] and (paper or url), without),
+        ("--resume", options["resume"] and tier, "cannot be used with --tier"),
+        ("--eviction", options["eviction"] and not tier, "is an option of --tier"),
+    )
+    for flag, is_wrong, problem in wrong:
         if is_wrong:
             raise typer.BadParameter(problem, param_hint=flag)
     if url:
         checked_url(url, "--engine")
-
-
-def _capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
-    """Tokens, ascending, each once; "none" alone is none."""
-    words = [word.strip() for text in texts for word in text.split(",") if word.strip()]
-    return () if words == ["none"] else tuple(sorted({_tokens(word, bytes_per_token) for word in words}))
-
-
-def _tokens(word: str, bytes_per_token: int) -> int:
-    """Read a number of "500k" tokens, or of "4GB" or "4GiB" bytes."""
-    is_bytes = word.lower().endswith("b")
-    try:
-        amount = parse_bytes(word if is_bytes else f"{word}b")
-    except typer.BadParameter as exc:
-        message = f"expected tokens like 500k, bytes like 4GiB or none, got {word!r}"
-        raise typer.BadParameter(message, param_hint="--capacity") from exc
-    tokens = amount // bytes_per_token if is_bytes else amount
-    if tokens < 1:
-        raise typer.BadParameter(f"{word} has no room for a token", param_hint="--capacity")
-    return tokens
 
 
 @contextmanager

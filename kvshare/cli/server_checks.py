@@ -137,6 +137,8 @@ def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Itera
         yield found("sharing.all" if info.can_move_keys else "sharing.prefixes")
     for warning in info.warnings:
         yield found("connector.warns", warning=warning)
+    if info.disk_problem.reason:
+        yield found("connector.disk", reason=info.disk_problem.reason)
     there = info.versions.get("kvshare", "unknown")
     yield found("kvshare.same" if there == __version__ else "kvshare.other", there=there, here=__version__)
     small = info.max_bytes < info.bytes_per_token * info.max_model_len

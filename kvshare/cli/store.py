@@ -68,7 +68,7 @@ def with_source(command: Callable[..., Document | tuple[Document, str]]) -> Call
 
 @with_source
 def stats(origin: Source, namespace: NamespaceDigest = None, tenant: TenantName = None) -> Document:
-    """Return how much is stored, in all, per tenant and per namespace."""
+    """Show how much is stored, in all, per tenant and per namespace."""
     return origin.stats(namespace=namespace, tenant=tenant)
 
 

@@ -1,4 +1,4 @@
-"""`kvshare doctor` on what is stored: the metadata, the index next to it, and the embedder that feeds it."""
+"""`kvshare doctor` checks what is stored: the metadata, the index, and the embedder that feeds it."""
 
 from __future__ import annotations
 

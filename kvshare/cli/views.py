@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshare.cli.costs import in_words
+from kvshare.tables import read_table
 
 Document = Mapping[str, Any]
 
@@ -33,7 +34,7 @@ _LONG_WORDS = 16  # characters; what is shorter is a name or a number with its u
 _MOST_INDENTED = 4  # levels; what is further below is indented as much
 _STATE_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _FILES = sorted((Path(__file__).parent / "templates").glob("*.yaml"))
-_TEMPLATES = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in _FILES]
+_TEMPLATES = [read_table(path) for path in _FILES]
 _VIEWS = {name: text for file in _TEMPLATES for name, text in file["views"].items()}
 _TABLES = {name: columns for file in _TEMPLATES for name, columns in file["tables"].items()}
 _JINJA = jinja2.Environment(

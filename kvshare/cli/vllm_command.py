@@ -191,7 +191,7 @@ def _check_options(given: Mapping[str, Any], settings: Sequence[str], control_ho
 
 
 def _num_ranks(given: Mapping[str, Any], port: int) -> int:
-    """Data-parallel ranks, each with its own control port. Leaves invalid values to vLLM."""
+    """Return the number of data-parallel ranks; 1 for a value that vLLM will refuse. Raises a usage error."""
     text = str(given.get("data-parallel-size", 1))
     ranks = int(text) if text.isdecimal() and int(text) else 1
     if port + ranks - 1 > 65535:

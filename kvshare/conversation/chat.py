@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ToolUse(StrEnum):
-    """The permission or duty of an answer to call tools."""
+    """The rule whether an answer may, or must, call tools."""
 
     NONE = "none"
     AUTO = "auto"  # the model decides

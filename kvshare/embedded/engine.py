@@ -118,7 +118,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
                 await self._answer(request, replace(decoding, constraint=constraint), treatment, emit)
 
     def _treated(self, request: GenerationRequest) -> AbstractContextManager[Treatment]:
-        """Let the controller decide, which sees the request from its arrival to its end: while inside."""
+        """Let the controller decide how a request is served. It is in flight while inside: until its end."""
         runtime, admission = self.server.runtime, self._admission
         if not request.is_controlled or not runtime.sharing.may_share(request.prompt, request.mode):
             return nullcontext(Treatment())

@@ -126,7 +126,7 @@ class ConstrainedChoice:
         self._matcher.take(self._number, token_id)
 
     def state(self, *, waits: bool = True) -> GrammarState:
-        """Return whether the answer is complete with the last token; `waits`: for a reply not there yet."""
+        """Return the state after the last token; `waits`: for the grammar's reply, if it is not there yet."""
         if self._is_pending:
             wait_s = _WAIT_S if waits else 0.0
             frame = self._matcher.poll(self._number, wait_s=wait_s)

@@ -73,7 +73,7 @@ class EmbeddedServer:
     scheduler: Scheduler
 
     def reading(self, *, is_default: bool) -> PartReading:
-        """Report what the model lets be shared. `is_default`: none was named."""
+        """Report how much of this model's KV can be shared. `is_default`: the operator named no model."""
         model = self.model
         if not model.can_share:
             return PartReading(ServedPart.MODEL, "unshared", model.unsupported_reason)

@@ -78,7 +78,7 @@ class SharedPrompts:
 
     @asynccontextmanager
     async def running(self, runtime: Served) -> AsyncIterator[None]:
-        """Runs next to requests; at the end, what is stored by then is reported for some seconds."""
+        """Exchange prompts while inside; at the end, report for some seconds what is stored by then."""
         exchanging = Background()
         exchanging.spawn(self._run(runtime))
         try:
@@ -159,7 +159,7 @@ class SharedPrompts:
         self._to_revoke.pop(name, None)
 
     def _evict_revoked(self, node_id: NodeId) -> None:
-        """Evict what was revoked, and delete in the store what this server wrote. In the writer's thread."""
+        """Evict a revoked prompt, and note its freed segments for deletion. In the writer's thread."""
         node = self._keeper.tree.get(node_id)
         segments = () if node is None else self._tier.known(node.pieces.segment_ids)
         self._keeper.revoke(node_id)

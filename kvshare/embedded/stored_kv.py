@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from delta_tree import DeltaTree, Segment, SegmentId
+from delta_tree import EVICTION_QUEUES, DeltaTree, Segment, SegmentId
 from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
@@ -126,7 +126,10 @@ class StoredKV:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
         if self._disk is not None and self._shared is not None:
             below = DiskAndShared(self._disk, self._shared)
-        stack = self._stack = TierStack(kv_bytes, below, write_bytes_per_s=rate, problem=self._problem)
+        queue = EVICTION_QUEUES[self._settings.eviction]()
+        stack = self._stack = TierStack(
+            kv_bytes, below, write_bytes_per_s=rate, problem=self._problem, queue=queue
+        )
         keeper = MemoryKeeper(tree, stack, min_tokens=self._min_tokens)
         if self._shared is not None:
             exchange = PromptExchange(self._shared.store)

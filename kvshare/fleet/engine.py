@@ -135,7 +135,7 @@ class VllmEngine(ServedEngine[FleetServer]):
         status = runtime.status()
         return replace(
             status,
-            parts=(*(replica.reading() for replica in replicas), *status.parts),
+            parts=(*(part for replica in replicas for part in replica.readings()), *status.parts),
             ready=bool(serving),
             detail=f"{len(serving)} of {len(replicas)} replicas serve, {len(sharing)} share",
             num_running=sum(replica.num_inflight for replica in replicas),

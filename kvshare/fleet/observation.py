@@ -47,7 +47,7 @@ def _observe_wait(cost: CostModel, routed: Routed, progress: RequestProgress, lo
 def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> float | None:
     """
     Returns:  the seconds that loading took, from all places, if it was measured: without those that passed
-    next to the computing of placeholders
+    while placeholders were computed
     """
     stages, num_bytes = finished.stage_seconds, cost.rates.bytes_per_token
     if "write" not in stages:

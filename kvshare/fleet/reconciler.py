@@ -32,7 +32,7 @@ from kvshare.sharing.calibration import log_calibration
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
-from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.places import DiskProblem, Moved, OnDiskOnly
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Reconciler:
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
     def _sharing_infos(self) -> list[ReplicaInfo]:
-        """Return the replicas that plans are made for, in the order of the settings. Others know less."""
+        """Return the infos of the replicas that share, in the order of the settings. Others say less."""
         infos = (each.info for each in self._replicas.values())
         return [info for info in infos if info is not None and info.shares]
 
@@ -132,6 +132,8 @@ class Reconciler:
             replica.note_places(event)
         elif isinstance(event, OnDiskOnly):
             self._keeper.tier.note_places(on_disk=event.came, in_memory=event.left)
+        elif isinstance(event, DiskProblem):
+            replica.note_disk(event)
         elif isinstance(event, Dropped):
             replica.note_places(event)
             await self._runtime.write(self._keeper.forget, event.segment_ids)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from delta_tree import SegmentId
 from kvshare.errors import NoReplicaError
@@ -18,7 +18,7 @@ from kvshare.reasons import Reason
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import Queue, Rates
 from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped
-from kvshare.vllm_protocol.places import Moved
+from kvshare.vllm_protocol.places import DiskProblem, Moved
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,17 @@ class Replica:
         """Return whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
-    def reading(self) -> PartReading:
+    def readings(self) -> Iterator[PartReading]:
+        """How it is, and its disk, if it has one."""
+        yield self._reading()
+        if self.info is not None and self.info.max_disk_bytes:
+            problem = self.info.disk_problem
+            kind = None
+            if problem.reason:
+                kind = "replica given up" if problem.is_lasting else "replica not written"
+            yield PartReading(ServedPart.DISK, kind, problem.reason, self.name, self.public_name)
+
+    def _reading(self) -> PartReading:
         kind: str | None
         if self.refusal is not None:
             kind, detail = "refused", f"it {self.refusal}"
@@ -84,6 +94,11 @@ class Replica:
             elif (prompt := request.incoming.prompt) is not None:
                 computing_s += rates.full_s(prompt.num_tokens)
         return Queue(loading_s, computing_s, self.in_blocks)
+
+    def note_disk(self, problem: DiskProblem) -> None:
+        """Whether its connector writes to its disk."""
+        assert self.info is not None, "its journal is read when it is known"
+        self.info = replace(self.info, disk_problem=problem)
 
     def note_places(self, event: Moved | Dropped) -> None:
         """Plans for it know from where each segment would be copied."""

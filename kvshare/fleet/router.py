@@ -236,7 +236,7 @@ class Router:
         return Routed(lookup.plan, ticket, arrival)
 
     def _until_prefilled(self, num_tokens: int) -> Callable[[], int]:
-        """Return the tokens left of a prompt: all, until vLLM, which reports no progress, must be done."""
+        """Make a function for the tokens left: all, until vLLM, which reports no progress, must be done."""
         expected_s = self._sharing.cost.rates.full_s(num_tokens)
         until = time.monotonic() + max(_PREFILL_S, _PATIENCE * expected_s)
         return lambda: num_tokens if time.monotonic() < until else 0

@@ -148,7 +148,7 @@ def _niced(compile_: Callable[[], Matcher | None]) -> Matcher | None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End the process after it has computed for so long: a busy machine ends no answer."""
+    """End the process when it has computed for so long. Time in which others compute does not count."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -128,7 +128,7 @@ class ListeningRows:
             self.total(layer).add_(summed, alpha=1 / len(query))
 
     def total(self, layer: int) -> torch.Tensor:
-        """Return what all rows attended to in a layer so far, (end,), if a kernel of its own adds it up."""
+        """Return the sums, (end,), of what all rows attended to in a layer: a view, to which kernels add."""
         return self._total[layer, : self.end]
 
     def _heads_at_once(self, queries: torch.Tensor) -> Iterable[tuple[int | slice, int]]:

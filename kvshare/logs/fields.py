@@ -8,12 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from kvshare.logs.requests import Message
 from kvshare.logs.rows import RowError, RowFault
+from kvshare.tables import read_table
 
-NAMES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+NAMES: Mapping[str, Any] = read_table(Path(__file__).with_name("names.yaml"))
 _ROLES = {name: role for role, names in NAMES["roles"].items() for name in names}
 _MAX_INT32 = (1 << 31) - 1
 _FIRST_MILLISECONDS = 1e11  # as seconds, the year 5138

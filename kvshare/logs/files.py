@@ -116,7 +116,7 @@ def _json_rows(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int,
 
 
 def _lines(stream: io.BufferedReader | gzip.GzipFile) -> Iterator[tuple[int, bytes | RowFault]]:
-    """Without blank lines, which are not rows but are counted in line numbers."""
+    """Yield each line with its number. Blank lines are counted and not yielded, as they are not rows."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1

@@ -1,6 +1,6 @@
 """
 The same stream sent to a running server: measured times to the first token, and what the server reports as
-cached next to what the policies predict.
+cached, compared with what the policies predict.
 
     OUT/live.json, OUT/live.parquet (a row per request, numbers only)
 

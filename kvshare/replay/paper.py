@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from kvshare.errors import LogError
@@ -39,12 +38,13 @@ from kvshare.replay.requests import TokenizedRequest, batches
 from kvshare.replay.results import SCHEMA_VERSION, SHARES, Document
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document, write_whole
+from kvshare.tables import read_table
 from vector_index import TextEmbedder
 
 MAX_DISTANCE: Final = 0.05  # one of `DISTANCE_THRESHOLDS`
 PAPER_POLICIES: Final = "prefix,chunks,kvshare,kvshare-open,kvshare-semantic,kvshare-semantic-open,oracle"
 _BATCH: Final = 32
-_REPORTED: Final = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_REPORTED: Final = read_table(Path(__file__).with_suffix(".yaml"))
 
 
 def replay_paper(

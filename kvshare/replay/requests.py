@@ -30,7 +30,7 @@ class TokenizedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    What one policy would have reused of one request; its names are columns of `requests.parquet`.
+    What one policy would have reused of one request; most of its names are columns of `requests.parquet`.
 
     `hits` are the positions of the prompt that need no computing, ascending and disjoint. Only equal tokens
     count: a response cache's answer to another prompt is a `false_hit`.
@@ -52,6 +52,8 @@ class Outcome:
     embedded: bool = False  # for the look-up, whose time excludes it
     num_refused: int = 0  # tokens that the candidates had and a threshold rejected
     num_refused_generation: int = 0  # of these: rejected only for their generation
+    num_from_disk: int = 0  # of the hits; only where there are tiers, and in no column
+    num_exact_from_disk: int = 0  # of these: equal prefix
 
     @property
     def num_hit(self) -> int:

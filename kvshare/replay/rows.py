@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
 from kvshare.errors import LogError
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 from kvshare.replay.whole_files import whole
+from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from kvshare.replay.policies.base import CachePolicy
 
 _PROGRESS = b"kvshare.progress"
-_COLUMNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_COLUMNS = read_table(Path(__file__).with_suffix(".yaml"))
 _TYPES = {kind: pa.type_for_alias(kind) for kind in _COLUMNS.values() if kind != "int32 list"}
 SCHEMA = pa.schema({name: _TYPES.get(kind, pa.list_(pa.int32())) for name, kind in _COLUMNS.items()})
 _OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))

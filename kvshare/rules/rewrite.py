@@ -23,7 +23,7 @@ from kvshare.settings.patterns import MAX_LINE
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The body after the rules (the same object if none matched), and the names of the rules that matched."""
+    """The body after the rules (the same object if none changed it), and the names of those that did."""
 
     body: dict[str, Any]
     rules: tuple[str, ...]

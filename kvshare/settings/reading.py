@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from kvshare.errors import ConfigError
 from kvshare.settings.auth import Access
 from kvshare.settings.sections import Settings
+from kvshare.tables import parsed
 
 _PACKAGE = Path(__file__).parents[1]
 _PREFIX = "KVSHARE_"
@@ -156,7 +157,11 @@ def _branch(path: str, value: object) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        try:
+            tree = parsed(text)
+        except yaml.YAMLError:
+            tree = yaml.safe_load(text)  # slower, and its errors say more
     except FileNotFoundError as exc:
         raise ConfigError(str(path), "no such file") from exc
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:

@@ -134,6 +134,7 @@ class StoreSettings(Section):
     disk_bytes: NonNegativeInt | None
     disk_write_bytes_per_s: PositiveInt
     disk_keep_free_bytes: NonNegativeInt
+    eviction: Literal["copies", "lru", "s3-fifo", "worth"]
     min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     rates.py           the seconds that a plan takes, and those that it saves
     cost.py            learns them from what is measured; regression.py: how
     kept_costs.py      keeps what was measured in a file
-    waits.py           how much longer prompts wait that are loaded, next to others
+    waits.py           how much longer prompts wait that are loaded, while others run
     worth.py           what is worth its time by them: a lookup, an embedding, a plan
 
     prediction.py      how far the answer will deviate, by the model's calibration.py; risk.py: and may

@@ -164,7 +164,7 @@ class Approximation:
         return self._outline("windows", Repairs(outside_media(spans, self._media)))
 
     def _chosen(self, shape: Shape) -> _Outline:
-        """Return the plan with the smallest dose within the limit, else the one with the largest dose."""
+        """Return the outline with the smallest dose within the limit, else that with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
         fitting = (dose for dose in doses if self._bound("attention", dose) <= allowed)

@@ -57,7 +57,7 @@ class CostModel:
         """`rates`: used until something is measured; unless it `learns`, always."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
         self.machine = ""  # that the rates are measured on, in words; set by `KeptCosts`
-        self.waits = Waits()  # next to other prompts
+        self.waits = Waits()  # while other prompts are computed
         self._learns = learns
         self._work = _regression(rates.coefficients, fixed=(0, 3))  # the fixed costs of a step and of a pass
         own = {LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}

@@ -72,7 +72,9 @@ class PromptKeeper(Generic[TierT]):
         """
         copied = copied_to_others(plan)
         for donor in plan.donors:
-            self.tree.touch(donor, num_copied=copied[donor])
+            node = self.tree.get(donor)
+            share = 1.0 if node is None else plan.num_from[donor] / node.num_tokens
+            self.tree.touch(donor, num_copied=copied[donor], share=share)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
         """Evict those of the prompts, pinned or not, whose KV is incomplete. Blocks."""

@@ -116,7 +116,7 @@ class KeptCosts:
             self._written, self.problem = rows, None
 
     def _take(self, fingerprint: Fingerprint) -> dict[str, list[Row]]:
-        """Take the rows of a fingerprint out of the file; the rest stays as that of others."""
+        """Read the file and return a fingerprint's rows. Those of others are kept for the next write."""
         was_unread, kept = self._is_unread, self._read()
         if was_unread and not self._is_unread:
             self.problem = None

@@ -200,7 +200,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         return _HeldOrElsewhere(held, self.tree, budget)
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
-        """Add the answer; None if its prompt was evicted or shortened while it was generated."""
+        """Add the answer; None if it adds nothing, has no room, or its prompt was evicted or shortened."""
         added = Span(node.num_tokens, len(computed.token_ids))
         is_known = self.tree.find(computed.namespace, computed.token_ids) is not None
         if not added or is_known or not self._is_as_it_was(node):

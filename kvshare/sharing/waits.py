@@ -1,10 +1,10 @@
 """
-How long prompts wait beyond what they take themselves, next to other prompts.
+How long prompts wait beyond what they take themselves, while other prompts are computed.
 
 A prompt whose KV is loaded may be computed in later steps of the engine than one without: where its load
-does not join a step, its pass follows one step and its tail is in the next. Next to other prompts each step
-takes as long as their prefills. So the waits of both kinds are compared, each as a line over what was to be
-computed before the prompt.
+does not join a step, its pass follows one step and its tail is in the next. While other prompts are computed,
+each step takes as long as their prefills. So the waits of both kinds are compared, each as a line over what
+was to be computed before the prompt.
 
 Knows neither plans nor engines. Thread-safe: what was seen is only appended to.
 """
@@ -51,7 +51,7 @@ class Waits:
 
 
 def _expected_s(waits: list[_Wait], queue_s: float) -> float:
-    """Fit by least squares. The prior: the fixed wait is 0, and the rest is as long as the queue."""
+    """Estimate the wait after such a queue by least squares. The prior: as long as the queue."""
     queues = np.array([wait.queue_s for wait in waits])
     beyond = np.array([wait.seconds for wait in waits]) - queues
     features = np.stack([np.ones_like(queues), queues])

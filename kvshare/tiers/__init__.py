@@ -8,7 +8,7 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     object_files.py  how their files are named
     disk_tier.py     objects in one folder, within a budget
     write_problem.py why nothing is written now, once in the log
-    write_behind.py  a thread that writes what requests have stored, next to them and with bounded bandwidth
+    write_behind.py  a thread that writes what requests have stored, with bounded bandwidth, while others run
     inspection.py    what administrators may know of the files of a store
     shared_tier.py   objects in a store that several servers use
     shared_prompts.py    which prompts lie in them, for the servers that join
@@ -19,6 +19,7 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     disk_and_shared.py   a disk with a shared store below it, as one tier
     shares.py        what of the segments lies where
     tier_stack.py    memory above the others: what is asked for often is in memory
+    near_memory.py   what is in memory, and what leaves it; replays have it, too
 
 An object is written before anything refers to its file, and is deleted after everything that does. A prompt
 counts after a start only where both are there, its row in the tree and all its objects.

@@ -126,7 +126,7 @@ class SharedTier:
                     self.num_bytes += segment.num_bytes
 
     def takes(self, segment: Segment) -> bool:
-        """Refuse what is not exact: it stays where it was computed."""
+        """Return whether KV is exact. Other KV stays where it was computed."""
         return segment.generation == 0
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:

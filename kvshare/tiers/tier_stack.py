@@ -3,7 +3,7 @@ Host memory above a disk or a shared store, as one tier: what is stored is in me
 that.
 
     put      into memory; the writer's thread writes it to the tier below
-    memory   full: segments that are below it, too, leave it, those first that were used longest ago
+    memory   full: segments that are below it, too, leave it, in the order of `store.eviction`
     fetch    from memory, else from below, and into memory again, once it is whole
     drop     from all
 
@@ -22,12 +22,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from delta_tree import Segment, SegmentId
+from delta_tree import EvictionQueue, RecencyQueue, Segment, SegmentId
 from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import Budget, Fetched
 from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.near_memory import NearMemory
 from kvshare.tiers.shared_tier import SharedTier, remove_from_shared
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
@@ -47,24 +48,34 @@ class _Held:
     segment: Segment
     kv: SegmentKV
 
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.num_bytes
+
 
 class TierStack:
     """A `HostTier`. Thread-safe; its lock is held for updates of dictionaries only."""
 
     def __init__(
-        self, max_bytes: int, below: LowerTier, *, write_bytes_per_s: float, problem: str | None = None
+        self,
+        max_bytes: int,
+        below: LowerTier,
+        *,
+        write_bytes_per_s: float,
+        problem: str | None = None,
+        queue: EvictionQueue[SegmentId] | None = None,
     ) -> None:
-        """`problem`: why the disk could not be opened, as logged; None: it was."""
+        """
+        `problem`: why the disk could not be opened, as logged; None: it was. `queue`: of what leaves memory;
+        by default the least recently used
+        """
         self.max_bytes = max_bytes  # of memory
-        self.num_bytes = 0  # in memory
         self.below = below
         self.on_disk = OnDisk(lambda entry: entry not in self._memory and entry in below)
-        self._in_memory_only = Share(max_bytes, lambda: self._num_due, lambda entry: entry in self._due)
+        self._in_memory_only = Share(max_bytes, self._num_due, lambda entry: entry in self._memory.due)
         self._below_or_due = tuple(self._share_of(tier) for tier in below.parts)
-        self._memory: OrderedDict[SegmentId, _Held] = OrderedDict()  # used longest ago first
-        self._due: OrderedDict[SegmentId, _Held] = OrderedDict()  # in memory only
-        self._to_write: OrderedDict[SegmentId, _Held] = OrderedDict()  # those of them that are written below
-        self._num_due = 0  # bytes of them
+        self._memory: NearMemory[_Held] = NearMemory(max_bytes, queue or RecencyQueue())
+        self._to_write: OrderedDict[SegmentId, _Held] = OrderedDict()  # what is due and is written below
         self._counts: Counter[str] = Counter()
         where = "disk" if below.name == "disk" else "the shared store"
         self._problem = WriteProblem(log, where, lost_with="the process", reason=problem)
@@ -73,6 +84,11 @@ class TierStack:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
         self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
         self._writer.wake()
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self._memory.num_bytes
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -88,12 +104,10 @@ class TierStack:
         with self._lock:
             if segment.segment_id in self:
                 raise ValueError(f"segment {segment.segment_id} is already held")
-            held = self._memory[segment.segment_id] = self._due[segment.segment_id] = _Held(segment, kv)
+            held = _Held(segment, kv)
             if self.below.takes(segment):
                 self._to_write[segment.segment_id] = held
-            self.num_bytes += held.kv.num_bytes
-            self._num_due += held.kv.num_bytes
-            self._shrink()
+            self._memory.put(segment.segment_id, held, is_due=True)
         self._writer.wake()
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
@@ -101,7 +115,7 @@ class TierStack:
         entries = list(segment_ids)
         with self._lock:
             for segment_id in entries:
-                self._forget(segment_id)
+                self._memory.forget(segment_id)
                 self._written(segment_id)
         if self.below.drop(entries):
             self._writer.wake()
@@ -113,9 +127,7 @@ class TierStack:
         """
         wanted = frozenset(segment_ids)
         with self._lock:
-            near = {entry: held for entry in wanted if (held := self._memory.get(entry)) is not None}
-            for entry in near:
-                self._memory.move_to_end(entry)
+            near = self._memory.use(wanted)
         segments = {
             entry: held.kv
             for entry, held in near.items()
@@ -172,7 +184,7 @@ class TierStack:
                     max_bytes=tier.max_bytes,
                     num_hits=num_hits - num_lower if is_first else self._counts[tier.name],
                     num_misses=num_late + missing + num_lower if is_first else num_late + missing,
-                    num_due_bytes=self._num_due if is_first else 0,
+                    num_due_bytes=self._num_due() if is_first else 0,
                     num_written=counts["written"],
                     num_dropped=counts["damaged"] + counts["failed"],
                     num_late=num_late if is_first else 0,
@@ -184,7 +196,7 @@ class TierStack:
 
     def _share_of(self, tier: LowerTier) -> Share:
         def held() -> int:
-            return tier.num_bytes + (self._num_due if tier is self.below.parts[0] else 0)
+            return tier.num_bytes + (self._num_due() if tier is self.below.parts[0] else 0)
 
         holds = tier.takes_room if isinstance(tier, SharedTier) else tier.__contains__
         return Share(tier.max_bytes, held, holds)
@@ -224,9 +236,7 @@ class TierStack:
         with self._lock:
             self._counts[where] += where != self.below.name
             if segment_id in self.below and segment_id not in self._memory:
-                self._memory[segment_id] = _Held(segment, kv)
-                self.num_bytes += kv.num_bytes
-                self._shrink()
+                self._memory.put(segment_id, _Held(segment, kv), is_due=False)
         return kv
 
     def _note_slow(self, is_slow: bool) -> None:
@@ -235,23 +245,14 @@ class TierStack:
             if self._num_slow >= _MOST_SLOW:
                 self._num_slow, self._reads_from = 0, time.monotonic() + _PAUSE_S
 
-    def _shrink(self) -> None:
-        """Free what is below, too, until memory is within its limit. The lock is held."""
-        for segment_id in list(self._memory) if self.num_bytes > self.max_bytes else ():
-            if self.num_bytes <= self.max_bytes:
-                return
-            if segment_id not in self._due:
-                self._forget(segment_id)
-
     def release(self, segment_ids: Iterable[SegmentId]) -> None:
         """Free memory of these segments, which may be whole below."""
         with self._lock:
             for segment_id in segment_ids:
-                self._forget(segment_id)
+                self._memory.forget(segment_id)
 
-    def _forget(self, segment_id: SegmentId) -> None:
-        held = self._memory.pop(segment_id, None)
-        self.num_bytes -= 0 if held is None else held.kv.num_bytes
+    def _num_due(self) -> int:
+        return self._memory.num_due_bytes
 
     def write_due(self) -> int | None:
         """Delete a file that belongs to nothing; where none does, write the segment that is due longest."""
@@ -284,9 +285,8 @@ class TierStack:
         """Write what memory holds and the tier below has lost."""
         with self._lock:
             for segment_id, held in self._memory.items():
-                if segment_id not in self._due and segment_id not in self.below:
-                    self._due[segment_id] = held
-                    self._num_due += held.kv.num_bytes
+                if segment_id not in self._memory.due and segment_id not in self.below:
+                    self._memory.owe(segment_id)
                     if self.below.takes(held.segment):
                         self._to_write[segment_id] = held
         self._writer.wake()
@@ -295,6 +295,4 @@ class TierStack:
         """Note that a segment is not in memory only any more. Returns whether it was."""
         with self._lock:
             self._to_write.pop(segment_id, None)
-            held = self._due.pop(segment_id, None)
-            self._num_due -= 0 if held is None else held.kv.num_bytes
-            return held is not None
+            return self._memory.written(segment_id)

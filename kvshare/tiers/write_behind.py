@@ -1,4 +1,4 @@
-"""A thread that works next to requests: one piece after the other, at most so many bytes a second."""
+"""A thread that works while requests run: one piece after the other, at most so many bytes a second."""
 
 from __future__ import annotations
 

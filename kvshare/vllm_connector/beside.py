@@ -5,7 +5,7 @@ vLLM's own MultiConnector gives all children what the first one's workers report
 what its own workers report, and has the outer policy for failed loads hold for all of them.
 
 A connector that finds KV by the tokens alone would give approximate KV to requests that did not ask for any.
-So KVShare shares only next to those that find it by vLLM's hashes of blocks, which its salts are part of.
+So KVShare shares only if the others find it by vLLM's hashes of blocks, which its salts are part of.
 """
 
 from __future__ import annotations

@@ -177,7 +177,11 @@ def _cache(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
 
 
 def _quantised(config: VllmConfig, kv_cache: KVCacheConfig) -> dict[str, bool]:
-    """Check layers whose stored numbers are quantised. If the weights say so, the spec knows it."""
+    """
+    Return the reasons against quantised caches, and whether each applies.
+
+    The weights may ask vLLM for fp8 without a setting: so the specs count, too.
+    """
     cache = config.cache_config
     modes = {getattr(spec, "kv_quant_mode", KVQuantMode.NONE) for spec in _specs(kv_cache)}
     is_fp8 = KVQuantMode.FP8_PER_TENSOR in (*modes, get_kv_quant_mode(cache.cache_dtype))

@@ -182,7 +182,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduler(self) -> ConnectorScheduler:
-        """Return the part for the methods that vLLM calls in the scheduler only."""
+        """Return the scheduler's part, for methods that vLLM calls in the scheduler only."""
         assert self._scheduler_side is not None
         return self._scheduler_side.scheduler
 

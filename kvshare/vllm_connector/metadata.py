@@ -175,9 +175,10 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class DiskReport:
-    """Segments whose files are whole."""
+    """Segments whose files are whole, and why nothing is written now, if so."""
 
     written: tuple[SegmentId, ...] = ()
+    problem: str | None = None
 
 
 @dataclass

@@ -44,6 +44,13 @@ class Medium:
         return len(self.span) >= MIN_TOKENS and _DIGEST.fullmatch(self.digest) is not None
 
 
+def are_shareable(media: Sequence[Medium], num_tokens: int) -> bool:
+    """Whether their placeholders, in a prompt of so many tokens, can stand for them."""
+    return all(
+        medium.is_identified and medium.span.start >= 0 and medium.span.end <= num_tokens for medium in media
+    )
+
+
 def identified(token_ids: TokenIds, media: Sequence[Medium]) -> TokenIds:
     """
     The tokens, with ids of the media in place of their placeholders.

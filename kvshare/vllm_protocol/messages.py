@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from delta_tree import Span, TokenIds
 from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Seconds, Text
-from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.places import DiskProblem, Moved, OnDiskOnly
 
 PROTOCOL = 5
 HEADROOM = 8  # 1/8 of a replica's memory stays free, see `budget_of`
@@ -226,7 +226,7 @@ class Dropped(Message):
     kind: Literal["dropped"] = "dropped"
 
 
-JournalEvent = Prefilled | FinishedReport | Dropped | Moved | OnDiskOnly
+JournalEvent = Prefilled | FinishedReport | Dropped | Moved | OnDiskOnly | DiskProblem
 
 
 @dataclass(frozen=True, slots=True)

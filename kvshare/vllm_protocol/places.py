@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshare.vllm_protocol.json_fields import Held, Message, Number, Text
+from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,19 @@ class OnDiskOnly(Message):
     came: tuple[Held, ...] = ()
     left: tuple[Held, ...] = ()
     kind: Literal["on_disk"] = "on_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProblem(Message):
+    """
+    Why nothing is written to the connector's disk; an empty `reason`: it is written (again).
+
+    `is_lasting`: until vLLM is started again.
+    """
+
+    reason: str = ""
+    is_lasting: Flag = False
+    kind: Literal["disk_problem"] = "disk_problem"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvshare.vllm_protocol.json_fields import Flag, Message, Number, Text
 from kvshare.vllm_protocol.messages import PROTOCOL, budget_of
+from kvshare.vllm_protocol.places import DiskProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ReplicaInfo(Message):
     device: str = ""  # of its ranks, in words
     max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
     num_disk_segments: Number = 0
+    disk_problem: DiskProblem = field(default_factory=DiskProblem)  # of now; changes come by the journal
     speculation: str = ""  # vLLM's name of the method of speculative decoding, where it is on
     can_share_media: Flag = False  # images in prompts: positions are those of tokens
     passing: str = ""  # why requests pass unshared, though nothing is wrong
@@ -42,6 +44,7 @@ class ReplicaInfo(Message):
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
         | {"max_disk_bytes", "num_disk_segments", "speculation", "passing", "can_share_media"}
+        | {"disk_problem"}
     )
 
     @property

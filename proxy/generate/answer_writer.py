@@ -62,7 +62,7 @@ class AnswerWriter(ABC):
 
     @property
     def calls_tools(self) -> bool:
-        """Return whether the answer, which has ended, calls tools: each call is whole."""
+        """True if the answer, which has ended, calls tools and each call is whole."""
         return False
 
     @abstractmethod

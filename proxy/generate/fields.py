@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from kvshare.errors import UnsupportedParameterError
+from kvshare.tables import read_table
 from proxy.request_body import at_most
 from proxy.wrong_values import wrong
 
@@ -30,7 +30,7 @@ MAX_PROMPTS = 64
 INT32 = 2**31 - 1
 NO_LIMIT = -1  # of tokens
 _MAX_QUOTED = 40  # characters of a key
-_UNSUPPORTED = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text(encoding="utf-8"))
+_UNSUPPORTED = read_table(Path(__file__).with_name("unsupported.yaml"))
 
 
 def _whole(number: object) -> object:

@@ -142,7 +142,7 @@ class EmbeddingBody(Body):
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """POST /v1/embeddings. `model` is the embedder's name, or that of the model next to it."""
+    """POST /v1/embeddings. `model` is the embedder's name, or that of the served model."""
     engine = request.app[ENGINE]
     body = validated(EmbeddingBody, await read_object(request))
     found = await engine.embed(body.input)

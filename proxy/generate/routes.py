@@ -22,6 +22,7 @@ from kvshare.conversation.chat import Chat
 from kvshare.conversation.grammar import grammar_of
 from kvshare.engine import GeneratingEngine
 from kvshare.errors import ContextLengthError, ErrorCode, RequestError
+from proxy.azure import add_routes as add_azure_routes
 from proxy.errors import HttpError, is_anthropic
 from proxy.generate import models
 from proxy.generate.answer_writer import AnswerWriter
@@ -49,7 +50,7 @@ _STORED_RESPONSE = (
 def add_routes(
     app: web.Application, engine: GeneratingEngine, *, serves_clients: bool, serves_admins: bool
 ) -> None:
-    """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
+    """All of /v1 and Azure's paths for clients, `/admin/explain` for admins, for both the list of models."""
     app[ENGINE] = engine
     app.router.add_get("/v1/models", models.served)
     if serves_clients:
@@ -62,6 +63,13 @@ def add_routes(
         app.router.add_post("/tokenize", models.tokenize)
         app.router.add_post("/detokenize", models.detokenize)
         app.router.add_get("/version", models.version)
+        add_azure_routes(
+            app,
+            generate=generate,
+            embeddings=models.embeddings,
+            models=models.served,
+            model=models.served_by_name,
+        )
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
 

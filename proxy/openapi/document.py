@@ -15,12 +15,12 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from kvshare import __version__
+from kvshare.tables import read_table
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
 from proxy.generate.models import DetokenizeBody, EmbeddingBody, TokenizeChatBody, TokenizeTextBody
@@ -56,7 +56,7 @@ class Operation:
 
 
 def _read(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    document: dict[str, Any] = read_table(Path(__file__).with_name(name))
     return document
 
 

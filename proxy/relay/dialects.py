@@ -21,7 +21,7 @@ from kvshare.fleet.token_lists import ids_of
 from kvshare.reasons import Reason
 from kvshare.requests import Prompt
 from kvshare.rules.texts import SHAPES
-from kvshare.vllm_protocol.media import identified
+from kvshare.vllm_protocol.media import are_shareable, identified
 from proxy.errors import ErrorReply
 from proxy.relay.images import holds_images, is_sent_image, without_tensors
 from proxy.relay.media_parts import without_media_ids
@@ -117,7 +117,7 @@ def _check_completion(document: Body) -> None:
 
 
 def _thinks_as_rendered(document: Body) -> bool:
-    """Return False without thinking: then the route may render with another effort than `/render`."""
+    """False if thinking is disabled: then the route may have other tokens than `/render`, by its effort."""
     thinking = document.get("thinking")
     return not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled")
 
@@ -160,12 +160,14 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
     if rendered is None:
         if has_images:
             raise Unplannable(Reason.NO_RENDER)
-        tokenized = await renderer.tokenize(_tokenize_body(without_media_ids(document), dialect))
+        tokenized = await renderer.tokenize(
+            _tokenize_body(without_media_ids(document, path=dialect.path), dialect)
+        )
         return ReadPrompt(Prompt(tokenized.token_ids, text))
     if len(rendered) != 1:
         raise Unplannable(Reason.SEVERAL_PROMPTS)
     media, tokens = rendered[0].media, rendered[0].tokens.token_ids
-    if media is None or not all(medium.is_identified for medium in media):
+    if media is None or not are_shareable(media, len(tokens)):
         raise Unplannable(Reason.MULTIMODAL)
     if media:  # vLLM takes no tokens back together with media
         spans = tuple(medium.span for medium in media)

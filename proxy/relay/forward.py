@@ -24,6 +24,7 @@ from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.fleet.router import Router
 from kvshare.safe_logging import class_and_place
 from kvshare.vllm_protocol.messages import PROMPT_KEY
+from proxy.azure import openai_url
 from proxy.connection import probed
 from proxy.context import SERVER
 from proxy.errors import HttpError, is_anthropic, to_reply
@@ -105,7 +106,7 @@ class RelayedRequest:
         if record.trace is not None:  # vLLM's spans are below ours
             headers["traceparent"] = record.trace.header
         headers.update(replica.headers)
-        path = upstream_path(request.rel_url.raw_path_qs)
+        path = upstream_path(openai_url(request).raw_path_qs)
         added: dict[str, bytes] = {}  # the salt and the ticket of this try
         if self.is_json and takes_salt(path):
             added["cache_salt"] = dump(self.routed.salt)

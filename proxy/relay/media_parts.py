@@ -23,18 +23,21 @@ PROMPTS = (
     *("messages", "input", "previous_input_messages"),
     *("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2"),
 )
+_OF_CHATS = ("messages",)  # their `documents` are texts of the client's, which only the template sees
+_CHATS = ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/batch")
 _CONTENTS = frozenset({"content", "output"})  # of a message or a result, and of what a tool returned
 _EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # types of parts, and names in them
 _ID = "uuid"
 
 
-def without_media_ids(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_media_ids(document: Mapping[str, Any], *, path: str) -> Mapping[str, Any]:
     """
-    A body whose parts of contents have no ids; the very object if none has one.
+    A body to this route of vLLM whose parts of contents have no ids; the very object if none has one.
 
     Raises RequestError for embeddings, RecursionError for a body that is nested too deeply.
     """
-    found = {name: _clean(document[name], param=name) for name in PROMPTS if name in document}
+    names = _OF_CHATS if path in _CHATS else PROMPTS
+    found = {name: _clean(document[name], param=name) for name in names if name in document}
     is_same = all(value is document[name] for name, value in found.items())
     return document if is_same else {**document, **found}
 

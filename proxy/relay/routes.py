@@ -27,6 +27,8 @@ from kvshare.reasons import Reason, cache_miss_reason
 from kvshare.requests import SharingMode
 from kvshare.safe_logging import class_and_place
 from proxy.anthropic_models import model_of, page_of
+from proxy.azure import add_routes as add_azure_routes
+from proxy.azure import is_of_deployment, openai_url
 from proxy.context import SERVER
 from proxy.errors import speaks_anthropic
 from proxy.relay.dialects import DIALECTS, Dialect, ReadPrompt, Unplannable, prompt_of
@@ -53,7 +55,7 @@ ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
 def add_routes(
     app: web.Application, engine: VllmEngine, *, serves_clients: bool, serves_admins: bool
 ) -> None:
-    """All of /v1 for clients, `/admin/explain` for admins, and for both the list of models."""
+    """All of /v1 and Azure's paths for clients, `/admin/explain` for admins, for both the list of models."""
     app[ENGINE] = engine
     app.router.add_get("/v1/models", models)
     if serves_clients:
@@ -62,6 +64,7 @@ def add_routes(
             app.router.add_post(path, generate)
             app.router.add_post(f"{path}/", generate)
         app.router.add_route("*", "/v1/{path:.*}", pass_through)
+        add_azure_routes(app, generate=generate, embeddings=pass_through, models=models, model=model)
     if serves_admins:
         app.router.add_post("/admin/explain", explain)
 
@@ -92,8 +95,9 @@ async def _listed(request: web.Request) -> list[Mapping[str, Any]]:
 
 async def pass_through(request: web.Request) -> web.StreamResponse:
     """Any other route under /v1, of vLLM's choice."""
-    check_path(request.rel_url.raw_path_qs)
-    if is_for_operators(request.rel_url.raw_path_qs):
+    path = openai_url(request).raw_path_qs
+    check_path(path)
+    if is_for_operators(path):
         request.app[SERVER].keyring.check_admin(request, request[RECORD].admission.caller)
     router = request.app[ENGINE].server.router
     is_json = request.content_type == "application/json" and request.can_read_body
@@ -214,5 +218,6 @@ async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
              read cannot be searched
     """
     document = await read_object(request)
-    raw = None if request[RECORD].body.rules else await read_raw(request)
-    return sanitized(raw, document), document
+    is_rewritten = bool(request[RECORD].body.rules) or is_of_deployment(request)
+    raw = None if is_rewritten else await read_raw(request)
+    return sanitized(raw, document, path=api_of(request)), document

@@ -46,15 +46,16 @@ _NOT_SENT_ON = _HOP_BY_HOP | frozenset(
 _CORS = "access-control-"
 
 
-def sanitized(raw: bytes | None, document: Mapping[str, Any]) -> bytes:
+def sanitized(raw: bytes | None, document: Mapping[str, Any], *, path: str = "") -> bytes:
     """
     A body without what the client may not say. `raw`: the same as bytes, returned if nothing has to go; None
-    if `document` is no longer what the client sent, so that it must be written again.
+    if `document` is no longer what the client sent, so that it must be written again. `path`: of its route,
+    if that is known.
 
     Raises RequestError for one that is nested too deeply to be written again, and for embeddings of media.
     """
     try:
-        anonymous = without_media_ids(document)
+        anonymous = without_media_ids(document, path=path)
         clean = {name: value for name, value in anonymous.items() if name not in _FORBIDDEN and name != _OWN}
         is_same = raw is not None and anonymous is document and len(clean) == len(document)
         xargs = document.get(_XARGS)

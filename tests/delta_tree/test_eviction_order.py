@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from delta_tree import Node, NodeId, PieceTable, token_ids
 from delta_tree.eviction_order import EvictionOrder
+from delta_tree.eviction_queue import CopiesQueue
 
 NAMESPACES = ("a", "b", "c")
 
@@ -116,12 +117,14 @@ def test_a_hit_after_the_other_takes_no_memory() -> None:
     for _ in range(50):
         for number in range(1, 21):
             order.record_use(node(number))
-    assert all(len(heap) <= 2 * 20 + 64 + 1 for heap in order._heaps.values())
+    for queue in order._queues.values():
+        assert isinstance(queue, CopiesQueue)
+        assert len(queue._heap) <= 2 * 20 + 64 + 1
     assert order.first(None, ()) == 1
     for number in range(1, 21):
         order.remove(node(number))
-    assert not order._ranks
-    assert not order._heaps
+    assert set(order._queues) == {None}
+    assert not len(order._queues[None])
 
 
 def test_room_of_one_replica_is_no_room_of_another() -> None:
@@ -181,7 +184,7 @@ def test_an_emptied_namespace_leaves_nothing() -> None:
         order.age(one.node_id, [one.namespace])
         order.remove(one)
         order.forget(one.namespace)
-    assert not order._ranks
-    assert not order._heaps
+    assert set(order._queues) == {None}
+    assert not len(order._queues[None])
     assert not order._groups_of
     assert not order._floors

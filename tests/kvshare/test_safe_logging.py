@@ -17,7 +17,7 @@ from delta_tree import DeltaTree, Span, token_ids
 from kvshare.background import Background
 from kvshare.embedded.scheduler import Scheduler
 from kvshare.reasons import Reason
-from kvshare.replay.policies.sharing import UNLIMITED, WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.weightless import UNLIMITED, WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.safe_logging import Discreet, JsonLines, class_and_place, classes_and_places
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan

@@ -182,3 +182,15 @@ async def test_servers_do_not_mix_their_figures(num_servers: int) -> None:
     async with running_server() as one, running_server() as other:
         await one.post(CHAT, chat())
         assert total(await scrape(other), "kvshare_prompt_tokens_by_source_total") == 0
+
+
+async def test_refusals_are_counted_by_their_code(server: Server) -> None:
+    """The code where there is one, else the type; and the model has its name."""
+    for body in (chat(echo=True), chat(temperature=9), chat(temperature=9)):
+        assert (await server.post(CHAT, body)).status == 400
+    await server.post("/nowhere", {})
+    samples = await scrape(server)
+    assert value(samples, "kvshare_refusals_total", code="unsupported_parameter") == 1
+    assert value(samples, "kvshare_refusals_total", code="invalid_request_error") == 2
+    assert value(samples, "kvshare_refusals_total", code="not_found") == 1
+    assert value(samples, "kvshare_model_info", model="echo") == 1

@@ -28,7 +28,14 @@ from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetr
 from kvshare.vllm_protocol import stages
 from proxy.auth import LOCAL
 from proxy.metrics import Metrics
-from proxy.request_record import AdmissionRecord, AnswerRecord, BodyRecord, PreparationRecord, RequestRecord
+from proxy.request_record import (
+    AdmissionRecord,
+    AnswerRecord,
+    BodyRecord,
+    PreparationRecord,
+    RequestFailure,
+    RequestRecord,
+)
 from vector_index import CircuitState, IndexSchema, Nominator, QdrantRemoteIndex
 
 _ROOT = Path(__file__).parents[2]
@@ -135,7 +142,7 @@ def request(decision: Decision) -> RequestRecord:
     return RequestRecord(
         "id",
         "id",
-        admission=AdmissionRecord(LOCAL, is_counted=True),
+        admission=AdmissionRecord(LOCAL, is_counted=True, failure=RequestFailure("queue_full", "full")),
         body=BodyRecord(rules=("clock",)),
         preparation=PreparationRecord(SharingMode.APPROX, tokenize_s=0.1),
         answer=AnswerRecord(

@@ -1,5 +1,6 @@
 """Indexing and forgetting prompts while the index or the embedder fails."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -90,6 +91,55 @@ async def test_what_was_written_since_is_not_undone(setup: Setup) -> None:
     assert setup.index.entries[2] is written[2]
     assert setup.index.entries[3] is written[3]
     assert 4 in setup.index.entries
+
+
+class Pause:
+    """Whether the index is paused."""
+
+    def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_on = True
+        monkeypatch.setattr(setup.index, "why_paused", lambda: "the disk is full" if self.is_on else None)
+
+
+async def test_what_was_written_since_a_pause_is_not_undone(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause is over, and a prompt was written anew, or forgotten, before what was missed is."""
+    pause = Pause(setup, monkeypatch)
+    await setup.nominator.remember_all([PromptRecord(number, "a", tokens(number)) for number in (2, 3, 4)])
+    pause.is_on = False
+    await setup.nominator.remember(2, "a", tokens(2), TEXT)
+    await setup.nominator.forget("a", [3])
+    await setup.nominator.catch_up()
+    assert setup.index.entries[2].embedding is not None
+    assert setup.index.entries.keys() == {1, 2, 4}
+
+
+async def test_what_is_written_while_the_index_catches_up_is_not_undone(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompts that still wait and of those that are being embedded; also where writing fails."""
+    pause = Pause(setup, monkeypatch)
+    setup.embedder.mood = "hangs"
+    texts = [TEXT if number < 18 else None for number in range(2, 40)]
+    records = [PromptRecord(2 + place, "a", tokens(2 + place), text) for place, text in enumerate(texts)]
+    await setup.nominator.remember_all(records)
+    pause.is_on = False
+    catching_up = asyncio.create_task(setup.nominator.catch_up())
+    while not setup.nominator._newest:  # noqa: ASYNC110  the first batch is not being embedded yet
+        await asyncio.sleep(0.001)
+    written = {}
+    for number in (2, 39):
+        await setup.nominator.remember(number, "a", tokens(number)[:300])
+        written[number] = setup.index.entries[number]
+    setup.index.mood = "fails"
+    setup.embedder.go_on.set()
+    await catching_up
+    setup.index.mood = "works"
+    await setup.nominator.catch_up()
+    assert setup.nominator.num_waiting == 0
+    assert all(setup.index.entries[number] is entry for number, entry in written.items())
+    assert setup.index.entries.keys() == set(range(1, 40))
 
 
 async def test_what_is_missed_while_others_are_tried_again_is_not_lost(

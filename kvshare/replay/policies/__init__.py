@@ -7,6 +7,7 @@ The cache policies by name, and how a name with options becomes one: `kvshare-op
     response                     GPTCache: the stored answer to the most similar prompt              embeds
     kvshare                      as config.yaml says: prefixes, fingerprints, embeddings             embeds
     kvshare-open                 the same without thresholds and without repair                      embeds
+    kvshare-exact                the same for requests that allow nothing approximate: equal prefixes
     kvshare-fingerprints[-open]  without the search by embedding
     kvshare-semantic[-open]      only the search by embedding                                        embeds
     oracle                       every run of 16 tokens that an earlier prompt had
@@ -16,9 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
-
-import yaml
+from typing import Any, Final
 
 from kvshare.errors import ConfigError
 from kvshare.replay.policies.base import CachePolicy, NothingPolicy, PolicyContext
@@ -27,10 +26,11 @@ from kvshare.replay.policies.oracle import OraclePolicy
 from kvshare.replay.policies.response import ResponsePolicy
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
+from kvshare.tables import read_table
 
 Number = int | float
 
-_NAMES: Final = yaml.safe_load(Path(__file__).with_name("policies.yaml").read_text(encoding="utf-8"))
+_NAMES: Final = read_table(Path(__file__).with_name("policies.yaml"))
 _KVSHARE: Final = {name: SharingOptions(**options) for name, options in _NAMES["kvshare"].items()}
 _OTHERS: Final[dict[str, type[CachePolicy]]] = {
     policy.family: policy
@@ -47,6 +47,10 @@ class PolicySpec:
     text: str
     name: str
     options: dict[str, Number] = field(default_factory=dict)
+
+    @property
+    def is_kvshare(self) -> bool:
+        return self.name in _KVSHARE
 
     @property
     def embeds(self) -> bool:
@@ -67,11 +71,17 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     return tuple(_parse(spec) for spec in dict.fromkeys(wanted))
 
 
-def make_policy(spec: PolicySpec, context: PolicyContext, capacity_tokens: int | None = None) -> CachePolicy:
-    """The policy with a store of its own; capacity None: infinite. The caller closes it."""
+def make_policy(
+    spec: PolicySpec, context: PolicyContext, capacity_tokens: int | None = None, **tiers: Any
+) -> CachePolicy:
+    """
+    The policy with a store of its own; capacity None: infinite. The caller closes it.
+
+    `tiers`: for those of kvshare, `stack` and `eviction` of a `SharingPolicy`
+    """
     if spec.name in _KVSHARE:
         options = replace(_KVSHARE[spec.name], **spec.options)  # type: ignore[arg-type]  # checked by _parse
-        return SharingPolicy(spec.text, context, capacity_tokens, sharing_options=options)
+        return SharingPolicy(spec.text, context, capacity_tokens, sharing_options=options, **tiers)
     return _OTHERS[spec.name](spec.text, context, capacity_tokens, **spec.options)
 
 

@@ -149,8 +149,8 @@ class ChunksPolicy(CachePolicy):
     It follows LMCache's open blend server (v1/multiprocess/modules/blend): stored prompts are cut every 256
     tokens, and the first chunk is left to the prefix cache. A prompt is searched at every offset, each stored
     chunk is used once, and of overlapping ones the leftmost. One changed token loses its whole chunk. Unlike
-    LMCache, this compares the tokens. A finite store holds chunks only: the prefix cache has one of the same
-    size next to it.
+    LMCache, this compares the tokens. A finite store holds chunks only: the prefix cache has another one of
+    the same size.
     """
 
     family = "chunks"

@@ -7,20 +7,20 @@ Requests come one at a time, rates are never measured, and no decision depends o
 
 import asyncio
 import itertools
-import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from delta_tree import DeltaTree, NodeId, Segment, SegmentId, Span, gaps, merge
-from kvshare.kv.tier import Fetched, SegmentTable
+from delta_tree import EVICTION_QUEUES, DeltaTree, NodeId, SegmentId, Span, gaps, merge
 from kvshare.logs.requests import Requester, any_of
 from kvshare.replay.measures import COUNT_EDGES, histogram
 from kvshare.replay.policies.base import CachePolicy, prompt_text, stored_tokens
 from kvshare.replay.policies.sharing_options import LossFinder, SharingOptions
+from kvshare.replay.policies.weightless import UNLIMITED, WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.weightless_stack import WeightlessStack
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Tree
 from kvshare.requests import Prompt, SharingMode
@@ -30,11 +30,9 @@ from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Rates
 from kvshare.sharing.selection import choose_by_place
-from kvshare.status import TierStatus
 from kvshare.telemetry import Component, FallbackReason
 from vector_index import Nominator, QdrantEdgeIndex
 
-UNLIMITED = 2**62  # bytes
 _MAINTAIN_EVERY = 1000  # requests between two flushes of the index
 _FAILURES = (
     (Component.SHARING, FallbackReason.ERROR),
@@ -54,52 +52,20 @@ class _Inline(Executor):
         return future
 
 
-@dataclass(frozen=True, slots=True)
-class WeightlessKV:
-    """A stretch of KV that is only counted."""
-
-    num_bytes: int
-
-    def checksum(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class WeightlessSequence:
-    """The KV of a finished sequence: so many bytes per token."""
-
-    bytes_per_token: int
-    is_whole: bool = True
-
-    def cut(self, span: Span) -> WeightlessKV:
-        return WeightlessKV(len(span) * self.bytes_per_token)
-
-
-class WeightlessTier(SegmentTable[WeightlessKV]):
-    """Counts the bytes that segments would take."""
-
-    def put(self, segment: Segment, kv: WeightlessKV) -> None:
-        self.add(segment.segment_id, kv)
-
-    def close(self) -> None:
-        """There is nothing to write."""
-
-    def status(self) -> tuple[TierStatus, ...]:
-        """A replay counts hits itself."""
-        return ()
-
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
-        """No bytes, only which segments are missing."""
-        return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
-
-
 @dataclass(eq=False, kw_only=True)
 class SharingPolicy(CachePolicy):
-    """KVShare with these options. Where it searches by embedding, the context must have embeddings."""
+    """
+    KVShare with these options. Where it searches by embedding, the context must have embeddings.
+
+    `stack`: of tiers, instead of memory of `capacity_tokens`. `eviction`: a word of `store.eviction`; None:
+    as config.yaml says.
+    """
 
     family = "kvshare"
 
     sharing_options: SharingOptions
+    stack: WeightlessStack | None = None
+    eviction: str | None = None
 
     def __post_init__(self) -> None:
         context, options, capacity_tokens = self.context, self.sharing_options, self.capacity_tokens
@@ -111,12 +77,14 @@ class SharingPolicy(CachePolicy):
         # Counted, so that ties are broken the same way in every run.
         ids, ticks, segment_ids = (itertools.count(1) for _ in range(3))
         new_id, clock = lambda: NodeId(next(ids)), lambda: float(next(ticks))
+        max_bytes = UNLIMITED if capacity_tokens is None else capacity_tokens * per_token
         self._keeper: MemoryKeeper[WeightlessKV] = MemoryKeeper(
             DeltaTree.open(None, identity=None, clock=clock, new_id=new_id),
-            WeightlessTier(UNLIMITED if capacity_tokens is None else capacity_tokens * per_token),
+            self.stack or WeightlessTier(max_bytes),
             min_tokens=limits.sharing.min_prompt_tokens,
             new_id=lambda: SegmentId(next(segment_ids)),
         )
+        self.tree.evict_by(EVICTION_QUEUES[self.eviction or settings.store.eviction])
         index_settings = options.nominator(settings)
         embedder = context.embeddings if options.uses_embedding else None
         self._folder = tempfile.TemporaryDirectory(prefix="kvshare-replay-")
@@ -141,6 +109,10 @@ class SharingPolicy(CachePolicy):
         return {name: value for name, value in asdict(self.sharing_options).items() if value is not None}
 
     @property
+    def keeper(self) -> MemoryKeeper[WeightlessKV]:
+        return self._keeper
+
+    @property
     def tree(self) -> DeltaTree:
         return self._keeper.tree
 
@@ -159,10 +131,11 @@ class SharingPolicy(CachePolicy):
         lookup = await self._sharing.find_plan(
             namespace,
             Prompt(request.token_ids, prompt_text(request)),
-            SharingMode.APPROX,
+            SharingMode.APPROX if self.sharing_options.nominate != "prefix" else SharingMode.EXACT,
             by_embedding=self.sharing_options.uses_embedding,
         )
         plan = _with_repairs_chosen(lookup.plan)
+        from_disk = frozenset[SegmentId]() if self.stack is None else self.stack.take_read()
         donors = plan.donors if isinstance(plan, Plan) else ()
         cross_user = any_of(request.logged.requester.is_other(self._owners[donor]) for donor in donors)
         num_refused = num_generation = 0
@@ -178,7 +151,7 @@ class SharingPolicy(CachePolicy):
         plan_s = sum(lookup.stage_seconds.get(stage, 0.0) for stage in ("plan", "fetch"))
         similarities = [one.similarity for one in lookup.candidates if one.similarity is not None]
         return replace(
-            _outcome(plan, counts_repaired=self.sharing_options.open_gates),
+            _outcome(plan, counts_repaired=self.sharing_options.open_gates, from_disk=from_disk),
             num_donors=len(donors),
             cross_user=cross_user,
             lookup_s=max(0.0, lookup.seconds - plan_s),
@@ -238,7 +211,7 @@ def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
     return plan.with_repairs(choice.repairs)
 
 
-def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool) -> Outcome:
+def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool, from_disk: Collection[SegmentId]) -> Outcome:
     """
     What a plan reuses. `counts_repaired`: all repaired tokens but the last count as reused. Even where
     no repair is configured the planner computes scraps of a few tokens again, and these are not repairs.
@@ -250,9 +223,18 @@ def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool) -> Outcome:
         all_but_last = Span(0, plan.num_tokens - 1)
         hits = merge([*hits, *(span.intersection(all_but_last) for span in plan.repairs)])
         num_repaired = sum(span.end == plan.num_tokens for span in plan.repairs)
+    read = [
+        span.intersection(copy.target)
+        for copy in plan.copies
+        if copy.segment_id in from_disk
+        for span in hits
+    ]
+    exact = Span(0, plan.exact_length)
     return Outcome(
         hits=hits,
         num_exact=plan.exact_length,
+        num_from_disk=sum(map(len, read)),
+        num_exact_from_disk=sum(len(span.intersection(exact)) for span in read),
         num_repaired=num_repaired,
         shifts=tuple(copy.shift for copy in plan.copies),
         reason=plan.reason,

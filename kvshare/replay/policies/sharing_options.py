@@ -33,14 +33,15 @@ _REJECTIONS = frozenset(
 @dataclass(frozen=True, slots=True)
 class SharingOptions:
     """
-    `nominate`: which searches there are; "embedding" has neither fingerprints nor the prefix table.
+    `nominate`: which searches there are; "embedding" has neither fingerprints nor the prefix table. "prefix":
+    only that table, as for requests that allow nothing approximate.
 
     `open_gates`: every possible copy is made, whatever it costs in fidelity or time. No threshold applies,
     nothing is repaired, and the search by embedding always runs: the result is how much is found.
     None leaves a setting as config.yaml has it.
     """
 
-    nominate: Literal["both", "fingerprints", "embedding"] = "both"
+    nominate: Literal["both", "fingerprints", "embedding", "prefix"] = "both"
     open_gates: bool = False
     max_distance: float | None = None
     min_run: int | None = None
@@ -56,7 +57,7 @@ class SharingOptions:
 
     @property
     def uses_embedding(self) -> bool:
-        return self.nominate != "fingerprints"
+        return self.nominate in {"both", "embedding"}
 
     def limits(self, settings: Settings) -> PlannerLimits:
         limits = PlannerLimits.from_settings(settings, can_probe=True)
@@ -76,6 +77,8 @@ class SharingOptions:
             changes["max_fingerprints"] = _NEVER
         if self.nominate == "embedding":
             changes |= {"kgram": _NEVER, "block_size": _NEVER}
+        if self.nominate == "prefix":
+            changes["kgram"] = _NEVER
         if self.open_gates or self.nominate == "embedding":
             changes |= {"dense_min_tokens": 0, "dense_min_uncovered": 0.0}
         return replace(nominator_settings(settings.index), **changes)

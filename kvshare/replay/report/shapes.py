@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-import yaml
-
 from kvshare.replay.report.formats import counted, percent, short
 from kvshare.replay.report.picture import COLOURS, TEMPLATES, Picture, drawing, tip
 from kvshare.replay.report.reading import Report
 from kvshare.replay.results import Document, Histogram, PolicyResults, Similarity, Tree
+from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Reported = Mapping[str, Mapping[str, float]]  # log -> name of a figure -> what the paper has
 
-_STEPS: Final = yaml.safe_load((TEMPLATES / "bars.yaml").read_text(encoding="utf-8"))
+_STEPS: Final = read_table(TEMPLATES / "bars.yaml")
 _MAX_WIDE: Final = 10  # buckets with room for both of their ends
 
 
@@ -90,7 +89,7 @@ def likeness_points(report: Report) -> Picture | None:
 
 
 def tree_shape(tree: Tree | None) -> Picture | None:
-    """Return how many earlier prompts each prompt builds on, and how many build on it."""
+    """Draw how many earlier prompts each prompt builds on, and how many build on it; None without any."""
     if tree is None or not any(tree.depth.counts + tree.children.counts):
         return None
     with drawing("Tree depth and fan-out", height=280) as picture:

@@ -12,15 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-
 from kvshare.logs import ReadReport, RowFault, read_file
 from kvshare.logs.files import raw_rows
 from kvshare.logs.requests import Message
+from kvshare.tables import read_table
 
 _TEXT_FIELDS = ("prompt", "text", "query", "question", "instruction", "section_text", "dialogue")
 _T = TypeVar("_T")
-WORDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+WORDS: Mapping[str, Any] = read_table(Path(__file__).with_name("words.yaml"))
 PLACES: Sequence[str] = WORDS["places"]
 PRODUCTS: Sequence[str] = WORDS["products"]
 TOPICS: Sequence[str] = WORDS["topics"]

@@ -1,10 +1,10 @@
 """
 Blocks of time: the unit of the experiment. All requests that arrive in one block are served the same way.
 
-Sharing harms mostly those next to it: copies and saves slow every request down. Requests that run at the
-same moment with and without sharing suffer alike, so a comparison of single requests cannot see that; one
-of whole blocks can (a switchback experiment). Requests of one block resemble each other, so a block counts
-as one figure of each measure.
+Sharing harms mostly the requests that run at the same time: copies and saves slow all of them down, with and
+without sharing alike. So a comparison of single requests cannot see that; one of whole blocks can (a
+switchback experiment). Requests of one block resemble each other, so a block counts as one figure of each
+measure.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Contest:
 
     @property
     def _difference(self) -> float | None:
-        """Return how much longer requests take with more sharing: the worse of the two measures."""
+        """Return the logarithm of how much longer more sharing takes: the worse of the two measures."""
         known = [test.difference for test in self._tests if test.difference is not None]
         return max(known, default=None)
 

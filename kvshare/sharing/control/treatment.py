@@ -1,4 +1,4 @@
-"""The controller's decision, made on arrival, how one request is served."""
+"""How one request is served: the controller decides it when the request arrives."""
 
 from __future__ import annotations
 

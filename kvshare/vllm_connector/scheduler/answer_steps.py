@@ -25,7 +25,7 @@ class _Answer:
 
 
 class AnswerSteps:
-    """Counts the steps of running requests with a ticket, once it is on. On the scheduler's thread."""
+    """Counts steps and tokens of answers to requests with a ticket, once on. On the scheduler's thread."""
 
     def __init__(self) -> None:
         self.is_on = False

@@ -156,7 +156,7 @@ class BlockDonors:
         return left
 
     def take_moved(self) -> Moved | None:
-        """Return what a proxy must know: arrivals at once, departures when they are many."""
+        """Return the segments that came and left, once one came or many left; else None."""
         came, left = self._moved
         if not came and len(left) < _MANY:
             return None

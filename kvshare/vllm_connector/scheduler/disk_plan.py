@@ -20,7 +20,7 @@ from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_protocol.messages import Ticket
-from kvshare.vllm_protocol.places import OnDiskOnly
+from kvshare.vllm_protocol.places import DiskProblem, OnDiskOnly
 
 log = logging.getLogger("vllm.kvshare")
 
@@ -35,6 +35,7 @@ class DiskPlan:
     drops: Drops
     events: EventLog
     is_on: bool = False
+    problem: DiskProblem = field(default_factory=DiskProblem)  # of now; any thread may read it
     _is_given_up: bool = False
     _saved: dict[SegmentId, None] = field(default_factory=dict)  # the oldest first
     _loading: dict[str, Collection[SegmentId]] = field(default_factory=dict)  # by request
@@ -63,6 +64,7 @@ class DiskPlan:
                 "kvshare: the cache was reset, perhaps for other weights: KV is not written to disk until "
                 "vLLM is started again"
             )
+            self._note_problem(DiskProblem("its cache was reset, perhaps for other weights", is_lasting=True))
         self._is_given_up = True
         self._saved.clear()
 
@@ -110,7 +112,14 @@ class DiskPlan:
         """Note what was written, and which loads have ended."""
         if report.disk is not None:
             self.drops.drop(self.segments.note_written(report.disk.written))
+            self._note_problem(DiskProblem(report.disk.problem or ""))
         for request_id, result in report.loads.items():
             self.segments.note_read(self._loading.pop(request_id, ()))
             late = self.segments.evict(each for each in result.late if each in self.segments.disk)
             self.drops.note(late)
+
+    def _note_problem(self, problem: DiskProblem) -> None:
+        """Proxies learn of a change. One that lasts is the last."""
+        if problem != self.problem and not self.problem.is_lasting:
+            self.problem = problem
+            self.events.append(problem)

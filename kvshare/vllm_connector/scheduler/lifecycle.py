@@ -152,6 +152,7 @@ class SchedulerSide:
             settings=self._settings(),
             max_disk_bytes=self.segments.disk.max_bytes if self.scheduler.disk.is_on else 0,
             num_disk_segments=len(self.segments.disk),
+            disk_problem=self.scheduler.disk.problem,
             data_parallel_rank=self._rank,
             speculation=method_of(config),
             passing=self._passing or "",

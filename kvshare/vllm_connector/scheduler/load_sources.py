@@ -46,7 +46,7 @@ class LoadSources:
         return not any(source is not None and source.follows_steps for source in sources)
 
     def with_room(self, ticket: Ticket, indices: Iterable[int], start: int) -> frozenset[int]:
-        """Return the copies that can be loaded from `start` on. Makes room for what is on disk only."""
+        """Return the copies that can be loaded from `start` on. Makes room for those on disk only."""
         held = frozenset(indices)
         from_memory = {
             index

@@ -30,7 +30,7 @@ def order_within(ticket: Ticket, loaded: Span) -> RepairOrder | None:
 def load_request(
     ticketed: TicketedRequest, request_id: str, block_ids: Sequence[int], copies: Sequence[WireCopy], end: int
 ) -> LoadRequest:
-    """Make the load that fills its slots up to `end`, after those that vLLM has."""
+    """Make the load that fills a request's slots up to `end`, after those that vLLM has."""
     ticket, start = ticketed.ticket, ticketed.num_local
     order = order_within(ticket, Span(start, end))
     return LoadRequest(

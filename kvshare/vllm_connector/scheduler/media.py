@@ -15,7 +15,7 @@ import numpy as np
 
 from delta_tree import Span, TokenIds
 from kvshare.sharing.media import copied_until
-from kvshare.vllm_protocol.media import Medium
+from kvshare.vllm_protocol.media import Medium, are_shareable
 from kvshare.vllm_protocol.messages import WireCopy
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MediaRules:
             for feature in request.mm_features
             for place in (feature.mm_position,)
         )
-        if media and not (self.are_shared and all(medium.is_identified for medium in media)):
+        if media and not (self.are_shared and are_shareable(media, len(token_ids))):
             return None
         if not self.tokens:
             return media

@@ -197,7 +197,7 @@ class TicketedRequest:
         self._advance(Event.CLOSED)
 
     def end(self, *, num_prompt: int) -> None:
-        """Note its end. What is to be saved was requested; during a load that is nothing more."""
+        """Note its end, after its saves were requested. They are lost if it ends during its load."""
         if self.state is State.LOADING and self.retention.is_requested:
             self.retention.lost = self.retention.lost or Reason.ABORTED
         self._advance(Event.SAVE_REQUESTED if self.retention.has_pending_end else Event.ENDED)

@@ -107,7 +107,7 @@ class RequestRetention:
     def request_answer(
         self, stored: tuple[StoredSegment, ...] = (), output_ids: tuple[int, ...] = ()
     ) -> None:
-        """Request the answer's save; without segments if none is possible: the prompt's may need blocks."""
+        """Note the answer's save; also without segments, as the prompt's save may still need the blocks."""
         self._advance(RetentionEvent.ANSWER_REQUESTED)
         self.rest, self.output_ids = stored, output_ids
 

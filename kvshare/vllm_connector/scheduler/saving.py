@@ -139,7 +139,7 @@ class Saving:
         self.drops.drop(segment.segment_id for segment in leaving)
 
     def _save_prompt(self, ticketed: TicketedRequest, save: SaveRequest) -> None:
-        """Save the prompt. If there is no room now, it is saved with the answer."""
+        """Request the prompt's save. If there is no room now, the save of the answer tries it again."""
         made = self._segments_for(ticketed, save, ticketed.ticket.num_tokens)
         if isinstance(made, Reason):
             ticketed.retention.skip_prompt()

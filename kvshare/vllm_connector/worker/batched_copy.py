@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 _SYMBOL, _VERSION = b"cuMemcpyBatchAsync", 12080  # of the ABI: CUDA 13's has no place of the failed copy
 _IN_STREAM_ORDER, _AT_ANY_TIME = 1, 3  # CUmemcpySrcAccessOrder
-_NO_COPY = ctypes.c_size_t(-1).value  # an error that is not one copy's
+_NO_COPY = ctypes.c_size_t(-1).value  # the error is not that of a single copy
 
 
 class _Location(ctypes.Structure):

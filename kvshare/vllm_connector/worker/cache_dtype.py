@@ -67,7 +67,7 @@ def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def steps_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return how many numbers of their dtype lie between each two, of 8 bits, with a sign each."""
+    """Return how many steps of their dtype, 8 bits with a sign bit, each two numbers are apart."""
     codes = (each.contiguous().view(torch.uint8).int() for each in (one, other))
     here, there = ((code & 127) * (1 - 2 * (code >> 7)) for code in codes)
     return (here - there).abs()

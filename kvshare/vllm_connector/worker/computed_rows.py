@@ -19,7 +19,7 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 
 class ComputedRows:
-    """The computed rows of the passes inside `recorded`, in their order."""
+    """Records the K and V that the passes inside `recorded` compute, in the order of their rows."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache

@@ -108,7 +108,7 @@ class Job:
 
     @property
     def has_room(self) -> bool:
-        """Return whether it can be advanced. Where the device cannot say, that shows when it is."""
+        """True if it can be advanced, or if the device raised an error, so that advancing ends the job."""
         try:
             return self.work.has_room
         except Exception as exc:  # noqa: BLE001  logged, without its message

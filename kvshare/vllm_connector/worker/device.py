@@ -61,7 +61,7 @@ class Reading:
         return self._has_arrived is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether they have arrived by then."""
+        """Wait until they have arrived, at most `timeout_s` seconds. Returns whether they have."""
         until = time.perf_counter() + timeout_s
         while not self.is_done and time.perf_counter() < until:
             time.sleep(_POLL_S)
@@ -97,7 +97,7 @@ class Device:
         return time.perf_counter()
 
     def is_past(self, mark: Any) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the mark."""
         return True
 
     def seconds(self, begin: Any, end: Any) -> float | None:

@@ -11,7 +11,7 @@ from kvshare.vllm_protocol.stages import DISK
 
 
 class DiskFirst:
-    """A job that begins when its reads are over."""
+    """The work of a load that begins to copy when its reads from disk are over."""
 
     arrivals = None  # no pass begins before all is there
 

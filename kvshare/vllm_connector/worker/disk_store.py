@@ -60,6 +60,7 @@ class DiskStore(SegmentStore):
         self._dropped_late: list[Stored] = []  # that the writer still reads
         self._reads: dict[Stored, Read] = {}
         self._problem = WriteProblem(log, "disk", lost_with="vLLM", prefix="kvshare: ")
+        self._reported: str | None = None  # of its reasons
         self._is_given_up = False
         self._lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
@@ -121,7 +122,10 @@ class DiskStore(SegmentStore):
         return Reads(found, without_room, within_s=within_s) if found or without_room else None
 
     def take_disk_report(self) -> DiskReport | None:
-        """Report what was written since the last call. Frees memory that threads do not use any more."""
+        """
+        Report what was written since the last call, and why nothing is, if that has changed. Frees memory
+        that threads do not use any more.
+        """
         with self._lock:
             written, self._written = self._written, []
             still = [each for each in self._dropped_late if each.segment_id == self._writing]
@@ -131,7 +135,8 @@ class DiskStore(SegmentStore):
         for stored in over:
             del self._reads[stored]
         self.release([*free, *over])
-        return DiskReport(tuple(written)) if written else None
+        before, self._reported = self._reported, self._problem.reason
+        return DiskReport(tuple(written), self._reported) if written or self._reported != before else None
 
     def close(self) -> None:
         """Write what is due, for some seconds, and stop."""

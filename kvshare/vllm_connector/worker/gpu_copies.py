@@ -106,7 +106,7 @@ class GpuLoad:
         self._is_rushed = True
 
     def written_s(self, since: Event) -> float:
-        """Return how long it was still written after an event. When it is past."""
+        """Return the seconds for which it was still written after an event. Called when the load is past."""
         _, written = self._launched[-1].touching
         return max(0.0, self._gpu.seconds(since, written) or 0.0)
 

@@ -215,7 +215,7 @@ class MovementTable:
         self._nothing = torch.zeros(1, device=device)
 
     def check(self, shifts: NDArray[np.float64], dtype: torch.dtype) -> None:
-        """Raises ValueError if rows are to move and for some it is not known how, or they are not numbers."""
+        """Raises ValueError if rows are to move, and it is not known how, or `dtype` cannot be rotated."""
         if shifts.any() and self._unknown:
             raise ValueError(f"how {self._unknown[0]} moves is not known")
         if shifts.any() and any(self.moves) and dtype not in MOVABLE:

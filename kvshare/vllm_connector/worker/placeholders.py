@@ -55,7 +55,7 @@ class ArrivedLoad:
 
     @property
     def due_choosing(self) -> Choosing | None:
-        """Return the choice that follows a complete first pass, if there is one."""
+        """Return `choosing` if its first pass is complete and no repairs are chosen yet, else None."""
         is_due = self.choosing is not None and self.choosing.choice is None and self.left == []
         return self.choosing if is_due else None
 
@@ -239,7 +239,7 @@ class Placeholders:
                 self._reports.note_load(arrived.request_id, arrived.result())
 
     def _compute_whole(self, arrived: ArrivedLoad) -> None:
-        """Compute all of joining loads, as nothing of them is known to be right and vLLM reads them next."""
+        """Compute all of a load that joins this step: nothing of it is verified, and vLLM reads it next."""
         request = arrived.load.request
         self._forward.compute(runs_of(request, request.runs(frozenset(arrived.load.wanted))))
         self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))

@@ -74,7 +74,7 @@ class Agreement(Generic[_K]):
         self._under_way: Any = None  # torch's handle of the all-reduce
 
     def say(self, values: Mapping[_K, bool]) -> None:
-        """Say what is true here."""
+        """Say what is true here, and begin to combine it with the other ranks."""
         self._arrive()
         self._keys = list(values)
         self._values = torch.tensor(list(values.values()), dtype=torch.int32)

@@ -42,16 +42,16 @@ class Reports:
         self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_pace(self, load: PendingLoad, job: Job) -> None:
-        """Note the pace of copies in several batches. A single small one is slower."""
+        """Note the pace of a load in several batches. A single one has few bytes, and is slower per byte."""
         arrivals = load.work.arrivals if load.work is not None else None
         if arrivals is not None and arrivals.is_cut and not job.failed:
             self.paces.note_load(arrivals.num_bytes, job.seconds[WRITE])
 
     def note_disk(self, report: DiskReport | None) -> None:
-        """Note what was written to disk."""
+        """Note what was written to disk, or why it is not."""
         if report is not None:
             before = () if self._report.disk is None else self._report.disk.written
-            self._report.disk = DiskReport((*before, *report.written))
+            self._report.disk = DiskReport((*before, *report.written), report.problem)
 
     def note_early(self, load: PendingLoad) -> None:
         """A pass that began before its load had arrived, which is now whole."""

@@ -49,7 +49,7 @@ class StagedLayers:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Return where they are stored, in few contiguous tensors. In staging they follow each other."""
+        """Return where they are stored, in as few tensors as possible. In staging they follow each other."""
         if self.is_whole:
             return [self.stored.rows]
         return list(self.stored.rows[:, self.layers.start : self.layers.stop].unbind())

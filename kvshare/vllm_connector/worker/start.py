@@ -124,7 +124,7 @@ class WorkerStart:
         return cache, PartialForward(models, cache, self.config, self.spec)
 
     def _allocate(self, layout: KVLayout, *, has_draft: bool = False) -> SegmentStore:
-        """Allocate an arena, which ranks share if they can. All ranks call it together."""
+        """Make the store, with an arena that ranks share if they can. All ranks call it together."""
         keys, *others = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"

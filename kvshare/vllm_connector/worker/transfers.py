@@ -229,7 +229,7 @@ class Transfers:
                     yield (number, segment_id), is_done and load.is_readable(segment_id)
 
     def _finished(self, known: Collection[Hashable]) -> list[int]:
-        """Return the transfers that are done. Saves of a request finish in order: the last one ends it."""
+        """Return the numbers of finished transfers. A request's saves finish in order: the last ends it."""
         finished, unfinished = [], set[str]()
         for number, each in self._under_way.items():
             request_id = each.transfer.request.request_id

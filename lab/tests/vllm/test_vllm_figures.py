@@ -13,6 +13,7 @@ from kvshare_lab.bench.figures import interval, intervals, trend
 from kvshare_lab.bench.harness import rounds
 from kvshare_lab.vllm import interference, load, ttft
 from kvshare_lab.vllm.client import Answer
+from kvshare_lab.vllm.cpu_time import session_cpu_seconds
 from kvshare_lab.vllm.interference import Scene
 from kvshare_lab.vllm.prompts import near_duplicate, prefix_hit, unrelated_prompt
 from kvshare_lab.vllm.sequences import (
@@ -23,7 +24,6 @@ from kvshare_lab.vllm.sequences import (
     play_open,
     poisson_arrivals,
 )
-from kvshare_lab.vllm.servers import session_cpu_seconds
 from kvshare_lab.vllm.steady import course
 from kvshare_lab.vllm.ttft import Repeat
 

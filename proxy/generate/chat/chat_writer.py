@@ -60,7 +60,7 @@ class ChatWriter(ChoiceWriter):
         return {"message": message}
 
     def _blocks(self, choice: WrittenChoice, text: str) -> Blocks | None:
-        """Return the blocks of a choice that goes on with `text`; None if it is only that."""
+        """Return the blocks of a choice that goes on with `text`; None if it is plain text."""
         if not choice.has_begun and text and not text.isspace():
             choice.has_begun = True
             if choice.blocks is None and _THOUGHTS.startswith(text.lstrip()[: len(_THOUGHTS)]):

@@ -55,7 +55,7 @@ class TemplateBody(Body):
 
     @property
     def answer_param(self) -> str:
-        """Return the parameter that holds it."""
+        """Return the parameter that asks for the form of the answer, for errors."""
         return "response_format"
 
     @property

@@ -24,7 +24,7 @@ class Function(Body):
     strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as OpenAI documents it; without parameters a function takes an empty object."""
+        """Return the tool in the form that OpenAI documents; without parameters it takes an empty object."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         parameters = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}

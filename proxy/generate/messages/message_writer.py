@@ -49,7 +49,7 @@ class MessageWriter(BlockWriter):
 
     @property
     def _ending(self) -> dict[str, str | None]:
-        """Return why it ended. A stop string may cut a call short, so it counts before the calls."""
+        """Return why the answer ended. A stop string may cut a call short, so it counts before the calls."""
         blocks = self._blocks
         if blocks.finish_reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -110,7 +110,7 @@ def _writable(value: Any) -> Any:
 
 
 def _document(usage: Usage) -> dict[str, Any]:
-    """Write the message. In Anthropic's count, a prompt's tokens are `input_tokens` and the cached ones."""
+    """Return `usage`. In Anthropic's count, a prompt's tokens are `input_tokens` and those from the cache."""
     num_cached = usage.report.num_cached
     return {
         "input_tokens": usage.report.num_prompt_tokens - num_cached,

@@ -76,7 +76,7 @@ class ResponseWriter(BlockWriter):
         return named_events(*({**document, "sequence_number": next(self._numbers)} for document in documents))
 
     def _change_events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        """Yield the events of changes, without sequence numbers."""
+        """Yield the events of a change, without sequence numbers."""
         block, kind = change.block, change.block.kind
         item_place = {"output_index": block.index}
         place: dict[str, Any] = {"item_id": self._item_id(block), **item_place}

@@ -16,6 +16,7 @@ import yaml
 from kvshare.cli.doctor import run_checks, run_vllm_checks
 from kvshare.cli.server_checks import check_vllm
 from kvshare.vllm_protocol.messages import PROTOCOL
+from kvshare.vllm_protocol.places import DiskProblem
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.fake_vllm import INFO, Fake, Route, connector, vllm
 from tests.kvshare.cli.findings import Start, nowhere
@@ -224,6 +225,16 @@ def test_refusals_and_warnings_are_told_each(start: Start) -> None:
         ("warn", "slow"),
         ("warn", "odd"),
     ]
+
+
+def test_a_disk_that_is_not_written_is_a_warning(start: Start) -> None:
+    """With the reason, and what to do."""
+    info = replace(INFO, disk_problem=DiskProblem("No space left on device"))
+    checks = run_vllm_checks(start(vllm()).url, start(connector(info)).url)
+    (check,) = [each for each in checks if each.name == "connector"]
+    assert (check.state, check.detail) == ("warn", "KV is not written to its disk: No space left on device")
+    assert check.remedy
+    assert "--disk" in check.remedy
 
 
 def test_requests_that_pass_unshared_are_no_failure(start: Start) -> None:

@@ -17,11 +17,10 @@ from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
 from tests.kvshare.cli.costs import COSTS
 from tests.kvshare.cli.tenant_views import TENANT_VIEWS
+from tests.kvshare.cli.tier_views import TIERS
 from tests.kvshare.replay.report.small_results import results
 
-WIDTH = 80
-NODE = 8_654_221_355_326_034
-DIGEST = "f3a9c1d2e4b5" + "0" * 52
+WIDTH, NODE, DIGEST = 80, 8_654_221_355_326_034, "f3a9c1d2e4b5" + "0" * 52
 MANY = {
     "num_nodes": 123_456,
     "num_pinned": 12_345,
@@ -257,6 +256,7 @@ DOCUMENTS: Mapping[str, Any] = {
     "replay": REPLAY,
     "replay-diff": DIFFERENCE,
     "replay-live": LIVE,
+    "replay-tiers": TIERS,
     "replay-paper": json.loads((MEASURED / "replay" / "paper-template.json").read_text("utf-8")),
     "ready": {"url": "http://127.0.0.1:8000", "model": "smollm2-135m-instruct", "ready_s": 12.3},
 }

@@ -90,7 +90,7 @@ def test_prompts_of_any_number_of_namespaces_share_a_replicas_memory(keeper: Rep
     assert other is not None
     order = keeper.tree._forest.eviction_order
     assert set(order._groups_of) == {"salt 37", "salt 38", "salt 39", "salt b"}
-    assert set(order._ranks) == {None, "a", "b", group_of("acme"), *order._groups_of}
+    assert set(order._queues) == {None, "a", "b", group_of("acme"), *order._groups_of}
     assert set(order._floors) == {"a"}
 
 

@@ -19,7 +19,7 @@ from delta_tree import (
     segment_tokens,
     token_ids,
 )
-from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Estimate

@@ -13,7 +13,7 @@ from delta_tree import Copy, DeltaTree, Node, NodeId, Span, TokenIds, new_segmen
 from kvshare.admin import Evict, Pin, Unpin
 from kvshare.errors import RequestError
 from kvshare.reasons import Reason
-from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence, WeightlessTier
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import Estimate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from delta_tree import Node, token_ids
-from kvshare.replay.policies.sharing import WeightlessKV, WeightlessSequence
+from kvshare.replay.policies.weightless import WeightlessKV, WeightlessSequence
 from kvshare.sharing.memory_keeper import Computed, MemoryKeeper
 from kvshare.sharing.plan import NoPlan
 from kvshare.telemetry import Component, FallbackReason

@@ -151,6 +151,7 @@ async def test_what_is_asked_of_tokenize_has_no_ids_either(tmp_path: Path) -> No
     [
         features("cat"),
         features(ONE, Span(60, 68)),  # too few tokens for its digest
+        features(ONE, Span(60, 60_000)),  # beyond the prompt's end
         features(ONE) | {"mm_hashes": {"image": [ONE, ONE]}},
         {"mm_hashes": {"audio": [ONE]}, "mm_placeholders": {"audio": [{"offset": 60, "length": 30}]}},
         {"mm_hashes": {"image": [ONE]}, "mm_placeholders": {"image": [{"offset": "60", "length": 30}]}},

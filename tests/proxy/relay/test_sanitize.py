@@ -103,6 +103,19 @@ def test_a_uuid_that_is_no_mediums_stays() -> None:
     assert sanitized(raw, body) is raw
 
 
+def test_documents_of_a_chat_are_the_clients() -> None:
+    """Only what is ranked may hold media there; messages of the same body lose their ids."""
+    part = {"type": "image_url", "image_url": "x", "uuid": "cat"}
+    documents = [{"title": "t", "content": [{"uuid": "9", "text": "t", "image_embeds": "no medium"}]}]
+    turn = {"role": "user", "content": [part]}
+    body = {"messages": [turn], "documents": documents}
+    found = json.loads(sanitized(None, body, path="/v1/chat/completions"))
+    assert found["documents"] == documents
+    assert "uuid" not in found["messages"][0]["content"][0]
+    ranked = {"query": "q", "documents": [turn]}
+    assert "uuid" not in sanitized(None, ranked, path="/v1/rerank").decode()
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["list", "content", "output"]), max_size=8), st.sampled_from(PROMPTS))
 def test_no_nesting_hides_a_part(nests: list[str], name: str) -> None:

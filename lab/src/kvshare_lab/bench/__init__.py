@@ -16,6 +16,7 @@ of medians.
     direct.py           the model without the engine
     random_models.py    models with random weights
     large_models.py     those that no host can build in memory
+    block_cache.py      what policies of eviction leave of a log; oracle_cache.py: the most that any could
     counted_store.py    a store whose KV is only counted
     text_like.py, pair_texts.py   prompts
     upstream.py         a model server without a model

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_tree import DeltaTree, Node, TokenIds
-from kvshare.replay.policies.sharing import UNLIMITED, WeightlessSequence, WeightlessTier
+from kvshare.replay.policies.weightless import UNLIMITED, WeightlessSequence, WeightlessTier
 from kvshare.settings import load_settings
 from kvshare.sharing.calibration import of_default_model
 from kvshare.sharing.cost import CostModel

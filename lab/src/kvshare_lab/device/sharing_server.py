@@ -35,7 +35,7 @@ from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, budget_of
-from kvshare.vllm_protocol.places import Moved, OnDiskOnly
+from kvshare.vllm_protocol.places import DiskProblem, Moved, OnDiskOnly
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare_lab.device.admission import Controlled
 from kvshare_lab.device.engine import Answer
@@ -200,7 +200,7 @@ class SharingServer(Server):
         for event in journal.events:
             if isinstance(event, Moved | Dropped):
                 self._prefilling.replica.note_places(event)
-            if isinstance(event, Moved | OnDiskOnly):
+            if isinstance(event, Moved | OnDiskOnly | DiskProblem):
                 continue
             if isinstance(event, FinishedReport):
                 self._learn(event)

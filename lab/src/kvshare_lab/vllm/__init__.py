@@ -2,6 +2,7 @@
 Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with the connector, the proxy.
 
     servers.py          the processes: start, wait, stop
+    watchdog.py         ends them when the benchmark has ended; cpu_time.py: what they have computed
     ports.py            which of them listens where
     termination.py      SIGTERM, which must end them, too
     stack.py            all of them together, the options that benchmarks share, the head of their documents

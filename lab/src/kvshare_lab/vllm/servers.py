@@ -1,8 +1,9 @@
 """
 The processes of a benchmark: stock vLLM, vLLM with the connector, the proxy. Starts, waits for, stops them.
 
-Each is a process group with a log file; where one does not start, the error has the end of its log. All vLLMs
-get the same cores, so that none is measured with more than another.
+Each is a process group with a log file; where one does not start, the error has the end of its log. A
+benchmark that is killed leaves none of them. All vLLMs get the same cores, so that none is measured with more
+than another.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import Any
 from kvshare.errors import EngineError
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.versions import program
+from kvshare_lab.vllm.cpu_time import session_cpu_seconds
 from kvshare_lab.vllm.ports import free_ports
+from kvshare_lab.vllm.watchdog import STOP_S, watched
 
 MODEL_NAME = "bench"
 FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
@@ -35,7 +38,6 @@ _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _ON_SLOW_DISK = (sys.executable, "-m", "kvshare_lab.vllm.slow_disk")
 _HOST = "127.0.0.1"
 START_S = 900.0  # two compile at a time, on one core
-_STOP_S = 20.0
 _LOG_LINES = 30
 
 
@@ -107,6 +109,7 @@ class Server:
     ready_path: str = "/health"
     control_url: str | None = None  # of the connector, where there is one
     _process: subprocess.Popen[bytes] | None = None
+    _watchdog: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log_path.open("wb") as log_file:
@@ -118,6 +121,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._watchdog = watched(self._process.pid)
 
     def wait_ready(self, within_s: float) -> None:
         """Raises EngineError, with the end of the log, if the process ends or takes too long."""
@@ -142,9 +146,13 @@ class Server:
         if process is None:
             return
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
+            process.wait(STOP_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # children that still run, too
+        if self._watchdog is not None:  # first: its group's id is free when the process has been waited for
+            self._watchdog.kill()
+            self._watchdog.communicate()
+            self._watchdog = None
         process.wait()
 
     @property
@@ -161,18 +169,6 @@ class Server:
         with suppress(OSError), urllib.request.urlopen(self.url + self.ready_path, timeout=5) as response:
             return bool(response.status == 200)
         return False
-
-
-def session_cpu_seconds(session_id: int) -> float:
-    """User and system time of the processes of a session, and of their children that have ended."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile
-            # Fields from the third on: the second, the name in brackets, may contain blanks.
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session_id:
-                ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

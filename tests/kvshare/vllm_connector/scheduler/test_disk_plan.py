@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delta_tree import SegmentId
+from kvshare.vllm_protocol.places import DiskProblem
 
 
 def test_nothing_is_written_after_a_reset_of_the_cache(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,3 +30,24 @@ def test_nothing_is_written_after_a_reset_of_the_cache(caplog: pytest.LogCapture
         assert not plan.has_work
         plan.give_up()
     assert caplog.text.count("until vLLM is started again") == 1
+    (event,) = events.read(0, wait_s=0).events
+    assert event == plan.problem
+    assert plan.problem.is_lasting
+
+
+def test_a_disk_that_fails_and_works_again_is_told_once_each() -> None:
+    """However many steps report it; what is written meanwhile is noted as ever."""
+    from kvshare.vllm_connector.metadata import DiskReport, WorkerReport
+    from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+    from kvshare.vllm_connector.scheduler.drops import Drops
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+
+    segments, events = SegmentIndex(1000), EventLog()
+    plan = DiskPlan(segments, Drops(segments, events), events)
+    plan.begin(())
+    for problem in (None, "full", "full", None, None):
+        plan.note(WorkerReport(disk=DiskReport((), problem)))
+        plan.note(WorkerReport())
+        assert plan.problem == DiskProblem(problem or "")
+    assert events.read(0, wait_s=0).events == (DiskProblem("full"), DiskProblem(""))

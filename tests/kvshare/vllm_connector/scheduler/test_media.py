@@ -39,7 +39,9 @@ def why(tokens: list[int], rules: MediaRules, media: Sequence[Medium] = (), **fi
     ]
     request = Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=features)
     prompt = token_ids(tokens)
-    known: dict[str, Any] = {"prompt_digest": digest_of(identified(prompt, media)), "num_tokens": len(tokens)}
+    within = [medium for medium in media if medium.span.end <= len(tokens)]
+    digest = digest_of(identified(prompt, within))
+    known: dict[str, Any] = {"prompt_digest": digest, "num_tokens": len(tokens)}
     ticket = Ticket("t", "ns", **known | fields)
     found = rules.media_of(request, prompt)
     return why_unshared(request, ticket, prompt, may_move_keys=True, media=found)
@@ -59,6 +61,7 @@ TOKENS = [5] * 10 + [290] * 20 + [6] * 10
         (IMAGES, Medium(SPAN, "cat.png"), {}, Reason.MULTIMODAL),  # a client's id
         (IMAGES, Medium(Span(10, 15), ONE), {}, Reason.MULTIMODAL),  # too short for its digest
         (IMAGES, Medium(Span(10, 29), ONE), {}, Reason.MULTIMODAL),  # a place without a medium
+        (IMAGES, Medium(Span(25, 45), ONE), {}, Reason.MULTIMODAL),  # beyond the prompt's end
         (IMAGES, Medium(SPAN, ONE), {"prompt_digest": digest_of(TOKENS)}, Reason.PROMPT_MISMATCH),
         (IMAGES, Medium(SPAN, OTHER), {"prompt_digest": "0" * 32}, Reason.PROMPT_MISMATCH),
         (

@@ -52,6 +52,7 @@ class DiskWorker:
         )
         use(self.worker, Attached(self.cache, attached.forward, self.store))
         self.written: list[int] = []  # as it has reported
+        self.problems: list[str | None] = []  # the same, with each report
 
     def step(self, **own: Any) -> WorkerReport | None:
         """A step of vLLM in which all copies end that can."""
@@ -67,6 +68,7 @@ class DiskWorker:
         report = self.worker.build_connector_worker_meta()
         if report is not None and report.disk is not None:
             self.written += report.disk.written
+            self.problems.append(report.disk.problem)
         return report
 
     def save(self, *numbers: int) -> None:

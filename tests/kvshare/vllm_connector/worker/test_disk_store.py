@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,13 +182,19 @@ def test_what_is_damaged_in_memory_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
 def test_a_disk_that_cannot_be_written_harms_nobody(tmp_path: Path, call: str) -> None:
-    """KV stays in memory; when the disk works again, it is written."""
+    """KV stays in memory; when the disk works again, it is written. Both are reported once."""
     is_full, files = [True], FaultyFiles(lambda name: errno.ENOSPC if is_full[0] and name == call else None)
     worker = DiskWorker(tmp_path, files=files)
     worker.save(1)
     assert worker.load(1)[1] == 1
+    deadline = time.monotonic() + 60
+    while not worker.problems:
+        assert time.monotonic() < deadline
+        worker.step()
     is_full[0] = False
     worker.wait_written(1)
+    worker.step()
+    assert worker.problems == [os.strerror(errno.ENOSPC), None]
     worker.close()
 
 

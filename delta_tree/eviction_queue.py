@@ -1,0 +1,129 @@
+"""
+What a policy of eviction is: a queue of entries that compete for room, and which of them leaves first.
+
+One interface for prompts in a tree and for segments in memory. Queues never hold what is pinned; the caller
+names what must stay for now.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_MIN_STALE = 64  # stale entries that a heap may hold, however few entries there are
+
+
+class Use(NamedTuple):
+    """What is known of an entry that is used now. Its order is that of `CopiesQueue`."""
+
+    worth: float  # the floor, 1, and `copied`
+    place: int  # in the order of all uses
+    size: int  # tokens or bytes, of all entries alike
+    copied: float = 0.0  # how often all of it was copied for other texts
+    depth: int = 1  # in the tree of prompts that build on each other; 1: on none
+    share: float = 1.0  # of it that is used
+    name: Hashable = None  # by which it is remembered after it left; None: not at all
+    earlier: tuple[Hashable, ...] = ()  # names of what it may be, or continue, of what has left
+
+
+class EvictionQueue(ABC, Generic[K]):
+    """Entries in the order of their eviction. For one thread at a time."""
+
+    needs_names = False  # of entries that are new
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def entries(self) -> Iterator[tuple[K, Use]]:
+        """All of them with their last use, in no order."""
+
+    @abstractmethod
+    def last_use(self, entry: K) -> Use | None:
+        """None if the entry is not in the queue."""
+
+    @abstractmethod
+    def use(self, entry: K, use: Use) -> None:
+        """Add an entry, or count a use of it."""
+
+    @abstractmethod
+    def remove(self, entry: K, *, for_room: bool = False) -> None:
+        """Take an entry out; an unknown one is ignored. `for_room`: a queue may remember its name."""
+
+    @abstractmethod
+    def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
+        """The entry to evict first, not in `without`, with its last use; None if there is none."""
+
+
+class RecencyQueue(EvictionQueue[K]):
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        self._uses: OrderedDict[K, Use] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def entries(self) -> Iterator[tuple[K, Use]]:
+        return iter(self._uses.items())
+
+    def last_use(self, entry: K) -> Use | None:
+        return self._uses.get(entry)
+
+    def use(self, entry: K, use: Use) -> None:
+        self._uses[entry] = use._replace(worth=0.0)
+        self._uses.move_to_end(entry)
+
+    def remove(self, entry: K, *, for_room: bool = False) -> None:
+        self._uses.pop(entry, None)
+
+    def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
+        return next(((use, entry) for entry, use in self._uses.items() if entry not in without), None)
+
+
+class CopiesQueue(EvictionQueue[K]):
+    """
+    Least recently used first, weighted by reuse, with dynamic aging (after LFU-DA, Arlitt et al., 2000).
+
+        worth = floor at the last use + 1 + tokens copied from the entry for other texts / tokens of the entry
+
+    The entry of least worth leaves first; of equal ones the one used least recently. A use costs O(log n),
+    amortised.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[K, Use] = {}
+        self._heap: list[tuple[Use, K]] = []
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def entries(self) -> Iterator[tuple[K, Use]]:
+        return iter(self._uses.items())
+
+    def last_use(self, entry: K) -> Use | None:
+        return self._uses.get(entry)
+
+    def use(self, entry: K, use: Use) -> None:
+        self._uses[entry] = use
+        heappush(self._heap, (use, entry))
+        if len(self._heap) > 2 * len(self._uses) + _MIN_STALE:  # mostly stale entries
+            self._heap[:] = [(current, each) for each, current in self._uses.items()]
+            heapify(self._heap)
+
+    def remove(self, entry: K, *, for_room: bool = False) -> None:
+        self._uses.pop(entry, None)
+
+    def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
+        heap, passed = self._heap, []
+        while heap and (self._uses.get(heap[0][1]) is not heap[0][0] or heap[0][1] in without):
+            head = heappop(heap)
+            if self._uses.get(head[1]) is head[0]:
+                passed.append(head)
+        found = heap[0] if heap else None
+        for head in passed:
+            heappush(heap, head)
+        return found

@@ -1,0 +1,90 @@
+"""
+What of a stack is in memory, what of that is not below it yet, and what leaves memory when it is full: the
+placing that a server's stack and a replay have in common.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from itertools import count
+from typing import Generic
+
+from delta_tree import EvictionQueue, SegmentId, Use
+from kvshare.kv.tier import SizedT
+
+
+class NearMemory(Generic[SizedT]):
+    """
+    Segments in memory. What is due, in memory only, never leaves it; of the others `queue` says which do.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, max_bytes: int, queue: EvictionQueue[SegmentId]) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_due_bytes = 0
+        self._queue = queue
+        self._held: dict[SegmentId, SizedT] = {}
+        self._due: OrderedDict[SegmentId, SizedT] = OrderedDict()  # the oldest first
+        self._places = count()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._held
+
+    def items(self) -> Iterator[tuple[SegmentId, SizedT]]:
+        return iter(self._held.items())
+
+    @property
+    def due(self) -> Collection[SegmentId]:
+        return self._due.keys()
+
+    def put(self, segment_id: SegmentId, entry: SizedT, *, is_due: bool) -> None:
+        """Hold a segment that is not held: a new one, which is due, or one that was read from below."""
+        self._held[segment_id] = entry
+        self.num_bytes += entry.num_bytes
+        if is_due:
+            self.owe(segment_id)
+        self._note_use(segment_id, entry)
+        self._shrink()
+
+    def owe(self, segment_id: SegmentId) -> None:
+        """A segment that is held is in memory only from now on."""
+        entry = self._due[segment_id] = self._held[segment_id]
+        self.num_due_bytes += entry.num_bytes
+
+    def written(self, segment_id: SegmentId) -> bool:
+        """It is below, or nowhere any more. Returns whether it was due."""
+        entry = self._due.pop(segment_id, None)
+        self.num_due_bytes -= 0 if entry is None else entry.num_bytes
+        return entry is not None
+
+    def use(self, segment_ids: Iterable[SegmentId]) -> dict[SegmentId, SizedT]:
+        """Those of the segments that are in memory, which count as used."""
+        found = {each: entry for each in segment_ids if (entry := self._held.get(each)) is not None}
+        for segment_id, entry in found.items():
+            self._note_use(segment_id, entry)
+        return found
+
+    def forget(self, segment_id: SegmentId, *, for_room: bool = False) -> None:
+        """Free memory; one that is not held is ignored. It may be held again, as long as it is below."""
+        entry = self._held.pop(segment_id, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes
+            self._queue.remove(segment_id, for_room=for_room)
+
+    def _note_use(self, segment_id: SegmentId, entry: SizedT) -> None:
+        use = Use(1.0, next(self._places), entry.num_bytes, name=segment_id, earlier=(segment_id,))
+        self._queue.use(segment_id, use)
+
+    def _shrink(self) -> None:
+        """Free what is below, too, until memory is within its limit."""
+        while self.num_bytes > self.max_bytes:
+            head = self._queue.first(self._due)
+            if head is None:
+                return
+            self.forget(head[1], for_room=True)
