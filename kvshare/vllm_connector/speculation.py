@@ -54,11 +54,11 @@ def why_unshared(config: VllmConfig) -> str | None:
         return None
     if not has_rows(config):
         return (
-            f"speculative decoding by {method} drafts from the target's hidden states, which copied text "
-            "does not have (ngram, suffix, draft_model, eagle and eagle3 can be shared with)"
+            f"speculative decoding by {method} drafts from the target's hidden states, and was not tested "
+            "with copied text (ngram, suffix, draft_model, and Llama's heads of eagle and eagle3 were)"
         )
     limits = [*_limits_of_head(config), *_limits_of_model(config)]
-    return f"the draft model's KV is not shared: {'; '.join(limits)}" if limits else None
+    return f"the KV of what drafts is not shared: {'; '.join(limits)}" if limits else None
 
 
 def _limits_of_head(config: VllmConfig) -> Sequence[str]:

@@ -165,6 +165,8 @@ def main(
     rows = generate("template", num_requests=6 * prompts, seed=seed)
     tokens = [_prompt(tokenizer, row.messages) for row in rows]
     short = [each for each in tokens if len(each) <= longest][:prompts]
+    if len(short) < _BATCH:
+        raise typer.BadParameter(f"{len(short)} prompts have at most {longest} tokens")
     samples = answered(network, short, answer)
     head = Head(LlamaConfig.from_pretrained(model, attn_implementation="sdpa"))
     num_held = max(1, len(samples) // 10)
