@@ -138,7 +138,7 @@ def _row(step: int, losses: Sequence[Any], held_out: Sequence[Any]) -> dict[str,
 
     return {
         "step": step,
-        "loss": mean([float(loss) for loss, _ in losses]),
+        "loss": mean([float(loss.detach()) for loss, _ in losses]),
         "accepted": mean([accepted for _, accepted in losses]),
         "held_out": mean([accepted for _, accepted in held_out]),
     }
