@@ -22,7 +22,7 @@ from kvshare.vllm_protocol.messages import (
     Ticket,
     digest_of,
 )
-from kvshare.vllm_protocol.places import DiskProblem
+from kvshare.vllm_protocol.places import DiskProblem, OnDiskOnly
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 BYTES_PER_TOKEN = 64
@@ -45,6 +45,7 @@ class ConnectorBehaviour:
     max_bytes: int = 10**7
     max_disk_bytes: int = 0  # 0: no disk
     disk_problem: DiskProblem = field(default_factory=DiskProblem)
+    shared_store: str = ""  # that it shares with others
     can_share_media: bool = False
     device: str = "a device"
 
@@ -57,6 +58,7 @@ class FakeConnector:
     def __init__(self, behaviour: ConnectorBehaviour) -> None:
         self.behaviour = behaviour
         self.dropped: list[SegmentId] = []
+        self.left_in_store: list[SegmentId] = []  # of those that were dropped
         self.segments: dict[SegmentId, tuple[str, tuple[int, ...]]] = {}
         self.forget_all()
 
@@ -80,6 +82,14 @@ class FakeConnector:
         """Empty: it is written again."""
         self.behaviour.disk_problem = DiskProblem(reason, is_lasting)
         self._tell(self.behaviour.disk_problem)
+
+    def adopt(self, other: FakeConnector) -> None:
+        """What another one has written to the store that they share."""
+        found = {each: held for each, held in other.segments.items() if each not in self.segments}
+        self.segments |= found
+        self.on_disk |= found.keys()
+        num_bytes = tuple(BYTES_PER_TOKEN * len(tokens) for _, tokens in found.values())
+        self._tell(OnDiskOnly(came=tuple(found), num_bytes=num_bytes))
 
     def forget_events(self) -> None:
         self.num_forgotten = len(self.events)
@@ -185,6 +195,7 @@ class FakeConnector:
             device=self.behaviour.device,
             max_disk_bytes=self.behaviour.max_disk_bytes,
             disk_problem=self.behaviour.disk_problem,
+            shared_store=self.behaviour.shared_store,
             speculation=self.behaviour.speculation,
             passing=self.behaviour.passing,
             can_share_media=self.behaviour.can_share_media,
@@ -207,8 +218,10 @@ class FakeConnector:
         return web.json_response({**document, "on_disk": sorted(self.on_disk & self.segments.keys())})
 
     async def _drop(self, request: web.Request) -> web.Response:
-        known = [entry for entry in (await request.json())["segment_ids"] if entry in self.segments]
+        asked = await request.json()
+        known = [entry for entry in asked["segment_ids"] if entry in self.segments]
         self.dropped += known
+        self.left_in_store += known if asked.get("stays_shared") else []
         if known:
             self.evict(*known)
         return web.json_response({"num_dropped": len(known)})

@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+from kvshare.errors import ConfigError, MissingExtraError
+
 
 def parse_bytes(text: object) -> int:
     """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
@@ -51,25 +53,73 @@ def disk_settings(
     return {"disk_path": str(folder.absolute()), "disk_bytes": disk_bytes // ranks}
 
 
+def parse_shared_tier(text: object) -> dict[str, Any]:
+    """
+    The address of a store, or a JSON object with settings of the section `shared_tier`. Raises a usage error
+    that quotes no address.
+    """
+    from kvshare.settings import load_settings
+
+    given: object = {"url": str(text)}
+    if str(text).lstrip().startswith("{"):
+        try:
+            given = json.loads(str(text))
+        except ValueError:
+            given = None
+    if not isinstance(given, dict) or not isinstance(given.get("url"), str):
+        raise typer.BadParameter(
+            "expected redis://HOST:PORT/NUMBER, rediss:// for TLS, or JSON with settings of shared_tier, as "
+            '{"url": ..., "ca_file": ...}'
+        )
+    for name, value in given.items():
+        if name.endswith("_file") and isinstance(value, str):
+            given[name] = str(Path(value).absolute())
+    overrides = {f"shared_tier.{name}": value for name, value in given.items()}
+    try:
+        return load_settings(overrides=overrides).shared_tier.model_dump()
+    except ConfigError as exc:
+        raise typer.BadParameter(str(exc)) from None
+
+
+def shared_settings(given: Mapping[str, Any] | None, *, kv_bytes: int) -> Mapping[str, object]:
+    """Of the connector. Raises a usage error for what would be seen only when the model is loaded."""
+    if given is None:
+        return {}
+    from kvshare.settings import SharedTierSettings
+    from kvshare.tiers.shared_start import checked_seal
+
+    chosen = SharedTierSettings.model_validate(given)
+    try:
+        checked_seal(chosen)
+    except (ConfigError, MissingExtraError) as exc:
+        raise typer.BadParameter(str(exc), param_hint="--shared-tier") from None
+    if chosen.max_bytes < kv_bytes:
+        raise typer.BadParameter(
+            f"max_bytes is {chosen.max_bytes}; expected at least --kv-bytes, {kv_bytes}",
+            param_hint="--shared-tier",
+        )
+    return {"shared_tier": given}
+
+
 def connector_options(
     *,
     host: str,
     port: int,
     max_bytes: int,
     ranks: int = 1,
-    disk: Mapping[str, object] = MappingProxyType({}),
+    below: Mapping[str, object] = MappingProxyType({}),
     beside: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """
     The options of `vllm serve` that put KVShare's connector to work.
 
-    `ranks`: data-parallel ones. Each has `max_bytes`, and rank r has the control port `port + r`. `disk`: the
-    connector's settings of a disk for each.
+    `ranks`: data-parallel ones. Each has `max_bytes`, and rank r has the control port `port + r`. `below`:
+    the connector's settings of a disk for each, and of a store that they share.
     `beside`: another connector, which loads what KVShare has not.
     """
     from kvshare.vllm_protocol.messages import WORKER_CLASS
 
-    own: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes, **disk}
+    own: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes, **below}
     if ranks > 1:
         own["data_parallel_size"] = ranks
     transfer = {

@@ -98,6 +98,7 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
     of_store = (
         store_checks.check_store,
         store_checks.check_disk,
+        store_checks.check_shared,
         store_checks.check_index,
         store_checks.check_embedder,
     )

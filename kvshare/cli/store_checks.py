@@ -70,6 +70,13 @@ def check_disk(settings: Settings) -> Check:
     return found("disk.found", num_objects=len(sizes), used=used, limit=limit, free=megabytes(free))
 
 
+def check_shared(settings: Settings) -> Check:
+    """Who uses the store that servers share; whether it answers is said by the running server."""
+    if settings.shared_tier.url is None:
+        return found("shared.off")
+    return found("shared.not here" if settings.engine.kind == "vllm" else "shared.used")
+
+
 def check_index(settings: Settings) -> Check:
     """The index's backend answers."""
     if settings.index.backend == "server":

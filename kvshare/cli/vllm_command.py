@@ -14,7 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvshare.cli.connector_options import connector_options, disk_settings, parse_bytes, parse_connector
+from kvshare.cli.connector_options import (
+    connector_options,
+    disk_settings,
+    parse_bytes,
+    parse_connector,
+    parse_shared_tier,
+    shared_settings,
+)
 from kvshare.cli.options import argument, option
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
@@ -50,6 +57,10 @@ def vllm(
     disk_bytes: Annotated[
         int | None, option("vllm", "--disk-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
     ] = None,
+    shared_tier: Annotated[
+        dict[str, Any] | None,
+        option("vllm", "--shared-tier", parser=parse_shared_tier, metavar="URL", show_default=False),
+    ] = None,
     beside: Annotated[
         dict[str, Any] | None, option("vllm", "--beside", parser=parse_connector, metavar="JSON")
     ] = None,
@@ -73,7 +84,10 @@ def vllm(
         port=port,
         max_bytes=kv_bytes // ranks,
         ranks=ranks,
-        disk=disk_settings(disk, disk_bytes, kv_bytes=kv_bytes, ranks=ranks),
+        below={
+            **disk_settings(disk, disk_bytes, kv_bytes=kv_bytes, ranks=ranks),
+            **shared_settings(shared_tier, kv_bytes=kv_bytes // ranks),
+        },
         beside=beside,
     )
     _check_options(given, settings, control_host)

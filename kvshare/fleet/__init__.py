@@ -15,6 +15,8 @@ Several vLLM replicas as one engine. Plans are made here; `kvshare.vllm_connecto
     start_measurement.py  measures them before requests do, by own_requests.py
     in_flight.py       requests whose replica has not reported yet
     replica_keeper.py  stores and evicts prompts whose KV is in the replicas
+    report_draft.py    from a replica's report to the node that is stored
+    orphans.py         what they hold and no prompt uses
     remote_tier.py     which replica holds which segment
     known_disks.py     which replicas have a disk, over restarts
     format_guard.py    refuses formats that would end a vLLM

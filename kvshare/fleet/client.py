@@ -262,9 +262,10 @@ class ControlClient(_Client):
     async def segments(self) -> HeldSegments:
         return await self._message(HeldSegments, "/segments")
 
-    async def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Tell the connector to drop segments."""
-        await self._json("/drop", body={"segment_ids": list(segment_ids)})
+    async def drop(self, segment_ids: Iterable[SegmentId], *, stays_shared: bool = False) -> None:
+        """Tell the connector to drop segments. `stays_shared`: those in a shared store stay there."""
+        body: dict[str, Any] = {"segment_ids": list(segment_ids)}
+        await self._json("/drop", body={**body, "stays_shared": True} if stays_shared else body)
 
     async def _message(self, kind: type[MessageT], path: str, *, wait_s: float = 0.0) -> MessageT:
         document = await self._json(path, wait_s=wait_s)

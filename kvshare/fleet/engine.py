@@ -83,6 +83,12 @@ class VllmEngine(ServedEngine[FleetServer]):
         if len(set(names)) != len(names):
             raise ConfigError("vllm.replicas", f"two of them are named alike: {', '.join(sorted(names))}")
         _refuse_own_address(settings)
+        if settings.shared_tier.url is not None:
+            raise ConfigError(
+                "shared_tier.url",
+                "it is a setting of the embedded engine, and the proxy reads no KV; expected null here. Give "
+                "the store to each vLLM: kvshare vllm MODEL --shared-tier URL",
+            )
         self._settings = settings
         self._created = int(time.time())
         self.fleet = Fleet(_replicas(chosen))
@@ -200,7 +206,7 @@ async def _open_server(settings: Settings, fleet: Fleet, tenants: Tenants) -> As
             await opened.enter_async_context(replica.vllm)
             await opened.enter_async_context(replica.control)
         in_flight = InFlight(Arrivals(min_run=settings.sharing.min_run), expiry_s=chosen.ticket_expiry_s)
-        router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen)
+        router = Router(runtime.sharing, runtime.control, fleet, in_flight, chosen, tier=runtime.keeper.tier)
         measurement = StartMeasurement(runtime, fleet, is_on=settings.cost.measure_at_start)
         disks = await asyncio.to_thread(KnownDisks, settings.store.path)
         reconciler = Reconciler(runtime, fleet, in_flight, measurement, disks)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from kvshare.errors import UpstreamError
 from kvshare.fleet.in_flight import InFlight
 from kvshare.fleet.known_disks import KnownDisks
 from kvshare.fleet.observation import observe
+from kvshare.fleet.orphans import Orphans
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.fleet.routed_request import RoutedRequest
@@ -36,8 +35,6 @@ from kvshare.vllm_protocol.places import DiskProblem, Moved, OnDiskOnly
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 
 log = logging.getLogger(__name__)
-
-_ORPHAN_GRACE_S = 30.0  # a replica holds a segment some time before it reports it
 
 
 class Reconciler:
@@ -59,7 +56,7 @@ class Reconciler:
         self._disks = disks
         self._control = runtime.control
         self._fingerprint: str | None = None  # of the model whose calibration is used
-        self._orphans_due: dict[str, float] = {}  # by replica: when to drop segments without a prompt
+        self._orphans = Orphans(runtime)
         self._replicas = {replica.name: replica for replica in fleet.replicas}
         self._loop = asyncio.get_running_loop()
         self.sending = Background()  # drops
@@ -94,12 +91,12 @@ class Reconciler:
         await asyncio.to_thread(self._disks.note, replica.name, has_disk=bool(info.max_disk_bytes))
         if info.max_disk_bytes:
             self._sharing.cost.know_disk()
-        self._keeper.tier.note_places(on_disk=on_disk, in_memory=held)
+        self._keeper.tier.note_places(replica.name, on_disk=on_disk, in_memory=held)
         claimed = await self._runtime.evict(self._keeper.claim, replica.name, held, info.budget_bytes)
         if claimed:
             log.info("replica %s still holds the KV of %d prompts", replica.name, len(claimed))
             await self._sharing.indexing.remember_all(claimed)
-        self._orphans_due[replica.name] = time.monotonic() + _ORPHAN_GRACE_S
+        self._orphans.begin(replica.name, held)
         if info.shares:
             await self._know_costs()
 
@@ -131,12 +128,14 @@ class Reconciler:
         if isinstance(event, Moved):
             replica.note_places(event)
         elif isinstance(event, OnDiskOnly):
-            self._keeper.tier.note_places(on_disk=event.came, in_memory=event.left)
+            if event.num_bytes:
+                await self._adopt(replica, dict(zip(event.came, event.num_bytes, strict=True)))
+            self._keeper.tier.note_places(replica.name, on_disk=event.came, in_memory=event.left)
         elif isinstance(event, DiskProblem):
             replica.note_disk(event)
         elif isinstance(event, Dropped):
             replica.note_places(event)
-            await self._runtime.write(self._keeper.forget, event.segment_ids)
+            await self._runtime.write(self._keeper.forget, event.segment_ids, replica.name)
             self._update_index(self._forget_evicted())
         elif self._measurement.own_requests.take(event):
             return
@@ -148,31 +147,44 @@ class Reconciler:
     async def evict_replica(self, replica: Replica) -> None:
         """
         Evict all prompts of a replica that has been silent for too long, unless they are on its disk, too: it
-        will say what is still there.
+        will say what is still there. What is in a store that another one shares, that one has, too.
         """
         self._in_flight.forget_replica(replica.name)
-        if replica.info is not None and replica.info.max_disk_bytes:
+        if replica.info is not None and replica.info.max_disk_bytes and not self._has_partner(replica):
             return
         await self._runtime.write(self._keeper.lose, replica.name)
         self._update_index(self._forget_evicted())
 
+    async def _adopt(self, replica: Replica, found: Mapping[SegmentId, int]) -> None:
+        """It has found segments of so many bytes in a store. Prompts of the last run may be whole now."""
+        self._orphans.note(replica.name, found)
+        claimed = await self._runtime.evict(self._keeper.adopt, replica.name, found)
+        if claimed:
+            await self._sharing.indexing.remember_all(claimed)
+
+    def _has_partner(self, replica: Replica) -> bool:
+        others = (each for each in self._replicas.values() if each is not replica and each.is_connected)
+        return replica.shares_store and any(each.holder == replica.holder for each in others)
+
     async def tidy(self, replica: Replica) -> None:
         """Expire overdue requests, and send drops to the replica."""
         self._keeper.telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
-        if time.monotonic() >= self._orphans_due.get(replica.name, math.inf):
-            del self._orphans_due[replica.name]
-            held = self._keeper.tier.held_by(replica.name)
-            await self._runtime.write(self._keeper.drop_unreferenced, held)
+        await self._orphans.tidy(replica.name)
         await self.send_drops(replica)
 
     async def send_drops(self, replica: Replica) -> None:
         """Tell a replica to drop the segments that no prompt uses any more."""
-        if dropped := self._keeper.tier.take_dropped(replica.name):
-            try:
-                await replica.control.drop(dropped)
-            except UpstreamError as exc:
-                self._keeper.tier.drop_again(replica.name, dropped)
-                log.debug("replica %s: %d drops are sent later: %s", replica.name, len(dropped), exc)
+        tier, name = self._keeper.tier, replica.name
+        for take, again, stays_shared in (
+            (tier.take_dropped, tier.drop_again, False),
+            (tier.take_orphans, tier.orphans_again, True),
+        ):
+            if dropped := take(name):
+                try:
+                    await replica.control.drop(dropped, stays_shared=stays_shared)
+                except UpstreamError as exc:
+                    again(name, dropped)
+                    log.debug("replica %s: %d drops are sent later: %s", name, len(dropped), exc)
 
     async def _on_prefilled(self, replica: Replica, prefilled: Prefilled) -> None:
         """Store and index a prompt, without an embedding: that is computed once, with the answer."""

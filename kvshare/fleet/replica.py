@@ -132,11 +132,21 @@ class Replica:
         rank = self.info.data_parallel_rank if self.info is not None else None
         return {} if rank is None else {RANK_HEADER: str(rank)}
 
+    @property
+    def shares_store(self) -> bool:
+        """Whether other replicas can read what it has stored."""
+        return self.info is not None and bool(self.info.shared_store)
+
+    @property
+    def holder(self) -> str:
+        """Whose KV it reads: its own, or that of all who share its store."""
+        return self.info.shared_store if self.info is not None and self.info.shared_store else self.name
+
     def namespace(self, owner: Owner) -> Namespace:
-        """An owner's namespace in this replica's memory. Only for replicas that share."""
+        """An owner's namespace in the KV that this replica reads. Only for replicas that share."""
         assert self.info is not None, "namespaces are for replicas that share"
         parts = {name: self.info.namespace_fields[name] for name in NAMESPACE_FIELDS}
-        return Namespace(**asdict(owner), **parts, holder=self.name)
+        return Namespace(**asdict(owner), **parts, holder=self.holder)
 
 
 class Fleet:

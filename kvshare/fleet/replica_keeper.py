@@ -8,30 +8,18 @@ and may be called from any thread except the event loop's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId, Span, token_ids
-from kvshare.errors import KVShareError
+from delta_tree import DeltaTree, Node, NodeDraft, NodeId, Segment, SegmentId
 from kvshare.fleet.remote_tier import RemoteTier
+from kvshare.fleet.report_draft import draft_of
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.kv.tier import Budget
 from kvshare.sharing.keeper import PromptKeeper
-from kvshare.sharing.node_draft import StoredSpan, draft_node, find_parent
-from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.telemetry import EvictionCause
 from kvshare.vllm_protocol.messages import FinishedReport, Prefilled
-
-
-class BadReportError(KVShareError):
-    """The report of a connector does not fit the ticket."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"the replica's report does not fit the request: {problem}. Install the same kvshare there and "
-            "here; `kvshare doctor` compares the versions"
-        )
 
 
 class ReplicaKeeper(PromptKeeper[RemoteTier]):
@@ -107,11 +95,15 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         self.tier.add(replica, {entry.segment_id: entry.num_bytes for entry in report.stored})
         self.drop_unreferenced(entry.segment_id for entry in report.stored)
 
-    def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """A replica has dropped segments: evict the prompts that used them."""
-        gone = frozenset(segment_ids)
+    def forget(self, segment_ids: Iterable[SegmentId], replica: str | None = None) -> None:
+        """
+        A replica, or all that hold them, have dropped segments: evict the prompts that used them, unless
+        another replica has them, too.
+        """
+        dropped = frozenset(segment_ids)
         with self._writing:
-            self.tier.forget(gone)
+            self.tier.forget(dropped, replica=replica)
+            gone = frozenset(entry for entry in dropped if entry not in self.tier)
             if not any(self.tree.reference_count(entry) for entry in gone):
                 return  # the usual case: the prompts were evicted before
             for node in self.tree.nodes():
@@ -129,24 +121,44 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         with self._writing:
             now_held = frozenset(held)
             self.tier.memories[replica].max_bytes = max_bytes
-            self.forget(self.tier.held_by(replica) - now_held)
+            self.forget(self.tier.held_by(replica) - now_held, replica)
             known = {segment.segment_id: segment.num_bytes for segment in self.tree.segments()}
             self.tier.add(replica, {segment_id: known.get(segment_id, 0) for segment_id in now_held})
-            claimed = [
-                node
-                for node_id in self._unclaimed
-                if (node := self.tree.get(node_id)) is not None and node.pieces.segment_ids <= now_held
-            ]
-            self._unclaimed.difference_update(node.node_id for node in claimed)
-            for namespace in {node.namespace for node in claimed}:
-                self.tree.put_into(replica, namespace)
-            return claimed
+            return self._claim(replica, now_held)
+
+    def adopt(self, replica: str, segments: Mapping[SegmentId, int]) -> list[Node]:
+        """
+        A replica has found these segments in a shared store; the values are their bytes.
+
+        Returns: the nodes of the last run whose KV it holds now; the index does not have them yet
+        """
+        with self._writing:
+            self.tier.add(replica, segments)
+            return self._claim(replica, self.tier.held_by(replica)) if self._unclaimed else []
+
+    def drop_orphans(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
+        """Tell a replica to drop those of the segments that no prompt uses, and that others may use."""
+        with self._writing:
+            unused = [entry for entry in segment_ids if not self.tree.reference_count(entry)]
+            self.tier.drop_orphans(replica, unused)
+
+    def _claim(self, replica: str, held: frozenset[SegmentId]) -> list[Node]:
+        claimed = [
+            node
+            for node_id in self._unclaimed
+            if (node := self.tree.get(node_id)) is not None and node.pieces.segment_ids <= held
+        ]
+        self._unclaimed.difference_update(node.node_id for node in claimed)
+        for namespace in {node.namespace for node in claimed}:
+            self.tree.put_into(replica, namespace)
+        return claimed
 
     def lose(self, replica: str) -> None:
         """A replica is lost: evict all prompts whose KV it held."""
         with self._writing:
-            self.tier.forget(self.tier.held_by(replica))
+            self.tier.forget(self.tier.held_by(replica), replica=replica)
             self.tier.take_dropped(replica)
+            self.tier.take_orphans(replica)
             self._discard_unheld()
 
     def evict_unclaimed(self) -> None:
@@ -248,53 +260,3 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
 
     def _add(self, replica: str, segments: Iterable[Segment]) -> None:
         self.tier.add(replica, {segment.segment_id: segment.num_bytes for segment in segments})
-
-
-def draft_of(
-    request: RoutedRequest, report: Prefilled | FinishedReport, *, node_of: Callable[[NodeId], Node | None]
-) -> NodeDraft | None:
-    """
-    The node for what a replica retained of a request, from the executed plan and the new segments.
-
-    Returns: None if nothing was retained
-    Raises:  BadReportError if copies and segments do not cover the retained positions exactly once
-    """
-    if not report.stored:
-        return None
-    routed, prompt = request.routed, request.incoming.prompt
-    assert prompt is not None, "it had a ticket"
-    assert routed.ticket is not None, "found by its ticket"
-    plan = _executed(routed.plan, report.used, [entry.span for entry in report.repaired])
-    output_ids = report.output_ids if isinstance(report, FinishedReport) else ()
-    stored = [
-        StoredSpan(entry.segment_id, Span(entry.start, entry.start + entry.length), entry.num_bytes)
-        for entry in report.stored
-    ]
-    copied = [copy.target for copy in plan.copies] if isinstance(plan, Plan) else []
-    num_retained = _covered(copied + [entry.span for entry in stored])
-    tokens = [*prompt.token_ids.tolist(), *output_ids]
-    if num_retained > len(tokens) or (output_ids and num_retained != len(tokens)):
-        most = f"{prompt.num_tokens} of the prompt and {len(output_ids)} of the answer"
-        raise BadReportError(f"it retained {num_retained} tokens, expected {most}")
-    namespace, parent = routed.ticket.namespace, find_parent(plan, node_of)
-    return draft_node(token_ids(tokens[:num_retained]), plan, stored, namespace=namespace, parent=parent)
-
-
-def _executed(plan: Plan | NoPlan, used: Sequence[int], repaired: Sequence[Span]) -> Plan | NoPlan:
-    """The plan with the copies that were used and the repairs; everything else was computed."""
-    if not used:
-        return NoPlan()
-    if isinstance(plan, NoPlan) or len(set(used)) != len(used) or max(used) >= len(plan.copies):
-        raise BadReportError("it used copies that are not in the plan")
-    executed = replace(plan, copies=tuple(plan.copies[index] for index in sorted(used)))
-    return executed if plan.order is None else executed.with_repairs(repaired)
-
-
-def _covered(spans: Sequence[Span]) -> int:
-    """Count the positions from 0 that the spans cover. Raises BadReportError for gaps and overlaps."""
-    end = 0
-    for span in sorted(spans, key=lambda entry: entry.start):
-        if span.start != end or not len(span):
-            raise BadReportError(f"expected KV from position {end} on, got [{span.start}, {span.end})")
-        end = span.end
-    return end

@@ -1,9 +1,9 @@
 """
 Chooses the replica of each request and plans the request there.
 
-KV cannot move between replicas, so each replica has its own namespaces. A prompt is looked up in all of them
-and goes to the replica with the shortest expected prefill that is not overloaded; without donors, to the
-idlest replica.
+KV does not move between replicas, so each replica has its own namespaces; those that share a store have them
+in common. A prompt is looked up in all of them and goes to the replica with the shortest expected prefill
+that is not overloaded; without donors, to the idlest replica.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvshare.fleet.in_flight import InFlight
+from kvshare.fleet.remote_tier import RemoteTier
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
@@ -56,12 +57,15 @@ class Router:
         fleet: Fleet,
         in_flight: InFlight,
         settings: VllmSettings,
+        *,
+        tier: RemoteTier,
     ) -> None:
         self._sharing = sharing
         self._control = control
         self._fleet = fleet
         self._in_flight = in_flight
         self._settings = settings
+        self._tier = tier
 
     @contextmanager
     def controlled(self, request: RoutedRequest) -> Iterator[None]:
@@ -187,8 +191,9 @@ class Router:
         """`embed`: also search by embedding."""
         assert incoming.prompt is not None, "checked by the callers"
         namespace = replica.namespace(incoming.owner).digest
-        queue = replica.queue(self._sharing.cost.rates)
-        return await self._sharing.find_plan(
+        memory = self._tier.memories[replica.name]
+        queue = replace(replica.queue(self._sharing.cost.rates), on_disk=memory.on_disk)
+        found = await self._sharing.find_plan(
             namespace,
             incoming.prompt,
             incoming.mode,
@@ -196,6 +201,10 @@ class Router:
             by_embedding=embed,
             queue=queue,
         )
+        if not replica.shares_store or not isinstance(found.plan, Plan):
+            return found
+        is_held = all(copy.segment_id in memory.segments for copy in found.plan.copies)
+        return found if is_held else replace(found, plan=NoPlan(Reason.KV_ELSEWHERE))
 
     def _as_controlled(self, request: RoutedRequest, route: Route) -> Incoming:
         """Return the request as asked for, but stored only if the controller permits it."""

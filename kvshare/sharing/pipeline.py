@@ -265,7 +265,7 @@ class Sharing:
         limits: PlannerLimits,
         nodes: Sequence[Node],
     ) -> Plan | NoPlan:
-        queue, is_approximate = replace(queue, on_disk=self.tier.on_disk), mode is SharingMode.APPROX
+        queue, is_approximate = queue.reading(self.tier.on_disk), mode is SharingMode.APPROX
 
         def planned(donors: Sequence[Node]) -> Plan | NoPlan:
             make = partial(make_plan, prompt.token_ids, donors, self.tree.segment, media=prompt.media)

@@ -124,7 +124,7 @@ class Plan:
             num_passes=extra * num_extra_passes + (self.order is not None),
             num_reused=num_reused,
             num_in_blocks=min(num_reused, self.num_in(queue.in_blocks)),  # chosen repairs are among them
-            num_on_disk=min(num_reused, self.num_in(queue.on_disk)),
+            num_on_disk=min(num_reused, self.num_in(queue.on_disk or ())),
         )
 
     @property

@@ -72,8 +72,12 @@ class Queue:
     loading_s: float = 0.0
     computing_s: float = 0.0
     in_blocks: Container[SegmentId] = frozenset()
-    on_disk: Container[SegmentId] = frozenset()
+    on_disk: Container[SegmentId] | None = None  # None: as the tier says
     excess_s: float = 0.0  # by which prompts whose KV is loaded were seen to wait longer; see `Waits`
+
+    def reading(self, on_disk: Container[SegmentId]) -> Queue:
+        """The same, with what is on disk, unless that is known."""
+        return self if self.on_disk is not None else replace(self, on_disk=on_disk)
 
     def wait_for(self, load_s: float) -> float:
         """Return how many seconds a load of `load_s` delays a prompt, from its turn to be computed on."""

@@ -12,11 +12,13 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     inspection.py    what administrators may know of the files of a store
     shared_tier.py   objects in a store that several servers use
     shared_prompts.py    which prompts lie in them, for the servers that join
+    shared_segments.py   which segments lie in them, for vLLMs
     shared_backend.py    what such a store must do; a breaker for those that do not
     redis_backend.py     one of them: Valkey or Redis
     seal.py              encrypts what is written there, with the operator's key
     shared_start.py      opens what the settings name
     disk_and_shared.py   a disk with a shared store below it, as one tier
+    readers.py       threads that read, some for each tier
     shares.py        what of the segments lies where
     tier_stack.py    memory above the others: what is asked for often is in memory
     near_memory.py   what is in memory, and what leaves it; replays have it, too

@@ -4,6 +4,7 @@ A disk with a shared store below it, as one tier: what is stored is written to b
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,9 +26,14 @@ class DiskAndShared:
 
     name = "disk"
 
-    def __init__(self, disk: DiskTier, shared: SharedTier) -> None:
+    def __init__(self, disk: DiskTier, shared: SharedTier, *, makes_way: bool = False) -> None:
+        """
+        `makes_way`: what the store has, too, leaves a full disk, the oldest first. Otherwise who writes sees
+        to it that there is room.
+        """
         self.disk, self.shared, self.form = disk, shared, disk.form
-        shared.counts_own = False
+        self._makes_way = makes_way
+        shared.counts_own = makes_way  # else the disk limits them already
         self._problem = WriteProblem(log, "the shared store", lost_with="this server's disk")
 
     @property
@@ -54,6 +60,9 @@ class DiskAndShared:
     def is_swept(self) -> bool:
         return self.disk.is_swept
 
+    def ids(self) -> list[SegmentId]:
+        return list(dict.fromkeys([*self.disk.ids(), *self.shared.ids()]))
+
     def __len__(self) -> int:
         return len(self.disk)
 
@@ -68,6 +77,8 @@ class DiskAndShared:
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """Raises OSError if the disk cannot be written."""
+        if self._makes_way:
+            self._make_way(segment.num_bytes)
         self.disk.write(segment, rows)
         self._share(segment, rows)
 
@@ -95,6 +106,17 @@ class DiskAndShared:
 
     def close(self) -> None:
         self.shared.close()
+
+    def _make_way(self, num_bytes: int) -> None:
+        """Raises OSError if the disk has no room for so many bytes more."""
+        excess = self.disk.num_bytes + num_bytes - self.disk.max_bytes
+        for segment_id in self.disk.ids() if excess > 0 else ():
+            segment = self.disk.segment(segment_id)
+            if excess > 0 and segment is not None and segment_id in self.shared:
+                self.disk.drop([segment_id])
+                excess -= segment.num_bytes
+        if excess > 0:
+            raise OSError(errno.ENOSPC, "it is full of what the shared store has not")
 
     def _share(self, segment: Segment, rows: tuple[Rows, ...]) -> bool:
         if not self.shared.takes(segment):

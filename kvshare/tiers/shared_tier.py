@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -42,10 +42,10 @@ PROTOCOL: Final = "kvshare1"
 class SharedStore:
     """The store as servers of one model see it: its values, their names, and how they are sealed."""
 
-    def __init__(self, backend: SharedBackend, form: ObjectForm, *, seal: Seal, keep_s: int) -> None:
-        """`keep_s`: a value that is not used for so long ends."""
+    def __init__(self, backend: SharedBackend, fingerprint: str, *, seal: Seal, keep_s: int) -> None:
+        """`fingerprint`: of the form of its objects. `keep_s`: a value that is not used for so long ends."""
         self.backend, self.breaker, self.seal, self.keep_s = backend, Breaker(), seal, keep_s
-        self.prefix = f"{PROTOCOL}:{seal.name_of(form.fingerprint.encode())}"
+        self.prefix = f"{PROTOCOL}:{seal.name_of(fingerprint.encode())}"
 
     def key(self, kind: str, *parts: bytes) -> str:
         """Return the key of a value: `kind` is o for a segment, p for a prompt."""
@@ -79,9 +79,19 @@ class SharedTier:
     name = "shared"
     is_swept = True
 
-    def __init__(self, store: SharedStore, form: ObjectForm, *, max_bytes: int) -> None:
-        """`max_bytes`: of others' segments that this server knows of; without a disk also of its own."""
-        self.store, self.form, self.max_bytes = store, form, max_bytes
+    def __init__(
+        self,
+        store: SharedStore,
+        form: ObjectForm,
+        *,
+        max_bytes: int,
+        announce: Callable[[Segment], None] | None = None,
+    ) -> None:
+        """
+        `max_bytes`: of others' segments that this server knows of; without a disk also of its own.
+        `announce`: called with each segment that is there, before it counts as written. Raises BackendError.
+        """
+        self.store, self.form, self.max_bytes, self._announce = store, form, max_bytes, announce
         self.num_bytes = 0  # of those that count
         self.counts_own = True  # a disk above it limits them already
         self.counts: Counter[str] = Counter()
@@ -97,6 +107,10 @@ class SharedTier:
     def problem(self) -> str | None:
         """Return why the store did not do what it was asked last."""
         return self.store.breaker.reason
+
+    def ids(self) -> list[SegmentId]:
+        with self._lock:
+            return list(self._segments)
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -135,6 +149,8 @@ class SharedTier:
         header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
         value = b"".join((header.to_bytes(), *(plane.data.cast("B") for plane in rows)))
         self.store.put(self.store.segment_key(segment), value)
+        if self._announce is not None:
+            self._announce(segment)
         self._hold([segment], is_counted=self.counts_own)
         with self._lock:
             self.counts["written"] += 1

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from delta_tree import EvictionQueue, RecencyQueue, Segment, SegmentId
@@ -27,8 +27,9 @@ from kvshare.kv.sequence import SegmentKV
 from kvshare.kv.tier import Budget, Fetched
 from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
-from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.lower_tier import LowerTier
 from kvshare.tiers.near_memory import NearMemory
+from kvshare.tiers.readers import TierReaders, result_of
 from kvshare.tiers.shared_tier import SharedTier, remove_from_shared
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
@@ -36,7 +37,6 @@ from kvshare.tiers.write_problem import WriteProblem
 
 log = logging.getLogger(__name__)
 
-_READERS = 4  # files at once
 _FLUSH_S = 20.0  # for what is not written when the process is stopped
 _MOST_SLOW = 3  # plans in a row; then nothing is read for a while
 _PAUSE_S = 10.0
@@ -81,7 +81,7 @@ class TierStack:
         self._problem = WriteProblem(log, where, lost_with="the process", reason=problem)
         self._num_slow, self._reads_from = 0, -math.inf
         self._lock = threading.RLock()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
+        self._readers = TierReaders(below.parts)
         self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
         self._writer.wake()
 
@@ -156,7 +156,7 @@ class TierStack:
     def close(self) -> None:
         """Write what is due, for some seconds, and stop. What is not written then is lost."""
         self._writer.close(within_s=_FLUSH_S)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close(waits=False)
         self.below.close()
         if self._to_write:
             log.warning("%d segments of KV were not written, and are lost", len(self._to_write))
@@ -207,11 +207,13 @@ class TierStack:
         """What was read in time, what is late, and whether that is because reads take too long."""
         nearest, is_paused = self.below.parts[0], time.monotonic() < self._reads_from
         paused = {entry for entry in entries if is_paused and entry in nearest}
-        reads = {self._readers.submit(self._read, entry): entry for entry in entries if entry not in paused}
+        reads = {
+            self._readers.read(entry, self._into_memory): entry for entry in entries if entry not in paused
+        }
         done, pending = wait(reads, None if math.isinf(within_s) else max(0.0, within_s))
         for each in pending:
             each.cancel()
-        read = {reads[each]: kv for each in done if (kv := each.result()) is not None}
+        read = {reads[each]: kv for each in done if (kv := result_of(each)) is not None}
         late = frozenset(entry for entry in reads.values() if entry not in read and entry in self.below)
         self._counts["late"] += len(late)
         is_slow = any(reads[each] in nearest for each in pending)
@@ -219,22 +221,12 @@ class TierStack:
             self._note_slow(is_slow)
         return read, late | paused, is_slow
 
-    def _read(self, segment_id: SegmentId) -> SegmentKV | None:
-        """Read a segment from below, and into memory. Runs in a thread of its own."""
-        for tier in self.below.parts:
-            try:
-                rows, segment = tier.read(segment_id), tier.segment(segment_id)
-            except BusyError:
-                continue
-            if rows is not None and segment is not None:
-                return self._into_memory(segment, rows, tier.name)
-        return None
-
-    def _into_memory(self, segment: Segment, rows: tuple[Rows, ...], where: str) -> SegmentKV:
+    def _into_memory(self, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> SegmentKV:
+        """Keep what was read from a tier below. Runs on a thread that reads."""
         segment_id = segment.segment_id
         kv = SegmentKV.of_rows(self.below.form.layout, segment.num_tokens, rows)
         with self._lock:
-            self._counts[where] += where != self.below.name
+            self._counts[tier.name] += tier.name != self.below.name
             if segment_id in self.below and segment_id not in self._memory:
                 self._memory.put(segment_id, _Held(segment, kv), is_due=False)
         return kv

@@ -11,6 +11,7 @@ KVShare inside a stock `vllm serve`: the only package that imports vllm.
     event_log.py       what happened              partial_forward.py  partial attention
     control_server.py  the proxy reads events     segment_store.py    stored rows in host memory
     lifecycle.py       start and shutdown         paged_cache.py      reads and writes vLLM's blocks
+    shared_news.py     what other vLLMs write     disk_store.py       files and a shared store below
 
 vLLM calls `connector.py` in both: it opens with a table of the calls. `metadata.py` has what the two sides
 send each other. `plugin.py` registers the connector by name, `config.py` reads its settings, `workers.py`

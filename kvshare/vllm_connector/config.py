@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from kvshare.settings import SharedTierSettings
 from kvshare.vllm_protocol.json_fields import Number
 
 # Connectors that find KV by vLLM's hashes of blocks, which its salts are part of. By reading vLLM 0.32, as
@@ -49,6 +50,7 @@ class ConnectorSettings:
     disk_bytes: Number = 0  # of an engine
     disk_write_bytes_per_s: Annotated[int, Field(strict=True, gt=0)] = 256 * 1024**2
     disk_keep_free_bytes: Number = 2 * 1024**3
+    shared_tier: SharedTierSettings | None = None  # a store for KV that several vLLMs share; None: none
     data_parallel_size: Number = 1  # engines of this vLLM, which they do not know themselves
     step_tokens: Number = 0  # that sharing may compute in a step; 0: vLLM's own max_num_batched_tokens
     by_block_hash: tuple[str, ...] = ()  # other connectors that find KV by vLLM's hashes of blocks only

@@ -63,6 +63,7 @@ class LoadRequest:
     reads_within_s: float = 0.0  # what is not read from disk by then is computed
     media: tuple[Span, ...] = ()  # that a pass cannot compute
     has_head: bool = False  # whose rows depend on the following token, see `last_rows`
+    shared: tuple[Segment, ...] = ()  # of those that are read: what others have written to a shared store
 
     @property
     def stored_ids(self) -> frozenset[SegmentId]:
@@ -250,4 +251,5 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     fingerprint: str = ""  # of the model, the same on all ranks
     device: str = "unknown"  # that it computes on, in words
     on_disk: tuple[Segment, ...] = ()  # that an earlier process left
-    has_disk: bool = False
+    has_disk: bool = False  # or a shared store: something below memory
+    shared_form: str = ""  # fingerprint of the objects in a shared store; empty: there is none

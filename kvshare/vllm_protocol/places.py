@@ -26,11 +26,19 @@ class Moved(Message):
 
 @dataclass(frozen=True, slots=True)
 class OnDiskOnly(Message):
-    """Segments that `came` to be on disk only, and those that `left` it: they are in host memory, too."""
+    """
+    Segments that `came` to be on disk only, and those that `left` it: they are in host memory, too.
+
+    `num_bytes`: of each that came and was not held before, as another vLLM has written it to a shared store;
+    empty for the others.
+    """
 
     came: tuple[Held, ...] = ()
     left: tuple[Held, ...] = ()
+    num_bytes: tuple[Number, ...] = ()
     kind: Literal["on_disk"] = "on_disk"
+
+    _optional = frozenset({"num_bytes"})
 
 
 @dataclass(frozen=True, slots=True)

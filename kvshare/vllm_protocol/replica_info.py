@@ -33,18 +33,19 @@ class ReplicaInfo(Message):
     data_parallel_rank: Number | None = None  # of this engine, where a vLLM has several
     data_parallel_size: Number = 1  # number of engines of that vLLM, as reported by it
     device: str = ""  # of its ranks, in words
-    max_disk_bytes: Number = 0  # 0: KV is in memory only, and lost with the process
+    max_disk_bytes: Number = 0  # or in a shared store; 0: KV is in memory only, and lost with the process
     num_disk_segments: Number = 0
     disk_problem: DiskProblem = field(default_factory=DiskProblem)  # of now; changes come by the journal
     speculation: str = ""  # vLLM's name of the method of speculative decoding, where it is on
     can_share_media: Flag = False  # images in prompts: positions are those of tokens
+    shared_store: str = ""  # names the store that it shares with other vLLMs; empty: none
     passing: str = ""  # why requests pass unshared, though nothing is wrong
 
     _protocol = PROTOCOL
     _optional = frozenset(
         {"fingerprint", "can_choose", "settings", "data_parallel_rank", "data_parallel_size", "device"}
         | {"max_disk_bytes", "num_disk_segments", "speculation", "passing", "can_share_media"}
-        | {"disk_problem"}
+        | {"disk_problem", "shared_store"}
     )
 
     @property

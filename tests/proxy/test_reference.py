@@ -246,5 +246,5 @@ def test_every_error_code_is_given_somewhere() -> None:
 
 
 def test_every_reason_is_documented_as_clients_get_it() -> None:
-    """The sentences are those of kvshare/reasons.yaml."""
+    """The sentences are those of kvshare/reasons.py."""
     assert {_CODE.findall(cells[0])[0]: cells[1] for cells in rows("Reasons")} == explanations()

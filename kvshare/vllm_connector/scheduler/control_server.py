@@ -140,10 +140,17 @@ class _Handler(BaseHTTPRequestHandler):
         return HeldSegments(scheduler.events.epoch, last, tuple(scheduler.segments.ids()), on_disk)
 
     def _drop(self) -> dict[str, Any]:
-        segment_ids = self._body().get("segment_ids")
+        body = self._body()
+        segment_ids, stays_shared = body.get("segment_ids"), body.get("stays_shared", False)
         if not isinstance(segment_ids, list) or not all(type(entry) is int for entry in segment_ids):
             raise WireError("segment_ids: expected a list of integers")
-        return {"num_dropped": self.server.scheduler.drop(map(SegmentId, segment_ids))}
+        if not isinstance(stays_shared, bool):
+            raise WireError("stays_shared: expected true or false")
+        entries = [SegmentId(entry) for entry in segment_ids]
+        scheduler = self.server.scheduler
+        if scheduler.news is not None and not stays_shared:
+            scheduler.news.note_dropped(entries)
+        return {"num_dropped": scheduler.drop(entries)}
 
     def _parameter(self, name: str, kind: type[int] | type[float]) -> Any:
         try:

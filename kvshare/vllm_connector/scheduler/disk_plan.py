@@ -1,10 +1,12 @@
 """
-What of the segments is written to disk and read from it: the scheduler's side of `worker/disk_store.py`.
+What of the segments is written to disk or to a shared store, and read from there: the scheduler's side of
+`worker/disk_store.py`. A shared store counts as a disk here.
 
     saved      host memory has it whole: it is to be written with the next step
     written    the worker reports its file: it may leave memory, and is found again after a restart
     read       a load needs what is on disk only: room is made in memory, and the worker reads it first
     late       it was not read in time, and is computed. It leaves memory again
+    adopted    another vLLM has written it to the shared store (`shared_news.py`): it is as on disk
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ _LONGEST_S = 10.0  # that a load waits for the disk
 
 @dataclass(eq=False)
 class DiskPlan:
-    """One per scheduler; everything runs on its thread. Without a disk nothing is planned."""
+    """One per scheduler; all but `adopt` runs on its thread. Without a disk nothing is planned."""
 
     segments: SegmentIndex
     drops: Drops
     events: EventLog
     is_on: bool = False
     problem: DiskProblem = field(default_factory=DiskProblem)  # of now; any thread may read it
+    shared: dict[SegmentId, Segment] = field(default_factory=dict)  # in the shared store, as announced there
     _is_given_up: bool = False
     _saved: dict[SegmentId, None] = field(default_factory=dict)  # the oldest first
     _loading: dict[str, Collection[SegmentId]] = field(default_factory=dict)  # by request
@@ -46,6 +49,32 @@ class DiskPlan:
         for each in found:
             held = HeldSegment(each.namespace, each.num_tokens, each.num_bytes, each.first_position)
             self.segments.disk.add(each.segment_id, held)
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """These are in the shared store, and can be read from there. On any thread."""
+        if self._is_given_up:
+            return
+        new = []
+        for each in segments:
+            self.shared[each.segment_id] = each
+            if each.segment_id not in self.segments:
+                new.append(each)
+        if new:
+            held = {
+                each.segment_id: HeldSegment(
+                    each.namespace, each.num_tokens, each.num_bytes, each.first_position
+                )
+                for each in new
+            }
+            leaving = self.segments.disk.note_written(held, staying=self.in_use)
+            self.events.append(OnDiskOnly(came=tuple(held), num_bytes=tuple(each.num_bytes for each in new)))
+            self.drops.drop(leaving)
+
+    def known_shared(self) -> list[Segment]:
+        """What is in the shared store, of what is held here. The rest is forgotten."""
+        for segment_id in [each for each in list(self.shared) if each not in self.segments]:
+            self.shared.pop(segment_id, None)
+        return list(self.shared.values())
 
     @property
     def has_work(self) -> bool:
@@ -71,7 +100,7 @@ class DiskPlan:
     @property
     def in_use(self) -> frozenset[SegmentId]:
         """Return the segments that loads under way read. They must stay in memory."""
-        return frozenset().union(*self._loading.values())
+        return frozenset().union(*list(self._loading.values()))
 
     def take_writes(self) -> tuple[WriteRequest, ...]:
         """Return the writes for the workers, without what was dropped meanwhile."""
@@ -106,7 +135,12 @@ class DiskPlan:
         self._loading[load.request_id] = load.stored_ids
         if not self.segments.must_be_read(load.stored_ids):
             return load
-        return replace(load, reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)))
+        shared = (self.shared.get(segment_id) for segment_id in load.stored_ids)
+        return replace(
+            load,
+            reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)),
+            shared=tuple(each for each in shared if each is not None),
+        )
 
     def note(self, report: WorkerReport) -> None:
         """Note what was written, and which loads have ended."""

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 import kvshare
 from kvshare.loopback import is_loopback
 from kvshare.namespace import joined
+from kvshare.tiers.shared_start import open_shared_store, place_name
 from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.scheduler.control_server import ControlServer
@@ -26,6 +27,7 @@ from kvshare.vllm_connector.scheduler.event_log import EventLog
 from kvshare.vllm_connector.scheduler.models_with_media import media_rules, media_settings
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_connector.scheduler.shared_news import SharedNews
 from kvshare.vllm_connector.speculation import method_of, why_unshared
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
@@ -110,19 +112,34 @@ class SchedulerSide:
             return
         if any(worker.has_disk for worker in workers):
             self.scheduler.disk.begin(workers[0].on_disk)
+            self._share_store(workers[0].shared_form)
         self.scheduler.times.steps.is_on = bool(method_of(self._config))
         assert self._control is not None  # or its address would be among the reasons
         self.scheduler.share()
         backend, port = workers[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
+    def _share_store(self, form: str) -> None:
+        """`form`: fingerprint of what the workers write to a shared store; empty: they use none."""
+        settings = self._connector.shared_tier
+        if settings is None or not form:
+            return
+        store = open_shared_store(settings, form)
+        self.segments.disk.max_bytes = max(settings.max_bytes, self.segments.disk.max_bytes)
+        news = SharedNews(store, self.scheduler.disk, place=place_name(settings, store))
+        self.scheduler.news = news
+        news.begin()
+
     def close(self) -> None:
+        if self.scheduler.news is not None:
+            self.scheduler.news.close()
         if self._control is not None:
             self._control.close()
 
     def info(self) -> ReplicaInfo:
         """The answer to `GET /info`. Thread-safe."""
         config, names = self._config, self._config.model_config.served_model_name
+        news = self.scheduler.news
         unsupported = tuple(self._unsupported)
         is_starting = not (self.scheduler.shares or unsupported or self._passing)
         if is_starting:
@@ -136,7 +153,7 @@ class SchedulerSide:
                 "kvshare": kvshare.__version__,
             },
             refusals=unsupported,
-            warnings=tuple(self._warnings),
+            warnings=(*self._warnings, *(news.warnings if news is not None else ())),
             can_move_keys=self.scheduler.may_move_keys,
             # Empty while starting: the proxy then asks again.
             namespace_fields={} if is_starting else self._namespace_fields(),
@@ -154,6 +171,7 @@ class SchedulerSide:
             num_disk_segments=len(self.segments.disk),
             disk_problem=self.scheduler.disk.problem,
             data_parallel_rank=self._rank,
+            shared_store=news.place if news is not None else "",
             speculation=method_of(config),
             passing=self._passing or "",
             data_parallel_size=max(self._connector.data_parallel_size, 1 + (self._rank or 0)),

@@ -36,6 +36,7 @@ from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 from kvshare.vllm_connector.scheduler.saving import Saving
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
+from kvshare.vllm_connector.scheduler.shared_news import SharedNews
 from kvshare.vllm_connector.scheduler.ticket_reader import TicketReader, why_unshared
 from kvshare.vllm_connector.scheduler.waiting import Waiting
 from kvshare.vllm_protocol.stages import WRITE
@@ -60,6 +61,7 @@ class ConnectorScheduler:
         self.donors = BlockDonors()
         self._waiting = Waiting()
         self.disk = DiskPlan(self.segments, self.drops, self.events)
+        self.news: SharedNews | None = None  # of a shared store
         self.saving = Saving(self.segments, self.events, self.drops, self.donors, self._waiting, self.disk)
         self.unsaved = self.saving.unsaved
         self.sources = LoadSources(self.segments, self.donors, self.unsaved, self.disk)

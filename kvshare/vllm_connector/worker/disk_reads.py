@@ -1,5 +1,5 @@
 """
-Reads from disk into the arena. The load that waits for them: `disk_first.py`.
+Reads from disk, or from a shared store, into the arena. The load that waits for them: `disk_first.py`.
 
     Read     one segment; several loads may wait for it
     Reads    those of one load, which are waited for no longer than the plan said
@@ -17,9 +17,9 @@ from delta_tree import SegmentId
 
 
 class Read:
-    """One segment, on its way into memory. `future`: whether it matched its checks."""
+    """One segment, on its way into memory. `future`: whether it matched its checks; None is no."""
 
-    def __init__(self, segment_id: SegmentId, future: Future[bool]) -> None:
+    def __init__(self, segment_id: SegmentId, future: Future[bool | None]) -> None:
         self.segment_id = segment_id
         self._future = future
 
@@ -29,9 +29,9 @@ class Read:
 
     @property
     def is_whole(self) -> bool | None:
-        """Return whether it matched its checks, when it is over; None if it may be whole on disk."""
+        """Return whether it matched its checks, when it is over; None if it may be whole below memory."""
         future = self._future
-        return None if future.cancelled() or future.exception() is not None else future.result()
+        return None if future.cancelled() or future.exception() is not None else bool(future.result())
 
     def wait(self) -> None:
         """Until it is over."""

@@ -1,8 +1,9 @@
 """
-Opens the disk below a worker's memory, with what an earlier process has left there.
+Opens what is below a worker's memory: a disk, with what an earlier process has left there, a store that other
+vLLMs share, or both.
 
-It needs the model: files of other weights, or of another form, are never read. Where the disk cannot be used,
-KV is in memory only, and a warning says why.
+It needs the model: KV of other weights, or of another form, is never read. What cannot be used is left out,
+and a warning says why.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from vllm.config import VllmConfig
 
-from kvshare.kv.layout import KVLayout
+from delta_tree import Segment
+from kvshare.errors import KVShareError
+from kvshare.settings import SharedTierSettings
 from kvshare.tiers import VLLM_KV_FOLDER
+from kvshare.tiers.disk_and_shared import DiskAndShared
 from kvshare.tiers.disk_tier import DiskTier
-from kvshare.tiers.kv_object import HeadsFirstForm
+from kvshare.tiers.kv_object import HeadsFirstForm, ObjectForm
+from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.shared_start import open_shared_tier
+from kvshare.tiers.shared_tier import SharedTier
 from kvshare.vllm_connector.config import ConnectorSettings, data_parallel_rank
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.worker.disk_store import DiskStore
@@ -28,65 +35,121 @@ from kvshare.vllm_connector.worker.start import Attached, WorkerStart
 
 _LOCK = "lock"
 _LOCK_WAIT_S = 5.0  # a vLLM that is being stopped may still write
+_DISK, _SHARED = "--disk", "--shared-tier"
 
 
 def with_disk(
     attached: Attached, handshake: WorkerHandshake, start: WorkerStart
 ) -> tuple[Attached, WorkerHandshake]:
-    """The same with a disk below the memory, if one is set up and can be used."""
+    """The same with what is set up and can be used below the memory."""
     settings = start.settings
-    if settings.disk_path is None or handshake.unsupported:
+    wanted = [_DISK] * (settings.disk_path is not None) + [_SHARED] * (settings.shared_tier is not None)
+    if not wanted or handshake.unsupported:
         return attached, handshake
+    problem = None
     if num_ranks() > 1:
         problem = f"it does not support tensor parallelism yet, this vLLM has {num_ranks()} ranks"
-        return attached, _warned(handshake, problem)
-    if len(attached.cache.parts) > 1:
-        return attached, _warned(handshake, "it does not support layers whose KV differs in shape yet")
-    layout = attached.cache.kv_layout
+    elif len(attached.cache.parts) > 1:
+        problem = "it does not support layers whose KV differs in shape yet"
+    if problem is not None:
+        for option in wanted:
+            handshake = _warned(handshake, option, problem)
+        return attached, handshake
+    # A model's settings, such as its window, change KV where the weights stay the same.
+    model = start.config.model_config.compute_hash()
+    parts = ("heads first", handshake.weights, str(start.config.cache_config.cache_dtype), model)
+    form = HeadsFirstForm.of(attached.cache.kv_layout, parts)
+    disk, handshake = _disk(form, start, handshake)
+    shared, handshake = _shared(form, settings.shared_tier, handshake)
+    return _with(attached, handshake, settings, disk, shared)
+
+
+class _OpenDisk:
+    """A disk, what it had at the start, and the lock of its folder."""
+
+    def __init__(self, tier: DiskTier, lock: int) -> None:
+        self.tier, self._lock = tier, lock
+        self.found: list[Segment] = tier.described()
+        tier.adopt(self.found)
+        tier.save_index()  # a kill may follow
+
+    def close(self) -> None:
+        self.tier.save_index()
+        os.close(self._lock)
+
+
+def _with(
+    attached: Attached,
+    handshake: WorkerHandshake,
+    settings: ConnectorSettings,
+    disk: _OpenDisk | None,
+    shared: SharedTier | None,
+) -> tuple[Attached, WorkerHandshake]:
+    below: LowerTier
+    if disk is not None:
+        below = disk.tier if shared is None else DiskAndShared(disk.tier, shared, makes_way=True)
+    elif shared is not None:
+        below = shared
+    else:
+        return attached, handshake
+    end: Callable[[], None] = disk.close if disk is not None else lambda: None
+    store = DiskStore(
+        attached.store.arena.buffer,
+        attached.cache.kv_layout,
+        below,
+        write_bytes_per_s=settings.disk_write_bytes_per_s,
+        on_close=end,
+    )
+    handshake = replace(
+        handshake,
+        on_disk=tuple(disk.found) if disk is not None else (),
+        has_disk=True,
+        shared_form=shared.form.fingerprint if shared is not None else "",
+    )
+    return replace(attached, store=store), handshake
+
+
+def _disk(
+    form: ObjectForm, start: WorkerStart, handshake: WorkerHandshake
+) -> tuple[_OpenDisk | None, WorkerHandshake]:
+    settings = start.settings
+    if settings.disk_path is None:
+        return None, handshake
     try:
         folder = folder_of(start.config, settings.disk_path)
         lock = _lock(folder)
         try:
-            disk = _opened(folder, layout, settings, start.config, handshake)
+            tier = DiskTier(
+                folder / VLLM_KV_FOLDER,
+                form,
+                max_bytes=settings.disk_bytes,
+                keep_free_bytes=settings.disk_keep_free_bytes,
+            )
+            tier.open()
+            return _OpenDisk(tier, lock), handshake
         except OSError:
             os.close(lock)
             raise
     except OSError as exc:
-        return attached, _warned(handshake, exc.strerror or type(exc).__name__)
-    found = disk.described()
-    disk.adopt(found)
-    disk.save_index()  # a kill may follow
-    rate = settings.disk_write_bytes_per_s
-    store = DiskStore(
-        attached.store.arena.buffer, layout, disk, write_bytes_per_s=rate, unlock=partial(os.close, lock)
-    )
-    return replace(attached, store=store), replace(handshake, on_disk=tuple(found), has_disk=True)
+        return None, _warned(handshake, _DISK, exc.strerror or type(exc).__name__)
+
+
+def _shared(
+    form: ObjectForm, settings: SharedTierSettings | None, handshake: WorkerHandshake
+) -> tuple[SharedTier | None, WorkerHandshake]:
+    """It connects when it is first used."""
+    if settings is None:
+        return None, handshake
+    try:
+        return open_shared_tier(settings, form, announces_segments=True), handshake
+    except KVShareError as exc:
+        return None, _warned(handshake, _SHARED, str(exc))
 
 
 def folder_of(config: VllmConfig, path: str) -> Path:
     """Each data-parallel rank has a folder of its own."""
     rank = data_parallel_rank(config)
     return Path(path) if rank is None else Path(path) / f"rank-{rank}"
-
-
-def _opened(
-    folder: Path,
-    layout: KVLayout,
-    settings: ConnectorSettings,
-    config: VllmConfig,
-    handshake: WorkerHandshake,
-) -> DiskTier:
-    # A model's settings, such as its window, change KV where the weights stay the same.
-    model = config.model_config.compute_hash()
-    parts = ("heads first", handshake.weights, str(config.cache_config.cache_dtype), model)
-    disk = DiskTier(
-        folder / VLLM_KV_FOLDER,
-        HeadsFirstForm.of(layout, parts),
-        max_bytes=settings.disk_bytes,
-        keep_free_bytes=settings.disk_keep_free_bytes,
-    )
-    disk.open()
-    return disk
 
 
 def _lock(folder: Path) -> int:
@@ -108,5 +171,5 @@ def _lock(folder: Path) -> int:
             return descriptor
 
 
-def _warned(handshake: WorkerHandshake, problem: str) -> WorkerHandshake:
-    return replace(handshake, warnings=(*handshake.warnings, f"--disk is not used: {problem}"))
+def _warned(handshake: WorkerHandshake, option: str, problem: str) -> WorkerHandshake:
+    return replace(handshake, warnings=(*handshake.warnings, f"{option} is not used: {problem}"))

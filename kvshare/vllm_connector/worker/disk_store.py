@@ -1,10 +1,12 @@
 """
-Segments in host memory with files below them: what is saved is written to disk, and read again when needed.
+Segments in host memory with files below them, or values in a shared store, or both: what is saved is written
+there, and read again when needed.
 
     write    what the scheduler side knows to be whole; a thread writes it next to everything else
     evict    from memory; the file stays
-    drop     from memory and from disk
-    reads    from disk into the arena, by threads that read; a load waits for them, see `disk_reads.py`
+    drop     from memory and from disk; a shared store keeps it, for others
+    adopt    what others have written to a shared store can be read
+    reads    into the arena, by threads that read; a load waits for them, see `disk_reads.py`
 
 A segment that is dropped while it is written or read stays in memory until that is over. Only with a single
 rank: see `disk_start.py`.
@@ -16,15 +18,17 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from delta_tree import Segment, SegmentId
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import combined, sums
-from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
+from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.readers import TierReaders
+from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.write_behind import WriteBehind
 from kvshare.tiers.write_problem import WriteProblem
 from kvshare.vllm_connector.metadata import DiskReport, WriteRequest
@@ -33,7 +37,6 @@ from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 
 log = logging.getLogger("vllm.kvshare")
 
-_READERS = 4  # files at once
 _FLUSH_S = 5.0  # for what is not written when vLLM is stopped
 
 
@@ -44,26 +47,27 @@ class DiskStore(SegmentStore):
         self,
         buffer: torch.Tensor,
         layout: KVLayout,
-        disk: DiskTier,
+        below: LowerTier,
         *,
         write_bytes_per_s: float,
-        unlock: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`unlock`: called when the folder is not used any more."""
+        """`on_close`: called when nothing below is used any more."""
         keys, _ = layout.planes
         super().__init__(buffer, layout, num_heads=keys.num_heads)
-        self.disk = disk
-        self._unlock = unlock
+        self.below = below
+        self._on_close = on_close
         self._due: OrderedDict[SegmentId, tuple[Segment, Stored]] = OrderedDict()
         self._writing: SegmentId | None = None
         self._written: list[SegmentId] = []  # not reported yet
         self._dropped_late: list[Stored] = []  # that the writer still reads
         self._reads: dict[Stored, Read] = {}
-        self._problem = WriteProblem(log, "disk", lost_with="vLLM", prefix="kvshare: ")
+        where = "disk" if below.name == "disk" else "the shared store"
+        self._problem = WriteProblem(log, where, lost_with="vLLM", prefix="kvshare: ")
         self._reported: str | None = None  # of its reasons
         self._is_given_up = False
         self._lock = threading.Lock()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kvshare-disk")
+        self._readers = TierReaders(below.parts)
         self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
         self._writer.wake()
 
@@ -80,8 +84,14 @@ class DiskStore(SegmentStore):
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
         entries = list(segment_ids)
         self.evict(entries)
-        if self.disk.drop(entries):
+        if self.below.drop(entries):
             self._writer.wake()
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Others have written these to the shared store, from where they can be read."""
+        for tier in self.below.parts if segments and not self._is_given_up else ():
+            if isinstance(tier, SharedTier):
+                tier.adopt(segments)
 
     def evict(self, segment_ids: Iterable[SegmentId]) -> None:
         entries = list(segment_ids)
@@ -95,7 +105,8 @@ class DiskStore(SegmentStore):
 
     def clear(self) -> None:
         """
-        Drop all, on disk too, and write nothing any more: the files are of the weights of the start.
+        Drop all, on disk too, and write nothing any more: the files are of the weights of the start. What is
+        in a shared store stays there for others.
 
         Waits for no disk. What is read or written meanwhile leaves memory when that is over.
         """
@@ -105,16 +116,16 @@ class DiskStore(SegmentStore):
                 "started again"
             )
         self._is_given_up = True
-        self.drop([*self.ids(), *self.disk.ids()])
+        self.drop([*self.ids(), *self.below.ids()])
 
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
-        """Read those that only the disk has into memory, as far as there is room; some may be under way."""
+        """Read those that are below memory into it, as far as there is room; some may be under way."""
         found, without_room = [], []
         for segment_id in segment_ids:
             stored = self._stored.get(segment_id)
             if stored is not None and (read := self._reads.get(stored)) is not None:
                 found.append(read)
-            elif stored is None and (segment := self.disk.segment(segment_id)) is not None:
+            elif stored is None and (segment := self.below.segment(segment_id)) is not None:
                 try:
                     found.append(self._begin_read(segment))
                 except MemoryError:
@@ -141,22 +152,22 @@ class DiskStore(SegmentStore):
     def close(self) -> None:
         """Write what is due, for some seconds, and stop."""
         self._writer.close(within_s=_FLUSH_S)
-        self._readers.shutdown(wait=True, cancel_futures=True)
-        self.disk.save_index()
-        self._unlock()
+        self._readers.close(waits=True)
+        self.below.close()
+        self._on_close()
         if self._due:
-            log.warning("kvshare: %d segments of KV were not written to disk, and are lost", len(self._due))
+            log.warning("kvshare: %d segments of KV were not written, and are lost", len(self._due))
 
     def write_due(self) -> int | None:
         """Delete a file that belongs to nothing, or write what is due longest. On the thread that writes."""
-        if not self.disk.is_swept:
-            self.disk.sweep()
+        if not self.below.is_swept:
+            self.below.sweep()
             return 0
         with self._lock:
             segment_id, due = next(iter(self._due.items()), (None, None))
             self._writing = segment_id
         if segment_id is None or due is None:
-            return 0 if self.disk.sweep() else None
+            return 0 if self.below.sweep() else None
         try:
             return self._write(*due)
         finally:
@@ -167,38 +178,38 @@ class DiskStore(SegmentStore):
         is_whole = stored.sums is not None and _checksum(stored) == segment.checksum
         if is_whole:  # else it is damaged in memory, which a load finds, too
             try:
-                self.disk.write(segment, (_rows(stored),))
+                self.below.write(segment, (_rows(stored),))
             except OSError as exc:
                 self._problem.note(exc)
+                with self._lock:  # one that can never be written must not keep the others from being
+                    if segment.segment_id in self._due:
+                        self._due.move_to_end(segment.segment_id)
                 # What belongs to nothing may be all that is in the way.
-                return 0 if self.disk.sweep() else None
+                return 0 if self.below.sweep() else None
             self._problem.end()
         with self._lock:
             is_held = self._due.pop(segment.segment_id, None) is not None
             if is_held and is_whole:
                 self._written.append(segment.segment_id)
         if is_whole and not is_held:  # dropped meanwhile
-            self.disk.drop([segment.segment_id])
+            self.below.drop([segment.segment_id])
         return segment.num_bytes
 
     def _begin_read(self, segment: Segment) -> Read:
         stored = self.add(segment.segment_id, segment.num_tokens)
         self.hold([stored])
         try:
-            read = Read(segment.segment_id, self._readers.submit(self._read_into, stored))
+            future = self._readers.read(segment.segment_id, partial(self._read_into, stored))
         except RuntimeError:  # no thread can be started: there is no room for one more read
             self.release([stored])
             self.evict([segment.segment_id])
             raise MemoryError("no thread to read with") from None
-        self._reads[stored] = read
+        read = self._reads[stored] = Read(segment.segment_id, future)
         return read
 
-    def _read_into(self, stored: Stored) -> bool:
-        """On a thread that reads. Returns whether it is whole; the disk tier drops what is not."""
-        found = self.disk.read(stored.segment_id)
-        if found is None:
-            return False
-        _rows(stored)[:] = found[0]
+    def _read_into(self, stored: Stored, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> bool:
+        """On a thread that reads, once the rows match their checks."""
+        _rows(stored)[:] = rows[0]
         stored.sums = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes).numpy()
         return True
 

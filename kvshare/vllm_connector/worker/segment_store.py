@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_tree import SegmentId
+from delta_tree import Segment, SegmentId
 from kvshare.kv.arena import Arena, Extent
 from kvshare.kv.layout import KVLayout, Plane
 from kvshare.vllm_connector.worker.disk_reads import Reads
@@ -185,6 +185,9 @@ class SegmentStore:
 
     def write(self, requests: Iterable[WriteRequest]) -> None:
         """There is no disk."""
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """There is no store that others write."""
 
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
         """None: there is nothing to read."""

@@ -63,6 +63,7 @@ class Transfers:
 
     def begin_load(self, request: LoadRequest, *, joins: bool) -> None:
         """`joins`: the step that runs; otherwise it is reported."""
+        self._store.adopt(request.shared)
         reads = self._store.reads(request.stored_ids, within_s=request.reads_within_s)
         read_ids = frozenset[SegmentId]() if reads is None else reads.wanted
         found = self._store.find(request.stored_ids).items()

@@ -9,7 +9,7 @@ const GATES = [
   { name: "Is something similar stored?", reasons: ["no_candidates", "nothing_in_common"], measured: (plan) => counted(plan.donors?.length ?? 0, "stored prompt") },
   { name: "Does it pay?", reasons: ["not_enough_saved", "does_not_pay"], measured: ({ estimate, saved_s }) => (estimate ? `${seconds(estimate.full_s)} without sharing, ${seconds(estimate.shared_s)} with it` : `${seconds(saved_s)} saved`) },
   { name: "Is it true enough?", reasons: ["deviates_too_much", "rotation_unknown", "too_much_relocated"], measured: deviation },
-  { name: "Is its KV there?", reasons: ["kv_gone", "kv_late", "lookup_failed"], measured: () => "all of what the plan copies" },
+  { name: "Is its KV there?", reasons: ["kv_gone", "kv_late", "kv_elsewhere", "lookup_failed"], measured: () => "all of what the plan copies" },
 ];
 
 /** Which gate a reason belongs to; -1 for one of another part. */

@@ -207,7 +207,7 @@ def test_doctor_asks_everything_once(tmp_path: Path) -> None:
     names = [check.name for check in doctor.run_checks(config)]
     assert names == [
         "python", "sqlite", "config", "torch", "model", "tokenizer", "geometry",
-        "store", "disk", "index", "embedder", "port", "pages",
+        "store", "disk", "shared", "index", "embedder", "port", "pages",
     ]  # fmt: skip
 
 
@@ -232,3 +232,22 @@ def test_every_finding_can_be_told() -> None:
         assert state == "ok" or len(texts) == 2 or finding == "connector.warns"
         fields = {field for text in texts for _, field, _, _ in Formatter().parse(text) if field}
         assert fields <= asked[finding], finding
+
+
+@pytest.mark.parametrize(
+    ("engine", "url", "state"),
+    [
+        ("embedded", None, CheckState.OK),
+        ("embedded", "redis://localhost/0", CheckState.OK),
+        ("vllm", None, CheckState.OK),
+        ("vllm", "redis://localhost/0", CheckState.FAIL),
+    ],
+)
+def test_a_shared_store_belongs_to_each_vllm(
+    tmp_path: Path, engine: str, url: str | None, state: CheckState
+) -> None:
+    """The proxy reads no KV, so its own setting would do nothing."""
+    chosen = settings(tmp_path, **{"engine.kind": engine, "shared_tier.url": url})
+    check = store_checks.check_shared(chosen)
+    assert check.state is state
+    assert ("kvshare vllm MODEL --shared-tier URL" in check.remedy) is (state is CheckState.FAIL)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tree import Copy, NodeDraft, NodeId, SegmentId, Span, gaps, token_ids
-from kvshare.fleet.replica_keeper import BadReportError, draft_of
+from kvshare.fleet.report_draft import BadReportError, draft_of
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
 from kvshare.namespace import Owner

@@ -84,6 +84,7 @@ class Vllm:
         max_bytes: int = 1 << 28,
         control_port: int = 0,
         disk: Path | None = None,
+        shared_tier: dict[str, Any] | None = None,
         run: int = 0,
         kv_transfer_config: dict[str, Any] | None = None,
         **options: Any,
@@ -92,7 +93,7 @@ class Vllm:
         from vllm import LLM
 
         on_disk = {"disk_path": str(disk), "disk_bytes": 1 << 30, "disk_keep_free_bytes": 0} if disk else {}
-        own = {"control_port": control_port, "max_bytes": max_bytes, **on_disk}
+        own = {"control_port": control_port, "max_bytes": max_bytes, **on_disk, "shared_tier": shared_tier}
         self.model = model
         with one_step_ahead(bool(options.get("async_scheduling"))):
             self.llm = LLM(

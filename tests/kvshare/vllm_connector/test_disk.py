@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvshare.tiers.disk_tier import DiskTier
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.tiers.faulty_files import WaitingFiles
 from tests.kvshare.tiers.small_store import SmallStore, wrong_nodes
@@ -42,7 +43,8 @@ class Restarted:
 
         store = self.vllm.worker.attached.store
         assert isinstance(store, DiskStore)
-        return store.disk._path(self.donors[number].stored[segment].segment_id)
+        assert isinstance(store.below, DiskTier)
+        return store.below._path(self.donors[number].stored[segment].segment_id)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +163,8 @@ def test_a_disk_that_is_late_is_not_waited_for(restarted: Restarted) -> None:
     segments, store = vllm.side.segments, vllm.worker.attached.store
     assert isinstance(store, DiskStore)
     vllm.side.scheduler.drops.note(segments.evict(segments.ids()))
-    store.disk._files = files
+    assert isinstance(store.below, DiskTier)
+    store.below._files = files
     files.may_read.clear()
     plan = copies_of(restarted.donors[0], *SCATTERED)
     ticket = vllm.ticket(tokens, plan, disk_s=0.02)

@@ -135,7 +135,7 @@ async def test_a_proxy_that_restarts_drops_what_it_never_heard_of(
     vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments that no prompt refers to are found by nobody; after a while they are let go."""
-    monkeypatch.setattr("kvshare.fleet.reconciler._ORPHAN_GRACE_S", 0.1)
+    monkeypatch.setattr("kvshare.fleet.orphans.GRACE_S", 0.1)
     async with running_relay(tmp_path / "one", vllm) as relay:
         await relay.chat("Rome")
     assert vllm.segments

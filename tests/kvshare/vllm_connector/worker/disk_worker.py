@@ -1,4 +1,7 @@
-"""The real worker over a small cache, with files below its memory; each segment has rows of one value."""
+"""
+The real worker over a small cache, with files or a shared store below its memory; each segment has rows of
+one value.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_tree import SegmentId, Span
+from delta_tree import Segment, SegmentId, Span
+from kvshare.settings import SharedTierSettings
+from kvshare.tiers.disk_and_shared import DiskAndShared
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.files import Files
+from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.shared_start import open_shared_tier
 from kvshare.vllm_protocol.messages import WireCopy
 from tests.kvshare.vllm_connector.worker.small_worker import (
     DIM,
@@ -33,7 +40,16 @@ LAST = NUM_TOKENS - 1  # tokens of a segment that are copied
 class DiskWorker:
     """One process; another one in the same folder is a restart. Call it inside of `one_rank`."""
 
-    def __init__(self, folder: Path, *, max_segments: int = 4, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        max_segments: int = 4,
+        files: Files | None = None,
+        shared: SharedTierSettings | None = None,
+        max_disk_bytes: int = 1 << 30,
+    ) -> None:
+        """`folder`: None: no disk. `shared`: of a store that other workers use, too."""
         from kvshare.tiers.kv_object import HeadsFirstForm
         from kvshare.vllm_connector.worker.disk_store import DiskStore
         from kvshare.vllm_connector.worker.start import Attached
@@ -41,15 +57,19 @@ class DiskWorker:
         self.worker = new_worker(max_segments)
         attached = self.worker.attached
         self.cache, layout = attached.cache, attached.cache.kv_layout
+        form = HeadsFirstForm.of(layout, ())
         self.disk = DiskTier(
-            folder, HeadsFirstForm.of(layout, ()), max_bytes=1 << 30, keep_free_bytes=0, files=files
+            folder or Path("/nowhere"), form, max_bytes=max_disk_bytes, keep_free_bytes=0, files=files
         )
-        self.disk.open()
-        self.found = self.disk.described()
-        self.disk.adopt(self.found)
-        self.store: DiskStore = DiskStore(
-            attached.store.arena.buffer, layout, self.disk, write_bytes_per_s=1e12
-        )
+        below: LowerTier = self.disk
+        if folder is not None:
+            self.disk.open()
+            self.found = self.disk.described()
+            self.disk.adopt(self.found)
+        if shared is not None:
+            self.shared = open_shared_tier(shared, form, announces_segments=True)
+            below = self.shared if folder is None else DiskAndShared(self.disk, self.shared, makes_way=True)
+        self.store: DiskStore = DiskStore(attached.store.arena.buffer, layout, below, write_bytes_per_s=1e12)
         use(self.worker, Attached(self.cache, attached.forward, self.store))
         self.written: list[int] = []  # as it has reported
         self.problems: list[str | None] = []  # the same, with each report
@@ -85,21 +105,29 @@ class DiskWorker:
             self.step()
         self.step(writes=tuple(WriteRequest(SegmentId(number), "n", 0) for number in numbers))
 
-    def wait_written(self, *numbers: int) -> None:
+    def wait_written(self, *numbers: int, within_s: float = 60.0) -> None:
         """Until their files are reported as whole."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + max(within_s, 120)
         while not set(numbers) <= set(self.written):
             assert time.monotonic() < deadline, f"{self.written} were written"
             time.sleep(0.002)
             self.step()
 
-    def load(self, number: int, *, within_s: float = 60.0) -> tuple[LoadResult, float]:
-        """A prompt whose tokens but the last are copied from a segment. Returns the value of its rows."""
+    def load(
+        self, number: int, *, within_s: float = 60.0, shared: Sequence[Segment] = ()
+    ) -> tuple[LoadResult, float]:
+        """
+        A prompt whose tokens but the last are copied from a segment. Returns the value of its rows.
+
+        `shared`: what is known of segments that others have written.
+        """
         from kvshare.vllm_connector.metadata import LoadRequest
 
         copy = WireCopy(SegmentId(number), 0, LAST, 0, 0)
         tokens = tuple(range(NUM_TOKENS))
-        load = LoadRequest("l", TARGET, 0, NUM_TOKENS, tokens, (copy,), reads_within_s=within_s)
+        load = LoadRequest(
+            "l", TARGET, 0, NUM_TOKENS, tokens, (copy,), reads_within_s=within_s, shared=tuple(shared)
+        )
         report, deadline = self.step(loads=(load,)), time.monotonic() + 120
         while report is None or "l" not in report.loads:
             assert time.monotonic() < deadline

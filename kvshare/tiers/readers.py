@@ -1,0 +1,98 @@
+"""
+Threads that read below memory, some for each tier: no read of the disk waits for a shared store that hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar
+
+from delta_tree import Segment, SegmentId
+from kvshare.tiers.kv_object import Rows
+from kvshare.tiers.lower_tier import BusyError, LowerTier
+
+_T = TypeVar("_T")
+Take = Callable[[LowerTier, Segment, tuple[Rows, ...]], _T]
+
+_READERS: Final = 4  # segments at once, of each tier
+
+
+class TierReaders:
+    """A segment is read from the first tier that has it whole. Thread-safe."""
+
+    def __init__(self, tiers: Sequence[LowerTier]) -> None:
+        """`tiers`: the nearest first."""
+        self._tiers = tuple(tiers)
+        self._pools = [
+            ThreadPoolExecutor(_READERS, thread_name_prefix=f"kvshare-{tier.name}") for tier in tiers
+        ]
+
+    def read(self, segment_id: SegmentId, take: Take[_T]) -> Future[_T | None]:
+        """
+        What `take` makes of the rows, on a thread that reads; None if no tier has the segment whole. It ends
+        with BusyError if a tier could not be read now.
+
+        Raises:  RuntimeError if no thread can be started
+        """
+        found: Future[_T | None] = Future()
+        self._begin(segment_id, take, found, 0)
+        return found
+
+    def close(self, *, waits: bool) -> None:
+        """Reads that have not begun are cancelled. `waits`: for those that have."""
+        for pool in self._pools:
+            pool.shutdown(wait=waits, cancel_futures=True)
+
+    def _begin(
+        self, segment_id: SegmentId, take: Take[_T], found: Future[_T | None], first: int, busy: bool = False
+    ) -> None:
+        """In the first tier from `first` on that knows the segment. `busy`: one before could not be read."""
+        numbers = range(first, len(self._tiers))
+        number = next((each for each in numbers if segment_id in self._tiers[each]), None)
+        if number is not None:
+            read = self._pools[number].submit(self._read, segment_id, take, found, number, busy)
+            read.add_done_callback(partial(_end_cancelled, found))
+        elif found.running() or found.set_running_or_notify_cancel():
+            if busy:
+                found.set_exception(BusyError())
+            else:
+                found.set_result(None)
+
+    def _read(
+        self, segment_id: SegmentId, take: Take[_T], found: Future[_T | None], number: int, busy: bool
+    ) -> None:
+        if not (found.running() or found.set_running_or_notify_cancel()):
+            return
+        tier = self._tiers[number]
+        try:
+            segment, rows = tier.segment(segment_id), None
+            try:
+                rows = tier.read(segment_id)
+            except BusyError:
+                busy = True
+            if rows is not None and segment is not None:
+                found.set_result(take(tier, segment, rows))
+            else:
+                self._begin(segment_id, take, found, number + 1, busy)
+        except Exception as exc:  # noqa: BLE001  who waits for it gets it
+            found.set_exception(exc)
+
+
+def result_of(read: Future[_T | None]) -> _T | None:
+    """Of a read that is over; None if it was cancelled, or could not be read now."""
+    try:
+        return read.result(timeout=0)
+    except (BusyError, CancelledError):
+        return None
+
+
+def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:
+    """A read that will not begin, as this process stops, is over for who waits for it."""
+    if not read.cancelled():
+        return
+    if found.running():
+        found.set_exception(BusyError())
+    elif found.cancel():
+        found.set_running_or_notify_cancel()

@@ -1,0 +1,146 @@
+"""
+What other vLLMs have written to the shared store, and what must leave it.
+
+    start     what the store still has is found, for some seconds
+    learned   a vLLM has written a segment: it can be read here, as from disk (`disk_plan.py`)
+    dropped   the proxy has it dropped: it is deleted there, for all; also if it is written only after that
+    renewed   what is known here does not end there
+
+It has a thread of its own: neither steps nor requests wait for the store, and a store that hangs costs
+nothing but what is in it. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from delta_tree import Segment, SegmentId
+from kvshare.safe_logging import class_and_place
+from kvshare.tiers.shared_backend import BackendError
+from kvshare.tiers.shared_segments import SegmentNews
+from kvshare.tiers.shared_tier import SharedStore
+from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+
+log = logging.getLogger("vllm.kvshare")
+
+START_S: Final = 5.0  # how long a start looks at what is there; the rest is learned later
+_LOOK_EVERY_S: Final = 0.5
+_RENEWALS: Final = 4  # in the time for which a value is kept
+_MOST_DROPPED: Final = 100_000
+_BATCH: Final = 256  # keys
+
+
+class SharedNews:
+    """One per scheduler. `note_dropped` may be called from any thread."""
+
+    def __init__(self, store: SharedStore, disk: DiskPlan, *, place: str) -> None:
+        """`place`: a name of the store that those who share it have in common."""
+        self.place = place
+        self._store, self._disk, self._news = store, disk, SegmentNews(store)
+        self._dropped: OrderedDict[SegmentId, None] = OrderedDict()  # they are not taken up again
+        self._leaving: OrderedDict[SegmentId, Segment] = OrderedDict()  # to be deleted in the store
+        self._renewed_at = time.monotonic()
+        self._is_in_step = False  # with what was there at the start
+        self._problem: str | None = None
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvshare-shared-news", daemon=True)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the store now, for who asks."""
+        return () if self._problem is None else (f"the shared store cannot be used now: {self._problem}",)
+
+    def begin(self) -> None:
+        """Find what is there, for `START_S` at most, and listen from then on."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._looked():
+            pass
+        self._thread.start()
+
+    def note_dropped(self, segment_ids: Iterable[SegmentId]) -> None:
+        """The proxy has them dropped."""
+        with self._lock:
+            for segment_id in segment_ids:
+                self._dropped[segment_id] = None
+                if (segment := self._disk.shared.pop(segment_id, None)) is not None:
+                    self._leaving[segment_id] = segment
+            while len(self._dropped) > _MOST_DROPPED:
+                self._dropped.popitem(last=False)
+
+    def close(self) -> None:
+        """What is not deleted by then ends by itself."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_LOOK_EVERY_S)
+        self._store.backend.close()
+
+    def _run(self) -> None:
+        while not self._is_closed.is_set():
+            if not self._looked():
+                self._is_closed.wait(_LOOK_EVERY_S)
+
+    def _looked(self) -> bool:
+        """One piece of work. Returns whether there may be more at once."""
+        try:
+            has_more = self._look()
+        except BackendError as exc:
+            self._note_problem(exc.strerror)
+            return False
+        except Exception as exc:  # noqa: BLE001  logged, without its message
+            self._note_problem(f"{class_and_place(exc)}, please report this")
+            return False
+        self._note_problem(None)
+        return has_more
+
+    def _look(self) -> bool:
+        self._delete()
+        if time.monotonic() - self._renewed_at > self._store.keep_s / _RENEWALS:
+            self._renew()
+        page = self._news.page()
+        if page is None:
+            self._is_in_step = True
+            return False
+        # Only of what was there at the start some may have ended.
+        there = page if self._is_in_step else self._news.those_there(page)
+        with self._lock:
+            taken = [segment for segment in there if segment.segment_id not in self._dropped]
+            gone = {each.segment_id: each for each in there if each.segment_id in self._dropped}
+            self._leaving.update(gone)
+        self._disk.adopt(taken)
+        return True
+
+    def _delete(self) -> None:
+        """Raises BackendError; then it is tried again."""
+        while self._leaving:
+            with self._lock:
+                batch = list(self._leaving.values())[:_BATCH]
+            self._store.delete([self._store.segment_key(segment) for segment in batch])
+            with self._lock:
+                for segment in batch:
+                    self._leaving.pop(segment.segment_id, None)
+
+    def _renew(self) -> None:
+        self._renewed_at = time.monotonic()
+        for batch in _batches(self._disk.known_shared()):
+            self._store.renew([self._store.segment_key(segment) for segment in batch])
+
+    def _note_problem(self, problem: str | None) -> None:
+        if problem is not None and self._problem is None:
+            log.warning(
+                "kvshare: what other vLLMs write to the shared store is not known here: %s. This is tried "
+                "again",
+                problem,
+            )
+        elif problem is None and self._problem is not None:
+            log.warning("kvshare: the shared store answers again")
+        self._problem = problem
+
+
+def _batches(segments: Sequence[Segment]) -> Iterator[Sequence[Segment]]:
+    return (segments[start : start + _BATCH] for start in range(0, len(segments), _BATCH))
