@@ -122,15 +122,19 @@ class EvictionOrder:
         earlier = tuple(name for length, name in names if length > num_found)
         return use._replace(name=names[0][1] if names else None, earlier=earlier[:_LOOKED_UP])
 
-    def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
-        """Raise the floor of these scopes (None: of all) to the worth of a node about to be evicted."""
+    def age(self, node_id: NodeId, scopes: Collection[str] | None, *, raises_floor: bool = True) -> None:
+        """
+        A node is about to be evicted for room. Raise the floor of these scopes (None: of all) to its worth,
+        unless `raises_floor` is False.
+        """
         if (use := self._queues[None].last_use(node_id)) is not None:
             self._leaving = node_id
-            for scope in (None,) if scopes is None else scopes:
+            for scope in ((None,) if scopes is None else scopes) if raises_floor else ():
                 self._floors[scope] = max(self._floors.get(scope, 0.0), use.worth)
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
+        self._leaving = None  # it stays
         if node_id in self._num_copied:
             self._num_copied[node_id] *= kept
 

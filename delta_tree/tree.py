@@ -154,14 +154,14 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._forest.put_into(group, namespace)
             self._forest.forget_if_empty(namespace)
 
-    def age(self, node_id: NodeId, scopes: Collection[str] | None) -> None:
+    def age(self, node_id: NodeId, scopes: Collection[str] | None, *, raises_floor: bool = True) -> None:
         """
         Call this before a node is evicted for room. `scopes`: as for `next_to_evict`.
 
-        From then on a node must be used again to rank as high as nodes that are used later.
+        With `raises_floor` a node must be used again from then on to rank as high as nodes used later.
         """
         with self._lock:
-            self._forest.eviction_order.age(node_id, scopes)
+            self._forest.eviction_order.age(node_id, scopes, raises_floor=raises_floor)
 
     def pin(self, *node_ids: NodeId) -> None:
         """Protect nodes from eviction: all of them, or none where one is unknown (UnknownNodeError)."""

@@ -20,7 +20,7 @@ from kvshare.engine import Engine, GeneratingEngine
 from kvshare.errors import ConfigError
 from kvshare.loopback import is_loopback
 from kvshare.settings import Settings, SettingsSource
-from proxy import admin
+from proxy import admin, azure
 from proxy.auth import ANY_ORIGIN
 from proxy.connection import FrontRunner
 from proxy.context import SERVER, ServerContext
@@ -222,9 +222,9 @@ def _application(server: ServerContext, *, serves_clients: bool, serves_admins: 
 
 
 def _accept_trailing_slashes(app: web.Application) -> None:
-    """`/v1/models/` is `/v1/models`: some clients join their URLs so."""
+    """`/v1/models/` is `/v1/models`: some clients join their URLs so. Azure's paths have their own."""
     for route in list(app.router.routes()):
-        if route.resource is not None:
+        if route.resource is not None and not route.resource.canonical.startswith(azure.ROOT):
             app.router.add_route(route.method, f"{route.resource.canonical}/", route.handler)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from aiohttp import web
 from yarl import URL
 
-_ROOT = "/openai"
-_DEPLOYMENT = _ROOT + "/deployments/{deployment:.+}"
+ROOT = "/openai"
+_DEPLOYMENT = ROOT + "/deployments/{deployment:.+}"
 _GENERATING = ("/chat/completions", "/completions")  # below a deployment; the first that matches counts
 _EMBEDDINGS = "/embeddings"
 _VERSION = "api-version"
@@ -29,24 +29,24 @@ def add_routes(
     app: web.Application, *, generate: _Handler, embeddings: _Handler, models: _Handler, model: _Handler
 ) -> None:
     """Azure's paths for the handlers of OpenAI's, which see the path by `openai_url`."""
-    for path in _GENERATING:
-        app.router.add_post(_DEPLOYMENT + path, generate)
-    app.router.add_post(_DEPLOYMENT + _EMBEDDINGS, embeddings)
-    app.router.add_post(f"{_ROOT}/responses", generate)
-    app.router.add_get(f"{_ROOT}/models", models)
-    app.router.add_get(_ROOT + "/models/{model:.+}", model)
+    for end in ("", "/"):  # some clients join their URLs so
+        for path in _GENERATING:
+            app.router.add_post(f"{_DEPLOYMENT}{path}{end}", generate)
+        app.router.add_post(f"{_DEPLOYMENT}{_EMBEDDINGS}{end}", embeddings)
+        app.router.add_post(f"{ROOT}/responses{end}", generate)
+        app.router.add_get(f"{ROOT}/models{end}", models)
+    app.router.add_get(ROOT + "/models/{model:.+}", model)
 
 
 def openai_url(request: web.Request) -> URL:
     """Path and query of a request in OpenAI's API: its own, but where it came by one of Azure's paths."""
     url = request.rel_url
-    if not url.path.startswith(f"{_ROOT}/"):
+    if not url.path.startswith(f"{ROOT}/"):
         return url
-    path = url.raw_path.removeprefix(_ROOT)
+    path = url.path.removeprefix(ROOT).rstrip("/")  # decoded, as routes are matched
     if is_of_deployment(request):
-        below = path.rstrip("/")
-        path = next(each for each in (*_GENERATING, _EMBEDDINGS) if below.endswith(each))
-    return url.without_query_params(_VERSION).with_path(f"/v1{path}", encoded=True, keep_query=True)
+        path = next(each for each in (*_GENERATING, _EMBEDDINGS) if path.endswith(each))
+    return url.without_query_params(_VERSION).with_path(f"/v1{path}", keep_query=True)
 
 
 def is_of_deployment(request: web.Request) -> bool:

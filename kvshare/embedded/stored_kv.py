@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from delta_tree import EVICTION_QUEUES, DeltaTree, Segment, SegmentId
+from delta_tree import DeltaTree, Segment, SegmentId
 from kvshare.embedded.shared_prompts import SharedPrompts
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sequence import SegmentKV
@@ -22,6 +22,7 @@ from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.files import Files
 from kvshare.tiers.kv_object import ObjectForm
 from kvshare.tiers.lower_tier import LowerTier
+from kvshare.tiers.near_memory import queue_of_segments
 from kvshare.tiers.shared_prompts import PromptExchange
 from kvshare.tiers.shared_start import open_shared_tier
 from kvshare.tiers.shared_tier import SharedTier
@@ -126,7 +127,7 @@ class StoredKV:
             return MemoryKeeper(tree, MemoryTier(kv_bytes), min_tokens=self._min_tokens)
         if self._disk is not None and self._shared is not None:
             below = DiskAndShared(self._disk, self._shared)
-        queue = EVICTION_QUEUES[self._settings.eviction]()
+        queue = queue_of_segments(self._settings.eviction)
         stack = self._stack = TierStack(
             kv_bytes, below, write_bytes_per_s=rate, problem=self._problem, queue=queue
         )

@@ -108,6 +108,7 @@ class Watcher:
         is_new = replica.info is None or replica.info.epoch != info.epoch
         if is_new or not self._is_in_step:
             held = await replica.control.segments()
+            info = await replica.control.info()  # again: what began before `held.last` is not in the journal
             if held.epoch != info.epoch:
                 raise UpstreamError("the connector was restarted between two calls")
             replica.info, self._last = info, held.last

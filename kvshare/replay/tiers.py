@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
-from delta_tree import DEFAULT_EVICTION, EVICTION_QUEUES
+from delta_tree import DEFAULT_EVICTION
 from kvshare.errors import ConfigError
 from kvshare.replay.options import ReplayOptions, Report, describe_log, describe_options, versions
 from kvshare.replay.policies import PolicySpec, make_policy
@@ -30,6 +30,7 @@ from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.replay.whole_files import write_document
 from kvshare.telemetry import Component, EvictionCause, FallbackReason
+from kvshare.tiers.near_memory import queue_of_segments
 from vector_index import TextEmbedder
 
 TIERS_FILE: Final = "tiers.json"
@@ -230,7 +231,7 @@ class _Passes:
         if sizes is not None:
             host, disk = sizes
             # Without a disk, as with one that memory has room for: then nothing is read from it.
-            stack = WeightlessStack(host, disk or host, EVICTION_QUEUES[eviction or DEFAULT_EVICTION]())
+            stack = WeightlessStack(host, disk or host, queue_of_segments(eviction or DEFAULT_EVICTION))
         policy = make_policy(spec, self.options.context(self.embeddings), stack=stack, eviction=eviction)
         assert isinstance(policy, SharingPolicy), "checked"
         self.opened.callback(policy.close)

@@ -70,10 +70,10 @@ class PromptKeeper(Generic[TierT]):
 
         Tokens that were copied to a different text count most; see `copied_to_others`.
         """
-        copied = copied_to_others(plan)
+        copied, given = copied_to_others(plan), plan.num_from
         for donor in plan.donors:
             node = self.tree.get(donor)
-            share = 1.0 if node is None else plan.num_from[donor] / node.num_tokens
+            share = 1.0 if node is None else given[donor] / node.num_tokens
             self.tree.touch(donor, num_copied=copied[donor], share=share)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
@@ -242,8 +242,8 @@ class PromptKeeper(Generic[TierT]):
         without = self._not_to_evict(held, budget)
         while (candidate := self.tree.next_to_evict(scopes, without=without)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
-            if cause is not EvictionCause.QUOTA:  # a tenant's own evictions say nothing of what others leave
-                self.tree.age(candidate.node_id, scopes)
+            # A tenant's own evictions say nothing of what others leave.
+            self.tree.age(candidate.node_id, scopes, raises_floor=cause is not EvictionCause.QUOTA)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
                 self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)

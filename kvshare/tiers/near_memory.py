@@ -10,8 +10,17 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import count
 from typing import Generic
 
-from delta_tree import EvictionQueue, SegmentId, Use
+from delta_tree import EVICTION_QUEUES, EvictionQueue, SegmentId, Use
 from kvshare.kv.tier import SizedT
+
+
+def queue_of_segments(eviction: str) -> EvictionQueue[SegmentId]:
+    """
+    The queue for a value of `store.eviction`.
+
+    Segments are used as a whole, so `copies` is the order of `lru`, whose queue is faster where many are due.
+    """
+    return EVICTION_QUEUES["lru" if eviction == "copies" else eviction]()
 
 
 class NearMemory(Generic[SizedT]):

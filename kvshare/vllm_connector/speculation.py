@@ -5,10 +5,12 @@ Speculative decoding: what vLLM's drafts are made from, and whether KV is shared
     text              ngram, suffix               nothing
     a model's own KV  draft_model                 the rows of the draft's layers: saved, moved and computed as
                                                   the target's are, since they have slots in the same blocks
-    hidden states     EAGLE, MTP, Medusa, others  the target's hidden states, which it does not have
+    hidden states     EAGLE                       the rows of the head's layers, in the same way; the pass
+                                                  gives it the target's hidden states of what is computed
+    hidden states     MTP, Medusa, others         the same, which was not tested: requests pass unshared
 
-With drafts of the last kind requests pass unshared: a head that attends to rows that were never computed
-proposes tokens that are rejected, and the answer takes more steps than sharing has saved.
+A head that attends to rows that were never computed proposes tokens that are rejected, and the answer takes
+more steps than sharing has saved.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 _FROM_TEXT = ("ngram", "ngram_gpu", "suffix")
 _BY_MODEL = "draft_model"
+_HEADS = {  # the architectures that were tested, by method
+    "eagle": {"EagleLlamaForCausalLM"},
+    "eagle3": {"Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"},
+}
 
 
 def method_of(config: VllmConfig) -> str:
@@ -31,8 +37,14 @@ def method_of(config: VllmConfig) -> str:
     return "" if speculative is None else str(speculative.method)
 
 
-def drafts_by_model(config: VllmConfig) -> bool:
-    return method_of(config) == _BY_MODEL
+def drafts_by_head(config: VllmConfig) -> bool:
+    """Whether its drafts come from the target's hidden states, by a head whose rows can be shared."""
+    return method_of(config) in _HEADS
+
+
+def has_rows(config: VllmConfig) -> bool:
+    """Whether what drafts has KV of its own that is shared."""
+    return method_of(config) == _BY_MODEL or drafts_by_head(config)
 
 
 def why_unshared(config: VllmConfig) -> str | None:
@@ -40,13 +52,21 @@ def why_unshared(config: VllmConfig) -> str | None:
     method = method_of(config)
     if not method or method in _FROM_TEXT:
         return None
-    if method != _BY_MODEL:
+    if not has_rows(config):
         return (
-            f"speculative decoding by {method} drafts from the target's hidden states, which copied text "
-            "does not have (ngram, suffix and draft_model can be shared with)"
+            f"speculative decoding by {method} drafts from the target's hidden states, and was not tested "
+            "with copied text (ngram, suffix, draft_model, and Llama's heads of eagle and eagle3 were)"
         )
-    limits = _limits_of_model(config)
-    return f"the draft model's KV is not shared: {'; '.join(limits)}" if limits else None
+    limits = [*_limits_of_head(config), *_limits_of_model(config)]
+    return f"the KV of what drafts is not shared: {'; '.join(limits)}" if limits else None
+
+
+def _limits_of_head(config: VllmConfig) -> Sequence[str]:
+    if not drafts_by_head(config):
+        return ()
+    kinds = config.speculative_config.draft_model_config.architectures
+    untested = sorted(set(kinds) - _HEADS[method_of(config)])
+    return [f"heads of this kind were not tested ({', '.join(untested)})"] if untested else ()
 
 
 def _limits_of_model(config: VllmConfig) -> Sequence[str]:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from kvshare.vllm_connector.beside import KVShareMultiConnector
 from kvshare.vllm_connector.config import known_reasons
 from kvshare.vllm_connector.connector import KVShareConnector
-from kvshare.vllm_connector.speculation import draft_model_of, drafts_by_model, why_unshared
+from kvshare.vllm_connector.speculation import draft_model_of, has_rows, why_unshared
 from kvshare.vllm_connector.worker.device import RESERVED_BYTES
 
 if current_platform.is_cpu():
@@ -130,7 +130,7 @@ def _attach(worker: KVShareWorker) -> None:
     """Give the model to the connector, once."""
     if not worker.is_attached and (connector := _connector()) is not None:
         runner = worker.model_runner
-        draft = draft_model_of(runner) if drafts_by_model(worker.vllm_config) else None
+        draft = draft_model_of(runner) if has_rows(worker.vllm_config) else None
         connector.attach_model(runner.get_model(), getattr(runner, "lora_manager", None), draft)
         worker.is_attached = True
 

@@ -111,11 +111,11 @@ def recipes() -> str:
     own = DATA["recipes"]
     total = sum(each["recipes"] for each in own["classes"])
     shared = sum(each["shared"] for each in own["classes"])
-    speculating = shared - own["offer_speculative_decoding"]
+    speculating = shared - own["offer_other_heads"]
     return (
         f"{shared} of vLLM's {total} recipes for generative models ({shared / total:.0%}), and {speculating} "
-        f"({speculating / total:.0%}) if those that offer speculative decoding have it on by heads, as EAGLE "
-        "and MTP; with drafts from the text or of a draft model none is lost"
+        f"({speculating / total:.0%}) if those that offer speculative decoding by MTP or other heads have it "
+        "on; with drafts from the text, of a draft model or a Llama's EAGLE head none is lost"
     )
 
 

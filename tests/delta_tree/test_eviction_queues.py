@@ -231,3 +231,19 @@ def test_a_group_takes_over_what_its_namespace_has(policy: str) -> None:
         order.remove(node(found, "a" if found == 1 else "b"))
     assert sorted(leaving) == [1, 2]
     assert set(order._queues) == {None}
+
+
+@pytest.mark.parametrize(("is_evicted", "is_shortened"), [(True, False), (True, True), (False, False)])
+def test_what_leaves_for_a_tenants_room_is_remembered(is_evicted: bool, is_shortened: bool) -> None:
+    """But no floor rises. What was only shortened, and is purged later, did not leave for room."""
+    order = EvictionOrder(S3FifoQueue)
+    order.record_use(node(1, num_tokens=100), origin=lambda: (None, 0))
+    if is_evicted:
+        order.age(NodeId(1), None, raises_floor=False)
+    if is_shortened:
+        order.shorten(NodeId(1), 0.5)
+    order.remove(node(1, num_tokens=100))
+    assert not order._floors
+    queue = order._queues[None]
+    assert isinstance(queue, S3FifoQueue)
+    assert bool(queue._ghosts) == (is_evicted and not is_shortened)

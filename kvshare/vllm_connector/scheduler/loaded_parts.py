@@ -38,7 +38,8 @@ def load_request(
         block_ids=tuple(block_ids),
         start=start,
         end=end,
-        token_ids=ticketed.token_ids[: end if order is None else ticket.num_tokens],
+        # A head that drafts reads the token that follows the last one.
+        token_ids=ticketed.token_ids[: end + 1 if order is None else ticket.num_tokens],
         copies=tuple(copy for copy in copies if copy.target.end > start),
         order=order,
         first_approximate=ticket.first_approximate,

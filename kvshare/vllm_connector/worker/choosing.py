@@ -32,7 +32,7 @@ from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.kept_rows import KeptRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import Run
+from kvshare.vllm_connector.worker.partial_forward import Run, runs_of
 from kvshare.vllm_connector.worker.ranks import num_ranks, summed
 
 
@@ -44,6 +44,7 @@ class Choosing:
     ) -> None:
         self._load = load
         self._computed = load.runs(unreadable)
+        self._last_rows = load.last_rows(unreadable)
         listens = can_listen and bool(self._computed) and load.end == len(load.token_ids)
         probes = order.probes if listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
@@ -58,7 +59,16 @@ class Choosing:
         """Return what the first pass computes: placeholders, and probes or, without a second one, repairs."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
-        return merge([*self._computed, *probes, *repairs])
+        last_rows = (Span(place, place + 1) for place in self._last_rows)
+        return merge([*self._computed, *probes, *repairs, *last_rows])
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Last rows of copies that the first pass does not compute for the target."""
+        repairs = () if self.choice is None else self.choice.repairs
+        probes = (Span(place, place + 1) for place in self._order.probes)
+        computed = merge([*probes, *repairs])
+        return tuple(p for p in self._last_rows if not any(s.start <= p < s.end for s in computed))
 
     @property
     def listens(self) -> bool:
@@ -89,7 +99,7 @@ class Choosing:
                 self._probed = KeptRows(cache, self._load.block_ids, self._order.probes)
                 if not is_early:
                     self._probed.keep_all()
-        return [self._run(span, self._listener) for span in self.first_spans]
+        return runs_of(self._load, self.first_spans, kept=self.kept, listener=self._listener)
 
     def keep(self, layer: int) -> None:
         """Copy the probes of a layer that has arrived, before the early first pass writes it."""
@@ -131,7 +141,7 @@ class Choosing:
         )
         if not self.choice.repairs and not self._order.probes:
             return []
-        return [self._run(span) for span in merge([*self.choice.repairs, *self.choice.renewed])]
+        return runs_of(self._load, merge([*self.choice.repairs, *self.choice.renewed]))
 
     def _choice_by_place(self) -> RepairChoice:
         return choose_by_place(
@@ -140,6 +150,3 @@ class Choosing:
             num_tokens=self._load.end,
             first_approximate=self._load.first_approximate,
         )
-
-    def _run(self, span: Span, listener: Listener | None = None) -> Run:
-        return Run(self._load.block_ids, span, self._load.token_ids, listener=listener)

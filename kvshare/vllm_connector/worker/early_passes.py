@@ -24,7 +24,7 @@ from kvshare.vllm_connector.worker.choosing import Choosing
 from kvshare.vllm_connector.worker.copying import Job
 from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.layer_arrivals import LayerArrivals
-from kvshare.vllm_connector.worker.partial_forward import Run
+from kvshare.vllm_connector.worker.partial_forward import runs_of
 from kvshare.vllm_connector.worker.ranks import as_one
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached
@@ -41,6 +41,10 @@ class _FirstPass:
     choosing: Choosing | None
     spans: Sequence[Span]
     num_tokens: int
+
+    @property
+    def kept(self) -> Sequence[int]:
+        return self.load.request.last_rows() if self.choosing is None else self.choosing.kept
 
 
 class EarlyPasses:
@@ -104,7 +108,7 @@ class EarlyPasses:
     def _compute(self, first: _FirstPass, arrivals: LayerArrivals) -> None:
         request, choosing = first.load.request, first.choosing
         if choosing is None or not choosing.listens:
-            runs = [Run(request.block_ids, span, request.token_ids) for span in first.spans]
+            runs = runs_of(request, first.spans, kept=first.kept)
             self._forward.compute(runs, awaiting=arrivals.wait_for)
             return
 

@@ -14,8 +14,8 @@ from kvshare.vllm_connector.worker.model import frequency_tables
 @dataclass(frozen=True, slots=True, eq=False)
 class Models:
     """
-    `draft`: the model that drafts, if its KV is to be shared. Its layers are numbered after the target's, and
-    computed after them. `adapters`: vLLM's manager of LoRA adapters of the target.
+    `draft`: the model or head that drafts, if its KV is to be shared. Its layers are numbered after the
+    target's, and computed after them. `adapters`: vLLM's manager of LoRA adapters of the target.
     """
 
     target: torch.nn.Module

@@ -15,10 +15,10 @@ forward pass over all runs of all requests of a step is therefore exact, with ev
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from delta_tree import Span
 from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, ListeningRows, placed
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.metadata import Tokens
+from kvshare.vllm_connector.metadata import LoadRequest, Tokens
 from kvshare.vllm_connector.worker.attention_hooks import Watch, hooked
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
+from kvshare.vllm_connector.worker.draft_pass import DraftPass
 from kvshare.vllm_connector.worker.metadata_builders import metadata_builders
 from kvshare.vllm_connector.worker.model_inputs import ModelInputs, base_model
 from kvshare.vllm_connector.worker.models import Models
@@ -52,6 +53,23 @@ class Run:
     token_ids: Tokens  # the request's, from position 0 on
     shift: int = 0  # added to the positions that the model sees; slots stay as they are
     listener: Listener | None = None  # records what some of the rows attend to
+    kept: tuple[int, ...] = ()  # positions whose rows the target reads and does not write; a head does
+
+
+def runs_of(
+    request: LoadRequest,
+    spans: Sequence[Span],
+    *,
+    kept: Sequence[int] = (),
+    listener: Listener | None = None,
+) -> list[Run]:
+    """Runs over spans of a load. `kept`: ascending."""
+
+    def run(span: Span) -> Run:
+        own = kept[bisect_left(kept, span.start) : bisect_left(kept, span.end)]
+        return Run(request.block_ids, span, request.token_ids, listener=listener, kept=tuple(own))
+
+    return [run(span) for span in spans]
 
 
 def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> Iterator[list[Run]]:
@@ -94,10 +112,7 @@ class PartialForward:
         self._adapters = models.adapters
         device = cache.kv_layout.device
         self._target = models.target, ModelInputs(models.target, vllm_config, device)
-        self._draft: tuple[torch.nn.Module, ModelInputs] | None = None
-        if models.draft is not None:
-            own = vllm_config.speculative_config.draft_model_config
-            self._draft = models.draft, ModelInputs(models.draft, vllm_config, device, own=own)
+        self._draft = None if models.draft is None else DraftPass(models.draft, vllm_config, device)
         self._cache = cache
         self._config = vllm_config
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -191,27 +206,29 @@ class PartialForward:
 
     def _forward(self, runs: Sequence[Run]) -> None:
         token_ids, positions, slots, metadata = self._inputs(runs)
-        own = [(builder.build(0, metadata), names) for builder, names in self._builders]
-        of_layers = {name: built for built, names in own for name in names}
-        context = partial(
-            set_forward_context,
-            of_layers,
-            self._config,
-            num_tokens=len(token_ids),
-            slot_mapping=dict.fromkeys(of_layers, slots),
-        )
+        draft = self._draft
+        drafted = None if draft is None else draft.rows(runs, token_ids, positions)
+        written = slots if drafted is None else drafted.written(slots)
         model, inputs = self._target
         with (
             torch.inference_mode(),
             base_model(self._adapters, len(token_ids), len(runs)),
             inputs.notes_set_aside(len(token_ids)),
-            context(),
+            self._context(replace(metadata, slot_mapping=written)),
         ):
-            model(intermediate_tensors=None, **inputs.arguments(token_ids, positions))
-        if self._draft is not None:  # its rows are for the same tokens, in the same slots of its own layers
-            model, inputs = self._draft
-            with torch.inference_mode(), context():
-                model(**inputs.arguments(token_ids, positions))
+            output = model(intermediate_tensors=None, **inputs.arguments(token_ids, positions))
+        if draft is not None and drafted is not None:  # its rows are in the same slots of its own layers
+            with torch.inference_mode(), self._context(replace(metadata, slot_mapping=slots)):
+                draft.compute(drafted, output)
+
+    @contextmanager
+    def _context(self, metadata: CommonAttentionMetadata) -> Iterator[None]:
+        own = [(builder.build(0, metadata), names) for builder, names in self._builders]
+        of_layers = {name: built for built, names in own for name in names}
+        slots = dict.fromkeys(of_layers, metadata.slot_mapping)
+        num_tokens = metadata.num_actual_tokens
+        with set_forward_context(of_layers, self._config, num_tokens=num_tokens, slot_mapping=slots):
+            yield
 
     def _inputs(
         self, runs: Sequence[Run]

@@ -35,6 +35,8 @@ class PlacedRun(Protocol):
     def token_ids(self) -> Tokens: ...
     @property
     def shift(self) -> int: ...
+    @property
+    def kept(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +80,25 @@ def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
         ends=ends.astype(np.int32),
         table=np.where(columns < num_blocks[:, None], tables[owners][:, columns], 0).astype(np.int32),
     )
+
+
+def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
+    """(N,) The token after each row's; of a prompt's last token, itself."""
+    each = []
+    for run in runs:
+        following = run.token_ids[run.span.start + 1 : run.span.end + 1]
+        each += [following, run.token_ids[-1:]] if len(following) < len(run.span) else [following]
+    return np.concatenate(each, dtype=_TOKEN_DTYPE)
+
+
+def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:
+    """(N,) Which rows are kept: the target writes none of its own there."""
+    kept = []
+    for run in runs:
+        rows = np.zeros(len(run.span), np.bool_)
+        rows[[place - run.span.start for place in run.kept if run.span.start <= place < run.span.end]] = True
+        kept.append(rows)
+    return np.concatenate(kept)
 
 
 def _tables(runs: Sequence[PlacedRun], cache: PagedCache) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

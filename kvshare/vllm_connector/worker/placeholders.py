@@ -28,7 +28,7 @@ from kvshare.vllm_connector.metadata import LoadResult
 from kvshare.vllm_connector.worker.choosing import Choosing
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import Run, split
+from kvshare.vllm_connector.worker.partial_forward import Run, runs_of, split
 from kvshare.vllm_connector.worker.ranks import Agreement, as_one
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.start import Attached
@@ -63,7 +63,7 @@ class ArrivedLoad:
     def _first_spans(self) -> Sequence[Span]:
         if self.choosing is not None:
             return self.choosing.first_spans
-        return self.load.request.runs(self.load.unreadable)
+        return self.load.request.passed(self.load.unreadable)
 
     def num_to_compute(self, *, reads_at_once: bool) -> int:
         """Return the most tokens in a step: with the repairs, if its results are read in the same one."""
@@ -78,7 +78,8 @@ class ArrivedLoad:
         if self.choosing is not None:
             self.left = self.choosing.first_pass(cache, device)
         else:
-            self.left = [Run(request.block_ids, span, request.token_ids) for span in self._first_spans]
+            kept = request.last_rows(self.load.unreadable)
+            self.left = runs_of(request, self._first_spans, kept=kept)
 
     def take_runs(self, max_tokens: int) -> list[Run]:
         """The next runs of its pass."""
@@ -240,8 +241,7 @@ class Placeholders:
     def _compute_whole(self, arrived: ArrivedLoad) -> None:
         """Compute all of a load that joins this step: nothing of it is verified, and vLLM reads it next."""
         request = arrived.load.request
-        spans = request.runs(frozenset(arrived.load.wanted))
-        self._forward.compute([Run(request.block_ids, span, request.token_ids) for span in spans])
+        self._forward.compute(runs_of(request, request.runs(frozenset(arrived.load.wanted))))
         self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))
 
     def _fail(self, arrived: ArrivedLoad) -> None:

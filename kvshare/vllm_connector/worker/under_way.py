@@ -56,8 +56,8 @@ class PendingLoad:
 
     @cached_property
     def placeholders(self) -> tuple[Span, ...]:
-        """Return the spans that are computed if everything can be read."""
-        return self.request.runs()
+        """Return the spans that a pass goes over if everything can be read."""
+        return self.request.passed()
 
     @property
     def segments(self) -> Collection[Stored]:

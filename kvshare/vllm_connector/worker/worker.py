@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
+from kvshare.vllm_connector.speculation import drafts_by_head
 from kvshare.vllm_connector.worker.device import device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
@@ -69,6 +71,7 @@ class ConnectorWorker:
         self._reports = Reports(self._start.device)
         self._attached: Attached | None = None
         self._parts: WorkerParts | None = None  # None until the self-test has run: then no load can come
+        self._has_head = False  # a head drafts, from the target's hidden states
         self.handshake: WorkerHandshake | None = None  # None until a model is attached
 
     @property
@@ -88,6 +91,7 @@ class ConnectorWorker:
         try:
             # Stays even if the test fails: CUDA knows its memory.
             models = Models(model, draft, adapters)
+            self._has_head = draft is not None and drafts_by_head(self._start.config)
             self._attached = self._start.attach(models)
             handshake = self._start.verify(models, self._attached)
             self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
@@ -117,11 +121,12 @@ class ConnectorWorker:
         transfers.cancel(cancelled)
         placeholders.cancel(cancelled)
         transfers.wait_for_saves(step.preempted)  # before loads, which may get their blocks
-        for request in step.loads:
+        loads = [replace(load, has_head=self._has_head) for load in step.loads]
+        for request in loads:
             if not request.reads_within_s:
                 transfers.begin_load(request, joins=request.request_id in step.joining)
         transfers.drop(step.drops, evicted=step.evictions)
-        for request in step.loads:
+        for request in loads:
             if request.reads_within_s:  # they need the memory of what was dropped
                 transfers.begin_load(request, joins=False)
         self.attached.store.write(step.writes)

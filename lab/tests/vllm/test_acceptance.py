@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from kvshare.demo import MODEL_PATH
 from kvshare.errors import ConfigError
 from kvshare.vllm_protocol.messages import FinishedReport
-from kvshare_lab.vllm.acceptance import Config, _edited, summary
+from kvshare_lab.vllm.acceptance import Config, _edited, _models, summary
 from kvshare_lab.vllm.client import Answer
+from kvshare_lab.vllm.form_pairs import form_pairs
 
 
 def answered(steps: int, tokens: int, seconds: float) -> tuple[Answer, FinishedReport]:
@@ -31,10 +35,22 @@ def test_it_passes_only_where_enough_is_accepted_and_no_less_is(
 
 
 def test_an_edited_prompt_differs_outside_of_what_both_have_in_common() -> None:
-    prompt, edited, common = _edited(np.random.default_rng(0), 200)
-    assert all(np.array_equal(prompt[s.start : s.end], edited[s.start : s.end]) for s in common)
-    assert sum(map(len, common)) == 200 - 5 * 8 - 1
-    assert (prompt != edited).sum() > 30
+    pair = _edited(np.random.default_rng(0), 200)
+    assert all(
+        start == s.start and np.array_equal(pair.prompt[s.start : s.end], pair.edited[s.start : s.end])
+        for s, start in pair.common
+    )
+    assert sum(len(span) for span, _ in pair.common) == 200 - 5 * 8 - 1
+    assert (pair.prompt != pair.edited).sum() > 30
+
+
+def test_pairs_of_a_chat_model_are_forms_that_two_users_filled_in() -> None:
+    pair = next(form_pairs(str(MODEL_PATH), 4000, seed=0))
+    assert not np.array_equal(pair.prompt, pair.edited)
+    for span, start in pair.common:
+        assert np.array_equal(pair.prompt[span.start : span.end], pair.edited[start : start + len(span)])
+        assert start + len(span) < len(pair.edited)
+    assert 2 * sum(len(span) for span, _ in pair.common) >= len(pair.edited)
 
 
 def test_methods() -> None:
@@ -42,5 +58,17 @@ def test_methods() -> None:
     assert Config().speculation("m")["method"] == "ngram"
     own = Config(method="draft").speculation("m")
     assert (own["model"], own["max_model_len"]) == ("m", Config().options.vllm.max_model_len)
-    with pytest.raises(ConfigError, match="expected ngram or draft"):
-        Config(method="eagle").speculation("m")
+    assert Config(method="eagle").speculation("h") == {
+        "method": "eagle",
+        "num_speculative_tokens": 3,
+        "model": "h",
+    }
+    with pytest.raises(ConfigError, match="expected ngram, draft or eagle"):
+        Config(method="medusa").speculation("m")
+
+
+def test_a_model_that_is_not_random_needs_a_head(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a head"):
+        _models(Config(method="eagle", model="a/model"), tmp_path)
+    own = Config(method="eagle", model="a/model", head=tmp_path)
+    assert _models(own, tmp_path) == ("a/model", str(tmp_path))

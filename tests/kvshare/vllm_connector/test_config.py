@@ -97,7 +97,14 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
         ({"method": "draft_model", "is_multimodal_model": True}, "media"),
         ({"method": "draft_model", "runner": "V2"}, "runner V2"),
         ({"method": "ngram_gpu", "runner": "V2"}, None),
-        ({"method": "eagle3"}, "by eagle3"),
+        ({"method": "eagle", "architectures": ["EagleLlamaForCausalLM"]}, None),
+        ({"method": "eagle3", "architectures": ["Eagle3LlamaForCausalLM"]}, None),
+        (
+            {"method": "eagle3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+            "Eagle3DeepseekV2ForCausalLM",
+        ),
+        ({"method": "eagle", "runner": "V2"}, "runner V2"),
+        ({"method": "medusa"}, "by medusa"),
         ({"method": "mtp"}, "hidden states"),
         ({"method": "a new one"}, "hidden states"),
     ],
@@ -107,7 +114,8 @@ def test_what_may_be_shared_with_a_method_of_speculation(changes: dict[str, Any]
     from kvshare.vllm_connector.config import known_reasons
     from kvshare.vllm_connector.speculation import why_unshared
 
-    draft = {"max_model_len": 4096, "is_multimodal_model": False}
+    kinds = ["EagleLlamaForCausalLM"]
+    draft = {"max_model_len": 4096, "is_multimodal_model": False, "architectures": kinds}
     fields = {"method": "", "use_heterogeneous_vocab": False, "parallel_drafting": False} | changes
     draft |= {name: changes[name] for name in draft.keys() & changes.keys()}
     speculative = SimpleNamespace(**fields, draft_model_config=SimpleNamespace(**draft))
@@ -148,7 +156,7 @@ def test_kv_of_eight_bits_is_supported(monkeypatch: pytest.MonkeyPatch, dtype: s
         ({}, False),
         ({"is_hybrid": True}, True),
         ({"speculative": SimpleNamespace(method="ngram")}, False),
-        ({"speculative": SimpleNamespace(method="eagle3")}, True),
+        ({"speculative": SimpleNamespace(method="medusa")}, True),
     ],
 )
 def test_a_model_that_shares_nothing_keeps_its_memory(

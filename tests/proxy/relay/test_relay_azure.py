@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import openai
+import pytest
 
 from tests.fake_vllm import MODEL, FakeVllm
 from tests.proxy.conftest import eventually
@@ -47,4 +48,13 @@ async def test_other_routes_reach_vllm_by_their_own_paths(relay: Relay, vllm: Fa
     embedded = await relay.send(f"/openai/deployments/{MODEL}/embeddings?api-version=1", {"input": "a"})
     assert await embedded.json() == {"path": "/v1/embeddings"}
     assert [seen.path for seen in vllm.seen] == ["/v1/completions", "/v1/embeddings"]
+    assert vllm.seen[-1].body["model"] == MODEL
+
+
+@pytest.mark.parametrize(
+    "path", [f"/openai/deployments/{MODEL}/embedding%73", f"/%6Fpenai/deployments/{MODEL}/embeddings/"]
+)
+async def test_other_spellings_of_a_path_are_the_same(relay: Relay, vllm: FakeVllm, path: str) -> None:
+    embedded = await relay.send(path, {"input": "a"})
+    assert await embedded.json() == {"path": "/v1/embeddings"}
     assert vllm.seen[-1].body["model"] == MODEL

@@ -16,6 +16,7 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     failing_worker.py   the worker class with which loads fail during a soak
     kinds.py            tiny models of the kinds that vLLM serves
     int8_weights.py     one of them with weights of 8 bits; processors.py: one that reads images
+    heads.py            heads that draft for some of them; form_pairs.py: near-duplicates for a chat model
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
 servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py,

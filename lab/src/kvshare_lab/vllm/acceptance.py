@@ -7,6 +7,8 @@ the KV of what it has in common. `tokens_a_step` is what a step after the first 
 connector's report: accepted drafts and the one token that each step adds.
     ngram   drafts from the text; the answer has two tokens only, so that it repeats itself
     draft   the draft model is the target itself, so that a full prefill's drafts are all accepted
+    eagle   the model's first layer alone predicts, and its head computes it too (heads.py); or `--head`
+            for `--model`
 `passed`: a full prefill gives at least 1.8 tokens a step, and shared ones .97 of its own. `answer_s`: medians
 of the seconds until the whole answer.
 """
@@ -15,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,9 +31,11 @@ from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient
 from kvshare.http_client import session as http_session
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy
-from kvshare_lab.bench.random_models import write_model
+from kvshare_lab.bench.random_models import copy_tokenizer, write_model
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.client import Answer, Client
+from kvshare_lab.vllm.form_pairs import Pair, form_pairs
+from kvshare_lab.vllm.heads import write_fitting_pair
 from kvshare_lab.vllm.prompts import unrelated_prompt
 from kvshare_lab.vllm.session import Watch
 from kvshare_lab.vllm.stack import BenchConfig, StackOptions, document
@@ -46,9 +51,10 @@ _ARMS = ("full", "shared")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchConfig):
-    """`method`: ngram, or draft."""
+    """`method`: ngram, draft or eagle. `head`: a folder, of a head for a model that is not random."""
 
     method: str = "ngram"
+    head: Path | None = None
     tokens: int = 1000
     answer: int = 100
     repeats: int = 5
@@ -63,35 +69,59 @@ class Config(BenchConfig):
         vllm = replace(self.vllm, dtype="float32", max_model_len=length, enforce_eager=True)
         return self.stack_of(vllm, kv_bytes=256 * 2**20)
 
-    def speculation(self, model: str) -> Mapping[str, Any]:
-        """vLLM's speculative_config. Raises ConfigError for a method that it has not."""
+    def pairs(self) -> Iterator[Pair]:
+        """Edited prompts: of random tokens, or filled-in forms for a model that is not random."""
+        if self.options.has_random_weights:
+            rng = np.random.default_rng(self.seed)
+            return (_edited(rng, self.tokens) for _ in count())
+        return form_pairs(self.options.model, self.tokens, seed=self.seed)
+
+    def speculation(self, drafts_by: str) -> Mapping[str, Any]:
+        """vLLM's speculative_config, with a draft model or head. Raises ConfigError for an unknown method."""
         drafts = {"num_speculative_tokens": _DRAFTS}
         if self.method == "ngram":
             return {"method": "ngram", **drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         if self.method == "draft":
             length = self.options.vllm.max_model_len
-            return {"method": "draft_model", **drafts, "model": model, "max_model_len": length}
-        raise ConfigError("--method", f"expected ngram or draft, got {self.method!r}")
+            return {"method": "draft_model", **drafts, "model": drafts_by, "max_model_len": length}
+        if self.method == "eagle":
+            return {"method": "eagle", **drafts, "model": drafts_by}
+        raise ConfigError("--method", f"expected ngram, draft or eagle, got {self.method!r}")
 
 
 def run(config: Config) -> dict[str, Any]:
     """Tokens a step and seconds of both arms."""
     options = config.options
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
-        folder, model = Path(name), options.model
-        if options.has_random_weights:
-            length, own = options.vllm.max_model_len, folder / "model"
-            model = str(write_model(model, own, dtype="float32", max_model_len=length, seed=config.seed))
-        vllm, token = replace(options.vllm, speculation=config.speculation(model)), servers.new_token()
+        folder = Path(name)
+        model, drafts_by = _models(config, folder)
+        vllm, token = replace(options.vllm, speculation=config.speculation(drafts_by)), servers.new_token()
         shared = servers.shared_vllm(model, folder, vllm, kv_bytes=options.kv_bytes, token=token)
         with servers.running([shared]):
             measured = asyncio.run(_measure(shared, token, config))
     return {**document("acceptance", options, config), **measured}
 
 
+def _models(config: Config, folder: Path) -> tuple[str, str]:
+    """The target, and what drafts for it. Raises ConfigError for a model that has no head."""
+    options, length = config.options, config.options.vllm.max_model_len
+    model, is_eagle = options.model, config.method == "eagle"
+    if not options.has_random_weights:
+        if is_eagle and config.head is None:
+            raise ConfigError("--head", f"expected a head of {model}, as it is not a random model")
+        return model, str(config.head) if is_eagle else model
+    written = write_model(model, folder / "model", dtype="float32", max_model_len=length, seed=config.seed)
+    if not is_eagle:
+        return str(written), str(written)
+    pair, head = folder / "pair", folder / "head"
+    write_fitting_pair(written, pair, head)
+    copy_tokenizer(pair)
+    return str(pair), str(head)
+
+
 async def _measure(server: servers.Server, token: str, config: Config) -> dict[str, Any]:
     assert server.control_url is not None, "it has the connector"
-    rng = np.random.default_rng(config.seed)
+    pairs = config.pairs()
     async with (
         http_session(server.url, key=None) as session,
         ControlClient(server.control_url, token=token, timeout_s=_CONTROL_TIMEOUT_S) as control,
@@ -100,12 +130,12 @@ async def _measure(server: servers.Server, token: str, config: Config) -> dict[s
         await tickets.check()
         found: dict[str, list[tuple[Answer, FinishedReport]]] = {arm: [] for arm in _ARMS}
         for number in range(1 + config.repeats):  # the first of each arm warms the server up
-            prompt, edited, common = _edited(rng, config.tokens)
-            stored = await tickets.store(prompt)
-            copies = [copy for span in common for copy in copies_of(stored, span, span.start)]
+            pair = next(pairs)
+            stored = await tickets.store(pair.prompt)
+            copies = [c for span, start in pair.common for c in copies_of(stored, span, start)]
             arms: Sequence[tuple[str, Sequence[WireCopy]]] = (("full", ()), ("shared", copies))
             for arm, own in arms[:: -1 if number % 2 else 1]:
-                answered = await _answer(tickets, edited, own, config)
+                answered = await _answer(tickets, pair.edited, own, config)
                 if number:
                     found[arm].append(answered)
     return summary(found)
@@ -118,17 +148,17 @@ async def _answer(
     return await tickets.ask(prompt, copies, max_tokens=config.answer, extra=extra)
 
 
-def _edited(rng: np.random.Generator, num_tokens: int) -> tuple[TokenIds, TokenIds, list[Span]]:
-    """A prompt, the same with other tokens in five places, and what both have in common."""
+def _edited(rng: np.random.Generator, num_tokens: int) -> Pair:
+    """A prompt, and the same with other tokens in five places."""
     prompt, other = (unrelated_prompt(rng, num_tokens) for _ in range(2))
     edited, common, end = np.array(prompt), [], 0
     for number in range(5):
         start = (2 * number + 1) * num_tokens // 10
         edited[start : start + _CHANGED] = other[start : start + _CHANGED]
-        common.append(Span(end, start))
+        common.append((Span(end, start), end))
         end = start + _CHANGED
-    common.append(Span(end, num_tokens - 1))
-    return prompt, edited.astype(prompt.dtype), common
+    common.append((Span(end, num_tokens - 1), end))
+    return Pair(prompt, edited.astype(prompt.dtype), common)
 
 
 def summary(found: Mapping[str, Sequence[tuple[Answer, FinishedReport]]]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _SHARE_OF_HOST = 1 / 3  # of its memory, at most for the store of a model that i
 ALWAYS_SHARE: Mapping[str, Mapping[str, Any]] = {"cost": {"min_saved_s": -60.0, "min_saved_fraction": 0.0}}
 """Settings of a proxy that shares even where that saves no time, as with small models."""
 
-_NOT_SHOWN = ("threads", "dtype", "kv_cache_dtype", "eager", "kv_bytes", "workload", "model", "out")
+_NOT_SHOWN = ("threads", "dtype", "kv_cache_dtype", "eager", "kv_bytes", "workload", "model", "head", "out")
 
 
 @dataclass(frozen=True, slots=True)

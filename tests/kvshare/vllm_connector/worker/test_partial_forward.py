@@ -19,6 +19,24 @@ def test_passes_are_bounded() -> None:
     assert computed == [p for span in spans for p in range(span.start, span.end)]
 
 
+def test_a_head_gets_the_following_tokens_and_writes_what_the_target_keeps() -> None:
+    """Of a prompt's last token, the token itself follows: vLLM knows the right one, and computes it again."""
+    from delta_tree import Span
+    from kvshare.vllm_connector.metadata import LoadRequest
+    from kvshare.vllm_connector.worker.partial_forward import runs_of, split
+    from kvshare.vllm_connector.worker.pass_inputs import following_ids, kept_rows
+
+    token_ids = np.arange(100, 120, dtype=np.int32)
+    load = LoadRequest("r", (3, 5, 9, 2, 7), 0, 20, token_ids, ())
+    runs = runs_of(load, [Span(1, 4), Span(6, 7), Span(10, 20)], kept=(2, 6, 10))
+    assert [run.kept for run in runs] == [(2,), (6,), (10,)]
+    (batch,) = split(runs, 100)
+    assert following_ids(batch).tolist() == [102, 103, 104, 107, *range(111, 120), 119]
+    assert kept_rows(batch).nonzero()[0].tolist() == [1, 3, 4]
+    (_, second) = split(runs[-1:], 5)
+    assert not kept_rows(second).any()
+
+
 def test_the_inputs_of_a_pass_are_those_of_each_run() -> None:
     """Of several requests, in any order, some shifted; blocks are looked up once for each request."""
     from delta_tree import Span
