@@ -65,7 +65,10 @@ class Reconciler:
         self._keeper.tier.call_on_drop(self._on_drop)
 
     async def close(self) -> None:
-        """Called after all watchers have stopped. Drops that were not sent are sent by the next run."""
+        """
+        Called after all watchers have stopped. Drops that were not sent are sent by the next run, but a store
+        keeps what they named until it ends by itself.
+        """
         self._is_closed = True
         self._keeper.tier.call_on_drop(None)
         await self.sending.cancel()

@@ -6,7 +6,8 @@ What of the segments is written to disk or to a shared store, and read from ther
     written    the worker reports its file: it may leave memory, and is found again after a restart
     read       a load needs what is on disk only: room is made in memory, and the worker reads it first
     late       it was not read in time, and is computed. It leaves memory again
-    adopted    another vLLM has written it to the shared store (`shared_news.py`): it is as on disk
+    adopted    another vLLM has written it to the shared store (`shared_news.py`): it is as on disk, and takes
+               room like what is this vLLM's own, whichever proxy it is of
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ What other vLLMs have written to the shared store, and what must leave it.
 
     start     what the store still has is found, the newest first: for some seconds, the rest later
     learned   a vLLM has written a segment: it can be read here, as from disk (`disk_plan.py`)
-    dropped   the proxy has it dropped: it is deleted there, for all; also if it is written only after that
+    dropped   the proxy has it dropped: what is known here is deleted there, for all; also if it is written
+              only after that. What is not known, or not deleted when vLLM ends, ends by itself
     renewed   what is known here does not end there; what has ended is forgotten
 
 It has a thread of its own: neither steps nor requests wait for the store, and a store that hangs costs
