@@ -190,7 +190,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
         return claimed
 
     def lose(self, replica: str) -> None:
-        """A replica is lost: evict all prompts whose KV only it held. What it was to drop may stay in a store."""
+        """A replica is lost: evict prompts whose KV only it held. What it was to drop may stay in a store."""
         with self._writing:
             self.tier.forget(self.tier.held_by(replica), replica=replica)
             self.tier.take_dropped(replica)

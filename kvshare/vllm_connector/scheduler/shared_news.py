@@ -94,6 +94,7 @@ class SharedNews:
         while not self._is_closed.is_set():
             if not self._looked():
                 self._is_closed.wait(_LOOK_EVERY_S)
+        self._delete()
 
     def _looked(self) -> bool:
         """One piece of work. Returns whether there may be more at once."""

@@ -164,6 +164,17 @@ def test_a_store_that_refuses_to_delete_is_heard_and_renewed(
     until(lambda: not writer.has(segment(1)) and side.news.warnings == ())
 
 
+def test_what_was_dropped_last_is_deleted_when_vllm_ends(
+    server: RedisServer, begin: Callable[..., Side]
+) -> None:
+    writer, side = Writer(server), begin()
+    writer.write(segment(1))
+    until(lambda: side.knows(1))
+    side.news.note_dropped([SegmentId(1)])
+    side.news.close()
+    until(lambda: not writer.has(segment(1)))
+
+
 @pytest.mark.parametrize("has_files", [False, True])
 def test_what_has_ended_is_forgotten_with_the_next_renewal(
     server: RedisServer, begin: Callable[..., Side], has_files: bool
