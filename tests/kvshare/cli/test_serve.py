@@ -64,7 +64,7 @@ def test_a_cache_of_something_else_does_not_keep_it_down(tmp_path: Path) -> None
     store.mkdir(mode=0o700)
     (store / "tree.sqlite3").write_bytes(b"not a database" * 100)
     for dtype, told in (("float32", "is damaged"), ("bfloat16", "another model or dtype")):
-        with serving(tmp_path, "--dtype", dtype) as server:
+        with serving(tmp_path, "--dtype", dtype, env={"KVSHARE_COST__LEARN": "true"}) as server:
             assert server.ready() == (200, "ok")
             assert len(server.logged(told)) == 1
             server.complete(range(300, 400))
