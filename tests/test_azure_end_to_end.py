@@ -11,6 +11,7 @@ from tests.conftest import Server
 
 MODEL = "kvshare-demo"
 VERSION = "2024-10-21"
+OWN = {"cache_salt": "azure"}  # other tests of this server find nothing of these
 
 
 def turns_of(seed: int) -> list[Any]:
@@ -32,7 +33,9 @@ def test_it_chats_streams_and_completes(server: Server) -> None:
     """The model that a call names is in the path; a stream has what a plain answer has."""
     turns = turns_of(71)
     with client_for(server, "ann") as client:
-        first = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=8, temperature=0)
+        first = client.chat.completions.create(
+            model=MODEL, messages=turns, max_tokens=8, temperature=0, extra_body=OWN
+        )
         stream = client.chat.completions.create(
             model=MODEL,
             messages=turns,
@@ -40,6 +43,7 @@ def test_it_chats_streams_and_completes(server: Server) -> None:
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body=OWN,
         )
         chunks = list(stream)
         completion = client.completions.create(model=MODEL, prompt="The weather", max_tokens=2)
@@ -58,7 +62,7 @@ def test_the_deployment_is_the_model_whatever_the_body_names(server: Server) -> 
     """As with Azure, whose deployments have names of their own."""
     turns = turns_of(72)
     with client_for(server, "ann", MODEL) as client:
-        answer = client.chat.completions.create(model="gpt-4o", messages=turns, max_tokens=2)
+        answer = client.chat.completions.create(model="gpt-4o", messages=turns, max_tokens=2, extra_body=OWN)
     assert answer.model == MODEL
     with client_for(server, "ann", "other") as client, pytest.raises(openai.NotFoundError, match="other"):
         client.chat.completions.create(model=MODEL, messages=turns, max_tokens=2)
@@ -77,7 +81,7 @@ def cached(server: Server, name: str, turns: list[Any], **kvshare: object) -> tu
     """Tokens of the prompt that were reused for this key, and all of them."""
     with client_for(server, name) as client:
         answer = client.chat.completions.create(
-            model=MODEL, messages=turns, max_tokens=2, extra_body={"kvshare": kvshare}
+            model=MODEL, messages=turns, max_tokens=2, extra_body={**OWN, "kvshare": kvshare}
         )
     usage = answer.usage
     assert usage is not None

@@ -191,12 +191,12 @@ def wait_connected(proxy: Server, replicas: Sequence[Server]) -> None:
     """
     Until the proxy shares with each of these replicas.
 
-    It is ready as soon as vLLM serves; what came before this would be served unshared. By then the index has
-    the prompts of the proxy's last run.
+    It is ready as soon as one vLLM serves, and asks those that do not yet only now and then; what came before
+    this would be served by others, or unshared. By then the index has the prompts of the proxy's last run.
     """
-    for replica in replicas:
-        line = f"replica {replica.url.removeprefix('http://')}: connected"
-        wait_until(lambda line=line: line in log_of(proxy), lambda: log_tail(proxy))  # type: ignore[misc]
+    for name in (replica.url.removeprefix("http://") for replica in replicas):
+        for line in (f"replica {name} serves", f"replica {name}: connected"):
+            wait_until(lambda line=line: line in log_of(proxy), lambda: log_tail(proxy))  # type: ignore[misc]
 
 
 def settled(fleet: Fleet, before: float) -> None:
