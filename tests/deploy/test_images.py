@@ -89,7 +89,8 @@ async def test_the_proxy_is_installed_and_serves(tmp_path: Path) -> None:
     assert not list((tmp_path / "opt/kvshare/lib").glob("python*/site-packages/torch"))
     async with running_vllm() as vllm:
         replicas = yaml.safe_dump([vllm.settings], default_flow_style=True)
-        async with started(image, KVSHARE_VLLM__REPLICAS=replicas) as url:
+        own = {"KVSHARE_VLLM__REPLICAS": replicas, "KVSHARE_COST__MEASURE_AT_START": "false"}
+        async with started(image, **own) as url:
             await answer(url, MODEL)
     assert len(vllm.generated) == 1
     assert (tmp_path / "var/lib/kvshare/tree.sqlite3").exists()
