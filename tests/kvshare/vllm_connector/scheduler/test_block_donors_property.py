@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 400
 _RECENT = 5  # segments, of which others are copied: their blocks are given away last
+_PART = st.tuples(
+    st.integers(0, _RECENT - 1), st.integers(0, 3)
+)  # of a segment: which, and from where on
 
 
 class Donors(RuleBasedStateMachine):
@@ -88,9 +91,11 @@ class Donors(RuleBasedStateMachine):
     def send_near(self, data: st.DataObject, before: int, max_tokens: int, *, moves: bool) -> None:
         segments = self.known()[-_RECENT:]
         position, picked = before, []
-        for index in data.draw(st.lists(st.integers(0, len(segments) - 1), min_size=1, max_size=3)):
+        # Draws do not depend on what is stored: ids of segments are random, and so may be their order.
+        for drawn, most in data.draw(st.lists(_PART, min_size=1, max_size=3)):
+            index = drawn % len(segments)
             start, length = segments[index][1:]
-            offset = data.draw(st.integers(0, min(3, length - 1)))
+            offset = min(most, length - 1)
             position = position if moves else max(position, start + offset)
             length = min(length - offset, LONGEST - position - 1)
             if length > 0:
