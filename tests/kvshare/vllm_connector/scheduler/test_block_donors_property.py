@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 400
 _RECENT = 5  # segments, of which others are copied: their blocks are given away last
-_PART = st.tuples(
-    st.integers(0, _RECENT - 1), st.integers(0, 3)
-)  # of a segment: which, and from where on
+_PART = st.tuples(st.integers(0, _RECENT - 1), st.integers(0, 3))  # of a segment: which, and from where on
 
 
 class Donors(RuleBasedStateMachine):
