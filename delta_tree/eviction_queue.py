@@ -58,11 +58,10 @@ class EvictionQueue(ABC, Generic[K]):
         """The entry to evict first, not in `without`, with its last use; None if there is none."""
 
 
-class RecencyQueue(EvictionQueue[K]):
-    """Least recently used first."""
+class _LastUses(EvictionQueue[K]):
+    """Remembers each entry's last use, and nothing of what has left."""
 
-    def __init__(self) -> None:
-        self._uses: OrderedDict[K, Use] = OrderedDict()
+    _uses: dict[K, Use]
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -73,18 +72,27 @@ class RecencyQueue(EvictionQueue[K]):
     def last_use(self, entry: K) -> Use | None:
         return self._uses.get(entry)
 
+    def remove(self, entry: K, *, for_room: bool = False) -> None:
+        self._uses.pop(entry, None)
+
+
+class RecencyQueue(_LastUses[K]):
+    """Least recently used first."""
+
+    _uses: OrderedDict[K, Use]
+
+    def __init__(self) -> None:
+        self._uses = OrderedDict()
+
     def use(self, entry: K, use: Use) -> None:
         self._uses[entry] = use._replace(worth=0.0)
         self._uses.move_to_end(entry)
-
-    def remove(self, entry: K, *, for_room: bool = False) -> None:
-        self._uses.pop(entry, None)
 
     def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
         return next(((use, entry) for entry, use in self._uses.items() if entry not in without), None)
 
 
-class CopiesQueue(EvictionQueue[K]):
+class CopiesQueue(_LastUses[K]):
     """
     Least recently used first, weighted by reuse, with dynamic aging (after LFU-DA, Arlitt et al., 2000).
 
@@ -95,17 +103,8 @@ class CopiesQueue(EvictionQueue[K]):
     """
 
     def __init__(self) -> None:
-        self._uses: dict[K, Use] = {}
+        self._uses = {}
         self._heap: list[tuple[Use, K]] = []
-
-    def __len__(self) -> int:
-        return len(self._uses)
-
-    def entries(self) -> Iterator[tuple[K, Use]]:
-        return iter(self._uses.items())
-
-    def last_use(self, entry: K) -> Use | None:
-        return self._uses.get(entry)
 
     def use(self, entry: K, use: Use) -> None:
         self._uses[entry] = use
@@ -113,9 +112,6 @@ class CopiesQueue(EvictionQueue[K]):
         if len(self._heap) > 2 * len(self._uses) + _MIN_STALE:  # mostly stale entries
             self._heap[:] = [(current, each) for each, current in self._uses.items()]
             heapify(self._heap)
-
-    def remove(self, entry: K, *, for_room: bool = False) -> None:
-        self._uses.pop(entry, None)
 
     def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
         heap, passed = self._heap, []
