@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
 from kvshare.vllm_connector.speculation import drafts_by_head
-from kvshare.vllm_connector.worker.device import device_of_this_worker
+from kvshare.vllm_connector.worker.device import Device, device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
 from kvshare.vllm_connector.worker.models import Models
@@ -66,8 +66,10 @@ class ConnectorWorker:
         settings: ConnectorSettings,
         spec: KVCacheSpec,
         layer_names: Sequence[str],
+        device: Device | None = None,
     ) -> None:
-        self._start = WorkerStart(vllm_config, settings, spec, tuple(layer_names), device_of_this_worker())
+        device = device or device_of_this_worker()
+        self._start = WorkerStart(vllm_config, settings, spec, tuple(layer_names), device)
         self._reports = Reports(self._start.device)
         self._attached: Attached | None = None
         self._parts: WorkerParts | None = None  # None until the self-test has run: then no load can come

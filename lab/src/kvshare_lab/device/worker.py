@@ -36,7 +36,7 @@ from kvshare.vllm_connector.worker.placeholders import ArrivedLoad, Placeholders
 from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored, arena_bytes
-from kvshare.vllm_connector.worker.start import Attached, WorkerStart
+from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.transfers import Transfers
 from kvshare.vllm_connector.worker.under_way import PendingLoad
 from kvshare.vllm_connector.worker.worker import ConnectorWorker, WorkerParts
@@ -205,9 +205,8 @@ class SimulatedWorker(ConnectorWorker):
         can_listen: bool = True,
     ) -> None:
         on_gpu = SimulatedDevice(gpu)
+        super().__init__(config, settings, spec, layer_names, on_gpu)
         self.streams = on_gpu.streams
-        self._start = WorkerStart(config, settings, spec, tuple(layer_names), on_gpu)
-        self._reports = Reports(on_gpu)
         cache = _cache(gpu, model, layer_names)
         limits = config.scheduler_config
         forward = SimulatedForward(
