@@ -238,7 +238,7 @@ class Placeholders:
                 self._reports.note_load(arrived.request_id, arrived.result())
 
     def _compute_whole(self, arrived: ArrivedLoad) -> None:
-        """Compute all of a load that joins this step: nothing of it is verified, and vLLM reads it next."""
+        """Compute the whole prompt of a load that joins this step, as vLLM reads all of its rows next."""
         request = arrived.load.request
         self._forward.compute(runs_of(request, request.runs(frozenset(arrived.load.wanted))))
         self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))
