@@ -205,7 +205,7 @@ class BlockDonors:
         return found
 
     def unpin(self, request_ids: Iterable[str]) -> None:
-        """The copies of these loads are made: blocks that no request uses are free, and reused last."""
+        """Unpin blocks of loads whose copies are made. Those that no request uses are free, reused last."""
         for request_id in request_ids:
             if (blocks := self._pinned.pop(request_id, None)) is not None:
                 assert self._pool is not None, "something was found in it"

@@ -59,7 +59,7 @@ class CopiedRows:
             self._remove(next(iter(self._by_age)))
 
     def find(self, segment_id: SegmentId, span: Span, pool: BlockPool, size: int) -> BlockSource | None:
-        """Return the place of these tokens of the segment as a whole. The newest copy comes first."""
+        """Return where these tokens of a segment lie as a whole, by the newest copy that has them, if any."""
         for run in tuple(reversed(self._runs.get(segment_id, ()))):
             if run.place.is_gone(pool):
                 self._remove(run)
