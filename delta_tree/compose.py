@@ -90,7 +90,7 @@ class _Layout:
         self._rest = Span(self._exact_length, len(self._target))
         self._min_run = target.min_run
         self._max_donors, self._gives_reasons = max_donors, gives_reasons
-        self._looks: dict[Donor, Look] = {}  # of the usable donors
+        self._looks: dict[Donor, Look] = {}  # of the usable ones
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(self._target), dtype=np.bool_)
         self._mixed: set[Donor] = set()  # donors of approximate copies

@@ -231,7 +231,7 @@ class PromptKeeper(Generic[TierT]):
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
         Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
-        `scopes`: the group of the budget's memory or tenant; None: there is one memory for all nodes.
+        `scopes`: the group that has this budget, of a memory or a tenant; None: there is one memory for all.
         Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
@@ -242,7 +242,7 @@ class PromptKeeper(Generic[TierT]):
         without = self._not_to_evict(held, budget)
         while (candidate := self.tree.next_to_evict(scopes, without=without)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
-            # An eviction for a tenant's limit says nothing about the prompts of others.
+            # A tenant's own evictions say nothing of what others leave.
             self.tree.age(candidate.node_id, scopes, raises_floor=cause is not EvictionCause.QUOTA)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
