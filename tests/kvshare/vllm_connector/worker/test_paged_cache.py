@@ -51,6 +51,35 @@ class TestLayouts:
         assert layout is not None
         assert layout.name == "learned"
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("with_pairs", [True, False])
+    def test_tiles_are_read_by_strides(self, with_pairs: bool, dtype: str) -> None:
+        """Tiles of AMX: K of 16 tokens and pairs of dimensions, V of pairs of tokens and 16 dimensions."""
+        import torch
+
+        from kvshare.vllm_connector.worker import block_layout
+
+        n, h, d = self.N, self.H, self.D
+        block = torch.zeros(h, n, 2 * d, dtype=getattr(torch, dtype))
+
+        def write(k: torch.Tensor, v: torch.Tensor) -> None:
+            k = k.view(n // 16, 16, h, d // 2, 2).permute(2, 0, 3, 1, 4)
+            v = v.view(n // 2, 2, h, d // 16, 16).permute(2, 3, 0, 4, 1)
+            k, v = (rows.reshape(h, -1) for rows in (k if with_pairs else k.transpose(3, 4), v))
+            block.copy_(torch.cat([k, v], dim=1).view_as(block))
+
+        gathered = block_layout._gathered
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(block_layout, "_gathered", None)  # would read element by element
+            layout = block_layout.find_layout(block, write)
+        assert layout is not None
+        assert layout.name == "learned"
+        blocks = torch.randn(3, *block.shape).to(block.dtype)
+        numbers = torch.arange(block.numel()).view(block.shape)
+        for read in layout.planes:  # of int64, too, by which single elements are found
+            slow = gathered(read(numbers.unsqueeze(0))[0])
+            assert torch.equal(read(blocks), slow(blocks))
+
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
         from kvshare.vllm_connector.worker.block_layout import find_layout
