@@ -72,7 +72,7 @@ def write_layers(
     cache: PagedCache,
     copies: Sequence[LayerRows],
     *,
-    before_layer: Callable[[int], None] = lambda _: None,
+    before_layer: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Write a batch. Raises ValueError if a copy moves and the layout has no movement for a layer."""
     ends = sorted({end for copy in copies for end in (copy.layers.start, copy.layers.stop)})
@@ -83,7 +83,7 @@ def write_layers(
 
 
 def _write(
-    cache: PagedCache, copies: Sequence[LayerRows], layers: range, before_layer: Callable[[int], None]
+    cache: PagedCache, copies: Sequence[LayerRows], layers: range, before_layer: Callable[[int], object]
 ) -> None:
     shifts = np.array([copy.shift for _, _, copy in copies], np.int64)
     slots, token_shifts = to_device(
