@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvshare.cli.checks import Check, found
+from kvshare.cli.check import Check, Checked
 from kvshare.cli.client import AdminClient
 from kvshare.errors import KVShareError
 
@@ -20,14 +20,24 @@ def check_control(url: str, key: str | None) -> Check:
         reduced = [_reduced(load) for load in loads if load["rung"]]
         known = [_known(load) for load in loads if not load["rung"] and load["slower"] is not None]
     except (KVShareError, KeyError, TypeError):  # `break-even` says why it does not answer
-        return found("controller.unknown", url=url)
+        return Checked.CONTROLLER.ok(
+            f"unknown: only a running server compares, and {url} does not say",
+            "start `kvshare serve`, send it some prompts, and give its address with --url",
+        )
     if not share:
-        return found("controller.off")
+        return Checked.CONTROLLER.ok(
+            "control.unshared_share is 0: whether sharing pays is not compared, and it is never reduced"
+        )
     if reduced:
-        return found("controller.reduced", reduced="; ".join(reduced))
-    if not known:
-        return found("controller.early", share=share)
-    return found("controller.full", share=share, known="; ".join(known))
+        return Checked.CONTROLLER.warn(
+            f"less is shared where it made requests slower: {'; '.join(reduced)}",
+            "nothing is broken, and it returns when it pays again; `kvshare stats` shows the figures. "
+            "Longer or more similar prompts save more; docs/operating.md says what makes sharing slow",
+        )
+    said = "; ".join(known) or "too little yet to say more"
+    return Checked.CONTROLLER.ok(
+        f"all loads share everything; {share:.0%} of the time is served without, to compare: {said}"
+    )
 
 
 def _reduced(load: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvshare.cli.checks import Check, found
+from kvshare.cli.check import Check, Checked
 from kvshare.cli.client import AdminClient
 from kvshare.errors import KVShareError
 
@@ -18,7 +18,7 @@ def check_parts(url: str, key: str | None) -> list[Check]:
     try:
         document = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).status()
         listed = document["parts"]
-        well = found("part.well", num_parts=len(listed), url=url)
+        well = Checked.PART.ok(f"all {len(listed)} parts of {url} are well")
         return [_problem(part) for part in listed if part["state"] != "ok"] or [well]
     except (KVShareError, KeyError, TypeError):
         return []
@@ -27,10 +27,5 @@ def check_parts(url: str, key: str | None) -> list[Check]:
 def _problem(part: Mapping[str, Any]) -> Check:
     label = " ".join(filter(None, [part["part"], part.get("name")]))
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part["since"]))
-    return found(
-        "part.off" if part["state"] == "off" else "part.reduced",
-        label=label,
-        detail=part["detail"],
-        since=since,
-        remedy=part["remedy"],
-    )
+    is_off = " is off" if part["state"] == "off" else ","
+    return Checked.PART.warn(f"{label}{is_off} since {since}: {part['detail']}", part["remedy"])
