@@ -1,6 +1,4 @@
-"""
-The routes as an OpenAPI 3.1 document. schemas.yaml has the shapes of answers.
-"""
+"""The routes as an OpenAPI 3.1 document. schemas.yaml has the shapes of answers."""
 
 from __future__ import annotations
 
@@ -16,26 +14,21 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from kvshare import __version__
 from kvshare.tables import read_table
-from proxy.generate.chat.bodies import ChatBody, CompletionBody
-from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
-from proxy.generate.models import DetokenizeBody, EmbeddingBody, TokenizeChatBody, TokenizeTextBody
-from proxy.generate.responses.bodies import ResponsesBody
+from proxy.generate.models import TokenizeChatBody, TokenizeTextBody
 from proxy.openapi import words
 from proxy.openapi.common_routes import COMMON_ROUTES
 from proxy.openapi.generated_routes import GENERATED_ROUTES
 from proxy.openapi.operation import ANY, JSON, MODEL, Operation, RouteAccess, RouteGroup, RouteParameter
 from proxy.openapi.relayed_routes import RELAYED_ROUTES
 
-BODIES: tuple[type[BaseModel], ...] = (
-    *(ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody),
-    *(EmbeddingBody, TokenizeTextBody, TokenizeChatBody, DetokenizeBody),
-)
-"""The models that routes name as bodies, and those that schemas.yaml refers to."""
-
 _REFERENCE = "#/components/schemas/"
 GENERATED = GENERATED_ROUTES + COMMON_ROUTES
 RELAYED = RELAYED_ROUTES + COMMON_ROUTES
 SCHEMAS: Mapping[str, Any] = read_table(Path(__file__).with_name("schemas.yaml"))
+_BODIES: Sequence[type[BaseModel]] = (
+    *dict.fromkeys(each.body for each in GENERATED if isinstance(each.body, type)),
+    *(TokenizeTextBody, TokenizeChatBody),  # schemas.yaml refers to them
+)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -134,7 +127,7 @@ def _schema(component: str | None) -> dict[str, Any]:
 def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
     """The components that a document refers to, and those that these refer to."""
     _, models = models_json_schema(
-        [(body, "validation") for body in BODIES],
+        [(body, "validation") for body in _BODIES],
         ref_template=_REFERENCE + "{model}",
         schema_generator=_Untitled,
     )
