@@ -1,8 +1,8 @@
 """
 What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
 
-Here: the machine, the config and the model. `store_checks` and `server_checks` ask the rest. No check loads
-weights, talks to the internet or leaves a file behind.
+Here: the machine, the config and the model. `store_checks`, `server_checks` (of vLLM) and `running_checks`
+(of ours) ask the rest. No check loads weights, talks to the internet or leaves a file behind.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
 
 def _check_running(config: Path | None, url: str | None, key: str | None) -> list[Check]:
     """Check what the server at `url` has measured; by default the one that the config names."""
-    from kvshare.cli import checks, control_check, cost_check, part_checks
+    from kvshare.cli import checks, running_checks
     from kvshare.settings import load_settings
 
     if url is None:
@@ -136,5 +136,5 @@ def _check_running(config: Path | None, url: str | None, key: str | None) -> lis
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
     key = key or os.environ.get("KVSHARE_ADMIN_KEY")
-    running = [*cost_check.check_costs(url, key), control_check.check_control(url, key)]
-    return [*running, *part_checks.check_parts(url, key)]
+    running = [*running_checks.check_costs(url, key), running_checks.check_control(url, key)]
+    return [*running, *running_checks.check_parts(url, key)]
