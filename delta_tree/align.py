@@ -24,7 +24,7 @@ _ANCHOR_TOKENS = 16  # length of the k-grams to align along; shorter ones are co
 
 def align(source: TokenIds, target: TokenIds, *, min_run: int) -> EditScript:
     """
-    A short script from `source` to `target` that keeps tokens in their order and moves none.
+    Return a short script from `source` to `target` that keeps tokens in their order and moves none.
 
     A keep shorter than `min_run` becomes part of the replace around it. The common prefix is kept at any
     length, because it is exact reuse.
@@ -58,7 +58,11 @@ _Chain = tuple[Match, "_Chain | None"]  # a run, and the chain before it
 
 
 def heaviest_chain(runs: list[Match]) -> list[Match]:
-    """The runs that together keep the most tokens and ascend in both prompts, in O(R log R)."""
+    """
+    Return the runs that together keep the most tokens and ascend in both prompts, in O(R log R).
+
+    `runs` is sorted by the target and does not overlap in it.
+    """
     # The best chains so far, sorted by their ends in the source; their weights ascend, too. A chain that ends
     # later than another and weighs no more is dropped: no later run can profit from it.
     ends: list[int] = []
@@ -86,7 +90,7 @@ def heaviest_chain(runs: list[Match]) -> list[Match]:
 def _middle_matches(
     source: TokenIds, target: TokenIds, min_run: int, max_pairs: int, anchor_tokens: int = _ANCHOR_TOKENS
 ) -> list[Match]:
-    """Matches of at least `min_run` tokens, ascending in both prompts, and anchors that may be empty."""
+    """Return matches of at least `min_run` tokens, ascending in both prompts; some others are empty."""
     if min(len(source), len(target)) < min_run:
         return []
     if len(source) * len(target) <= max_pairs:
@@ -110,8 +114,8 @@ def _widened(matches: list[Match], source: TokenIds, target: TokenIds) -> list[M
     """
     Extend each match by the equal tokens in the gaps next to it, and join those that then touch.
 
-    rapidfuzz may split the edge of a run off as a short match far from it. That short match was dropped, so
-    the edge can be added to the run again.
+    rapidfuzz may match the edge of a run to equal tokens elsewhere, as a short match. Short matches were
+    dropped, so the edge can be added to the run again.
     """
     wide: list[Match] = []
     ends = [*matches, Match(len(source), len(target), 0)][1:]

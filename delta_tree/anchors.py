@@ -21,7 +21,7 @@ Positions = npt.NDArray[np.int64]
 # With fewer k-grams to look up, `runs_in` alone is faster than the array operations.
 _MIN_ANCHORED = 4096
 _MAX_TABLE_BITS = 22
-_SLOTS_PER_PLACE = 4  # two k-grams in one slot are not anchors: that loses at most 1 in 6
+_SLOTS_PER_PLACE = 4  # k-grams that share a slot are not used as anchors: at most 1 in 6 is lost
 
 
 def common_runs(source: Ids, target: Ids, *, min_run: int) -> list[Match]:
@@ -62,7 +62,7 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
 
 
 def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
-    """The runs in the spans that hold an anchor, each at its full length."""
+    """Return the runs in the spans that contain an anchor, each at its full length."""
     source, target, k = pair.source, pair.target, pair.k
     asked = np.concatenate([np.arange(span.start, span.end - k + 1) for span in spans])
     targets, sources = _anchors(pair, places, asked)
@@ -98,7 +98,7 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
 
 def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:
     """
-    Those of the target positions `asked`, ascending, whose k-grams are anchors, and their source positions.
+    Return which of the ascending target positions `asked` begin an anchor, and its position in the source.
 
     A hash table holds the first and the last source position of each slot. Where the two differ, the k-gram
     occurs several times or shares its slot with another one, and is not an anchor.

@@ -25,7 +25,7 @@ def check_parent(forest: Forest, namespace: str, node_id: NodeId | None) -> None
 
 def segments_with(forest: Forest, namespace: str, added: Iterable[Segment]) -> SegmentLookup:
     """
-    Look-up of the tree's segments and of those to be added, which are checked.
+    Check the segments to be added, and return a look-up over them and the tree's segments.
 
     Raises:  InvalidNodeError if an added segment is not valid, not new, or of another namespace
     """

@@ -21,8 +21,8 @@ from delta_tree.runs import Pair
 from delta_tree.spans import Span, TokenIds, true_spans
 from delta_tree.target import Look, Target
 
-# Alignment is the most expensive step. Only the three most promising donors are aligned, and none that can
-# cover hardly more than the best so far: `fill` takes runs from all donors anyway.
+# Alignment is the most expensive step. At most the three most promising donors are aligned. It stops at a
+# donor that can cover hardly more than the best so far: `fill` takes runs from all donors anyway.
 _MAX_ALIGNED = 3
 _GOOD_ENOUGH = 31 / 32
 # Each round places at least one run. Two rounds are usual; the limit is against hostile prompts.
@@ -46,9 +46,9 @@ def compose(
 
     `max_donors` limits the donors of approximate copies. The exact prefix may come from one donor more,
     because it costs no fidelity. With `may_move` False, KV is copied only to the positions it was computed
-    for. Without `gives_reasons`, which take time, the composition has none. Where `segment_of` raises
+    for. With `gives_reasons` False, which saves time, `reasons` is empty. Where `segment_of` raises
     UnknownSegmentError, the donor is left out. Among equally good donors the first in `candidates` wins.
-    Shapes:  target (T,) int32; a `Target` where the same prompt is composed again, with the same `min_run`
+    Shapes:  target (T,) int32, or a `Target` made with the same `min_run`, for a prompt composed repeatedly
     """
     if not isinstance(target, Target):
         target = Target(target, min_run=min_run)
@@ -102,9 +102,9 @@ class _Layout:
 
     def sharing(self, allow_approximate: bool) -> list[Donor]:
         """
-        The donors that share a usable run after the exact prefix; none where only exact copies are allowed.
+        Return the donors that share a run after the exact prefix; none if only exact copies are allowed.
 
-        The `reason` of a donor that shares a run within the prefix only becomes NOTHING_LEFT.
+        A donor that shares a run, there or within the prefix, has the reason NOTHING_LEFT until it is used.
         """
         if not (allow_approximate and self._usable):
             for donor in self._usable:
@@ -125,7 +125,7 @@ class _Layout:
         return Pair(look.visible, self._target, look.hashes, self._shared.hashes, self._min_run)
 
     def _look_at_all(self) -> None:
-        """Find what each usable donor shares, unless an earlier composition has."""
+        """Find what each usable donor shares, or take it from an earlier composition of the same prompt."""
         rest, may_move = self._rest, self._may_move
         new = []
         for donor in self._usable:
@@ -149,7 +149,7 @@ class _Layout:
         return look
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
-        """Return whether a donor shares a run anywhere in the prompt."""
+        """Return whether a donor shares a run with the whole prompt, if it shares none after the prefix."""
         if donor.exact_length >= self._min_run:
             return True
         places = self._shared.anywhere.passing(look.hashes)
@@ -159,7 +159,7 @@ class _Layout:
         """
         Place the runs of the donor that covers most in an in-order alignment, and return that donor.
 
-        Only positions after the exact prefix are covered; the prefix follows, from the same donor if it can.
+        Only positions after the exact prefix are covered; `place_exact_prefix` prefers the same donor.
         """
         if len(self._rest) < self._min_run or self._max_donors < 1:
             return None
@@ -197,7 +197,7 @@ class _Layout:
             self._place(donor, Match(0, 0, self._exact_length))
 
     def fill(self, donors: Sequence[Donor]) -> None:
-        """Fill open stretches until no donor that may be used has a run for any, or all rounds are used."""
+        """Fill open stretches with runs of these donors until none fits, in at most `_MAX_ROUNDS` rounds."""
         asked = list(donors)
         for _ in range(_MAX_ROUNDS):
             open_spans = self._open_parts(Span(0, len(self._target)))
@@ -209,7 +209,7 @@ class _Layout:
             for _, donor, run in sorted(ranked, key=itemgetter(0)):
                 if self._admits(donor):
                     self._accept(donor, run)
-            # Open stretches only shrink: a donor without a run now has none later.
+            # Open stretches only shrink, so a donor without a run now has none in a later round.
             asked = [donor for donor, given in offers.items() if given and self._admits(donor)]
 
     def result(self) -> Composition:

@@ -27,11 +27,11 @@ class Copy(NamedTuple):
     length: int
     target_start: int
     source_position: int  # the position for which the first of these tokens was computed
-    donor_start: int  # its position in the donor's prompt, which may itself be a moved copy
+    donor_start: int  # the position of that token in the donor's prompt; differs if the donor copied it, too
 
     @property
     def target(self) -> Span:
-        """The positions of the new prompt that are filled."""
+        """The positions of the new prompt to which the tokens are copied."""
         return Span(self.target_start, self.target_start + self.length)
 
     @property
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
 
 
 class DonorReason(StrEnum):
-    """Says that a candidate was used, or why it was not."""
+    """Whether a candidate was used, and if not, why."""
 
     USED = "used"
     NOTHING_LEFT = "nothing_left"  # other donors covered all that it shares
@@ -100,13 +100,13 @@ class Composition:
 
     @property
     def approximate_donors(self) -> tuple[NodeId, ...]:
-        """The same, for copies after the exact prefix only."""
+        """The donors of copies after the exact prefix, in order of their first such copy."""
         approximate = (copy for copy in self.copies if copy.target_start >= self.exact_length)
         return tuple(dict.fromkeys(copy.donor for copy in approximate))
 
 
 def merge_copies(copies: Iterable[Copy], *, exact_length: int) -> tuple[Copy, ...]:
-    """Sorted copies; adjacent ones are joined, but not across `exact_length`."""
+    """Sort copies by target, and join those that continue each other, but not across `exact_length`."""
     merged: list[Copy] = []
     for copy in sorted(copies, key=attrgetter("target_start")):
         if merged and copy.continues(merged[-1]) and copy.target_start != exact_length:

@@ -31,9 +31,9 @@ class Content:
 
     reason: DonorReason  # BELOW_MIN_RUN until more is known, or why nothing may be copied
     visible: Ids  # token ids; _HIDDEN where a token may not be copied
-    exact_length: int  # leading tokens of the new prompt that this candidate holds exact KV for
+    exact_length: int  # leading tokens of the new prompt for which this candidate holds exact KV
     rows: Sequence[tuple[int, SegmentId, int, int]] = ()  # of its pieces, see `PieceTable.rows`
-    segments: Sequence[Segment] = ()  # of its pieces
+    segments: Sequence[Segment] = ()  # one for each row
 
 
 def content_of(
@@ -44,7 +44,7 @@ def content_of(
     max_generation: int,
     may_move: bool,
 ) -> Content:
-    """Return what of `node` may be copied to a prompt; nothing where a segment is missing."""
+    """Return what of `node` may be copied to a prompt; if a segment is missing, nothing (see `reason`)."""
     rows = node.pieces.rows()
     try:
         segments = [segment_of(row[1]) for row in rows]
@@ -70,7 +70,7 @@ def content_of(
 
 
 class Donor:
-    """A candidate while one composition is made. Lives as long as one call of `compose`."""
+    """A candidate during one call of `compose`."""
 
     def __init__(self, node: Node, place: int, target: TokenIds, content: Content, *, may_move: bool) -> None:
         self.node = node
@@ -89,7 +89,7 @@ class Donor:
 
     @cached_property
     def _pieces(self) -> Sequence[tuple[int, int, int, Segment]]:
-        """Start in the prompt, offset, length, segment. Only made for donors of which something is used."""
+        """Return (start in the prompt, offset, length, segment) per piece; made only if there is a run."""
         rows = zip(self._content.rows, self._content.segments, strict=True)
         return [(start, offset, length, segment) for (start, _, offset, length), segment in rows]
 
@@ -116,13 +116,13 @@ class Donor:
         """
         The runs that an in-order alignment keeps in the target positions `rest`.
 
-        Found by common k-grams. They keep as many tokens as rapidfuzz does without its short runs, in a
+        Common k-grams find them. They keep as many tokens as rapidfuzz does in runs of this length, in a
         quarter of the time at 2,000 tokens and a twentieth at 8,000.
         """
         return heaviest_chain(self._runs([rest]))
 
     def offers(self, open_spans: list[Span]) -> list[tuple[tuple[int, ...], Match]]:
-        """Runs for the open positions, from any position of this donor; the smallest rank is the best."""
+        """Return (rank, run) of this donor's runs that fit open positions; the smallest rank is the best."""
         return [(self._rank(run), run) for run in self._runs(open_spans)]
 
     def copies(self, run: Match) -> Iterator[Copy]:
@@ -133,7 +133,7 @@ class Donor:
         for start, offset, length, segment in self._pieces_of(run):
             skip = max(run.source - start, 0)
             stop = min(run.source_end - start, length)
-            yield Copy(  # by position: there are thousands, and names take as long again
+            yield Copy(  # positional arguments: there are thousands, and keywords double the time
                 self.node.node_id,
                 segment.segment_id,
                 offset + skip,

@@ -73,7 +73,7 @@ class Match(NamedTuple):
         return self.target + self.length
 
     def shifted(self, source: int, target: int) -> "Match":
-        """The same stretch of two prompts that have so many tokens more before it."""
+        """Return the match after so many tokens were put before the source and before the target."""
         return Match(self.source + source, self.target + target, self.length)
 
 
@@ -133,7 +133,7 @@ class EditScript:
 
     @property
     def num_kept(self) -> int:
-        """Tokens taken over from the source."""
+        """The number of tokens kept from the source."""
         return sum(keep.length for keep in self.keeps)
 
     def apply(self, source: TokenIds) -> TokenIds:

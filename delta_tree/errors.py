@@ -12,7 +12,8 @@ DeltaTreeError
     - StoreMissingError     read-only open of a file that is not there
     - StoreCorruptError     the file is damaged; it only describes cached KV, which can be computed again
     - StoreMismatchError    the file was written for another model, or by a newer version
-      . StoreForeignError   or by another program
+      . StoreForeignError   the file is the database of another program
+    - StoreNotEmptyError    the file to which a tree in memory should be written has prompts already
     - StoreLockedError      another process has the file open; only one may write
     - StoreReadOnlyError    a change of a tree that was opened read-only
     - StoreUnavailableError the system or SQLite failed (disk full, permissions); nothing was changed

@@ -1,11 +1,10 @@
 """
-The order of eviction of the nodes of a tree: one queue of all nodes that may be evicted, and one per scope,
-all of one policy.
+The order of eviction of the nodes of a tree: one queue per scope, all of one policy.
 
-Nodes compete for room with the others of a scope: all, their namespace, or a group that it was put into, such
-as a memory, or all that one tenant has. A group may have any number of namespaces, and a namespace be in
-several. When a node is evicted to make room, its worth becomes the floor of those that are used later, so
-that copies of long ago count less and less.
+A scope is all nodes that may be evicted, a namespace, or a group of namespaces, such as those in one memory
+or of one tenant. Nodes compete for room with the others of a scope. A namespace may be in several groups.
+When a node is evicted to make room, its worth becomes the floor of nodes that are used later, so that copies
+made long ago count less and less.
 """
 
 import hashlib
@@ -26,40 +25,40 @@ Origin = tuple[Node | None, int]
 EVICTION_QUEUES: Final[Mapping[str, type[EvictionQueue[Any]]]] = MappingProxyType(
     {"lru": RecencyQueue, "s3-fifo": S3FifoQueue, "copies": CopiesQueue, "worth": WorthQueue}
 )
-"""By the words of `store.eviction`."""
+"""The queue of each value of the setting `store.eviction`."""
 
 DEFAULT_EVICTION: Final = "copies"
 
 _SHORTEST_NAME = 32  # tokens
-_LOOKED_UP = 3  # names: of what has an eighth of its tokens or more
+_LOOKED_UP = 3  # the longest names of a prompt: of prefixes with an eighth of its tokens or more
 
 
 class EvictionOrder:
-    """What a use costs is said by the policy's queue."""
+    """The queues of all scopes. The docstring of the policy's queue says what a use costs."""
 
     def __init__(self, new_queue: NewQueue = EVICTION_QUEUES[DEFAULT_EVICTION]) -> None:
         self.new_queue = new_queue
-        # By scope; that of all nodes: under None.
+        # By scope; under None the queue of all nodes.
         self._queues: defaultdict[str | None, EvictionQueue[NodeId]] = defaultdict(new_queue)
         self._needs_names = self._queues[None].needs_names
         self._num_copied: defaultdict[NodeId, float] = defaultdict(float)  # tokens, see `record_copies`
         self._floors: dict[str | None, float] = {}
-        self._groups_of: dict[str, tuple[str, ...]] = {}  # of a namespace those that it was put into
-        self._leaving: NodeId | None = None  # for room, see `age`
+        self._groups_of: dict[str, tuple[str, ...]] = {}  # by namespace
+        self._leaving: NodeId | None = None  # the node that is being evicted for room, see `age`
         self._share: tuple[NodeId | None, float] = None, 1.0  # see `record_share`
         self._places = count()
 
     def emptied(self, new_queue: NewQueue | None = None) -> "EvictionOrder":
-        """One with the same groups and without nodes, by default of the same policy."""
+        """Return an order with the same groups and no nodes; of the same policy by default."""
         order = EvictionOrder(new_queue or self.new_queue)
         order._groups_of = self._groups_of
         return order
 
     def put_into(self, group: str, namespace: str) -> bool:
         """
-        The namespace's nodes compete with all others of this group, too, from now on.
+        Let the namespace's nodes compete with the others of this group, too. That cannot be undone.
 
-        Returns: whether it was not in it before. It cannot be taken out
+        Returns: whether the namespace was not in the group before
         """
         groups = self.groups_of(namespace)
         if group in groups:
@@ -75,7 +74,7 @@ class EvictionOrder:
         return self._groups_of.get(namespace, ())
 
     def forget(self, namespace: str) -> None:
-        """Called when a namespace has no nodes left: clients may name any number of them."""
+        """Forget a namespace without nodes: clients may name any number of namespaces."""
         self._groups_of.pop(namespace, None)
         self._floors.pop(namespace, None)
 
@@ -84,14 +83,15 @@ class EvictionOrder:
         self._num_copied[node_id] += num_tokens
 
     def record_share(self, node_id: NodeId, share: float) -> None:
-        """The next use of a node is of this share of its tokens only."""
+        """Note which share of a node's tokens its next use is of; 1 by default."""
         self._share = node_id, share
 
     def record_use(self, node: Node, *, origin: Callable[[], Origin] = lambda: (None, 0)) -> None:
         """
         Rank a node that is used now; a pinned one is taken out.
 
-        `origin`: of a new one, its parent, and of how many tokens from its start others have the KV, too
+        `origin` is called for a new node. It returns the node's parent, and the number of the node's leading
+        tokens whose KV other nodes refer to as well
         """
         if node.pinned:
             self._take_out(node)
@@ -114,7 +114,7 @@ class EvictionOrder:
             self._queues[scope].use(node.node_id, use)
 
     def _introduced(self, node: Node, use: Use, parent: Node | None, num_found: int) -> Use:
-        """With its names, and its depth: a node builds on its parent if it has at least half of it."""
+        """Add a new node's names and depth. It builds on a parent of which it shares at least half."""
         names = _names_of(node)
         before = None if parent is None else self._queues[None].last_use(parent.node_id)
         if parent is not None and 2 * num_found >= parent.num_tokens:
@@ -124,8 +124,8 @@ class EvictionOrder:
 
     def age(self, node_id: NodeId, scopes: Collection[str] | None, *, raises_floor: bool = True) -> None:
         """
-        A node is about to be evicted for room. Raise the floor of these scopes (None: of all) to its worth,
-        unless `raises_floor` is False.
+        Announce that a node is evicted for room. With `raises_floor`, raise the floor of these scopes (None:
+        the scope of all nodes) to the node's worth.
         """
         if (use := self._queues[None].last_use(node_id)) is not None:
             self._leaving = node_id
@@ -134,7 +134,7 @@ class EvictionOrder:
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""
-        self._leaving = None  # it stays
+        self._leaving = None  # the node that `age` announced stays
         if node_id in self._num_copied:
             self._num_copied[node_id] *= kept
 
@@ -144,7 +144,7 @@ class EvictionOrder:
         self._take_out(node)
 
     def first(self, scopes: Collection[str] | None, without: Container[NodeId]) -> NodeId | None:
-        """The node of these scopes (None: of all) to evict first, not in `without`; None if none."""
+        """Return the node of these scopes (None: of all) to evict first, if any is not in `without`."""
         named = (None,) if scopes is None else scopes
         heads = (self._queues[scope].first(without) for scope in named if scope in self._queues)
         return min((head for head in heads if head is not None), default=(None, None))[1]
@@ -164,8 +164,9 @@ class EvictionOrder:
 
 def _names_of(node: Node) -> list[tuple[int, bytes]]:
     """
-    Lengths and digests of its first 32, 64, 128, ... tokens, the longest first: that by which a prompt is
-    remembered is one of those of a prompt that continues it.
+    Return lengths and digests of a prompt's first 32, 64, 128, ... tokens, the longest first.
+
+    An evicted prompt is remembered by its longest name. Each prompt that continues it has that name, too.
     """
     digest = hashlib.blake2b(node.namespace.encode(), digest_size=16)
     names, start, end = [], 0, _SHORTEST_NAME

@@ -1,8 +1,8 @@
 """
-What a policy of eviction is: a queue of entries that compete for room, and which of them leaves first.
+The interface of eviction policies: a queue of entries that compete for room, and which of them leaves first.
 
-One interface for prompts in a tree and for segments in memory. Queues never hold what is pinned; the caller
-names what must stay for now.
+Entries are prompts of a tree, or segments in memory. Pinned ones are not in a queue; the caller of `first`
+names those that must stay for now.
 """
 
 from abc import ABC, abstractmethod
@@ -17,33 +17,33 @@ _MIN_STALE = 64  # stale entries that a heap may hold, however few entries there
 
 
 class Use(NamedTuple):
-    """What is known of an entry that is used now. Its order is that of `CopiesQueue`."""
+    """What is known of an entry that is used now. Compared by worth, then place, as `CopiesQueue` needs."""
 
-    worth: float  # the floor, 1, and `copied`
+    worth: float  # the floor + 1 + `copied`
     place: int  # in the order of all uses
-    size: int  # tokens or bytes, of all entries alike
-    copied: float = 0.0  # how often all of it was copied for other texts
-    depth: int = 1  # in the tree of prompts that build on each other; 1: on none
-    share: float = 1.0  # of it that is used
-    name: Hashable = None  # by which it is remembered after it left; None: not at all
-    earlier: tuple[Hashable, ...] = ()  # names of what it may be, or continue, of what has left
+    size: int  # in tokens or in bytes, the same unit for all entries of a queue
+    copied: float = 0.0  # tokens copied from it for other texts / its tokens
+    depth: int = 1  # 1 + the depth of the prompt on which it builds, if any
+    share: float = 1.0  # the share of the entry that is used
+    name: Hashable = None  # by which it is remembered after it left; None: not remembered
+    earlier: tuple[Hashable, ...] = ()  # names by which it, or a prompt that it continues, may be remembered
 
 
 class EvictionQueue(ABC, Generic[K]):
     """Entries in the order of their eviction. For one thread at a time."""
 
-    needs_names = False  # of entries that are new
+    needs_names = False  # whether the first `use` of an entry must have `name` and `earlier`
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[K, Use]]:
-        """All of them with their last use, in no order."""
+        """Return all entries with their last uses, in no particular order."""
 
     @abstractmethod
     def last_use(self, entry: K) -> Use | None:
-        """None if the entry is not in the queue."""
+        """Return the last use of an entry; None if it is not in the queue."""
 
     @abstractmethod
     def use(self, entry: K, use: Use) -> None:
@@ -51,7 +51,7 @@ class EvictionQueue(ABC, Generic[K]):
 
     @abstractmethod
     def remove(self, entry: K, *, for_room: bool = False) -> None:
-        """Take an entry out; an unknown one is ignored. `for_room`: a queue may remember its name."""
+        """Take an entry out; an unknown one is ignored. `for_room`: its name may be remembered."""
 
     @abstractmethod
     def first(self, without: Container[K] = ()) -> tuple[Use, K] | None:
@@ -59,7 +59,7 @@ class EvictionQueue(ABC, Generic[K]):
 
 
 class _LastUses(EvictionQueue[K]):
-    """Remembers each entry's last use, and nothing of what has left."""
+    """Remembers the last use of each entry, and nothing about entries that have left."""
 
     _uses: dict[K, Use]
 
@@ -98,7 +98,7 @@ class CopiesQueue(_LastUses[K]):
 
         worth = floor at the last use + 1 + tokens copied from the entry for other texts / tokens of the entry
 
-    The entry of least worth leaves first; of equal ones the one used least recently. A use costs O(log n),
+    The entry of least worth leaves first; among equals, the least recently used one. A use costs O(log n),
     amortised.
     """
 

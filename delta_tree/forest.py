@@ -99,8 +99,8 @@ class Forest:
         # dictionary entries would take more memory than the segments themselves.
         self._references: dict[SegmentId, int] = {}
         self._by_prompt: dict[bytes, NodeId] = {}
-        self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # of all: under None
-        self._bytes_of_groups: Counter[str] = Counter()  # those that have any
+        self._totals: defaultdict[str | None, Totals] = defaultdict(Totals)  # by namespace; None: all nodes
+        self._bytes_of_groups: Counter[str] = Counter()  # only groups with KV
         self.lineage = Lineage()
         self.eviction_order = EvictionOrder()
 
@@ -109,7 +109,7 @@ class Forest:
         return self._references.get(segment_id, 1) if segment_id in self.segments else 0
 
     def find(self, namespace: str, tokens: TokenIds) -> Node | None:
-        """The node of exactly this prompt, or None. It is looked up by hash, and its tokens are compared."""
+        """Return the node of exactly this prompt, or None: looked up by hash, then compared by tokens."""
         node_id = self._by_prompt.get(prompt_key(namespace, tokens))
         node = None if node_id is None else self.nodes.get(node_id)
         if node is None or node.namespace != namespace:
@@ -121,12 +121,12 @@ class Forest:
         return self._totals.get(namespace) or Totals()
 
     def put_into(self, group: str, namespace: str) -> None:
-        """A namespace belongs to a group from now on: in the order of eviction, and in what it has."""
+        """Put a namespace into a group: its nodes compete with the group's, and its bytes count there."""
         if self.eviction_order.put_into(group, namespace):
             self._add_bytes(group, self.totals(namespace).stats().num_bytes)
 
     def bytes_of_groups(self) -> Counter[str]:
-        """Return for each group with KV the bytes of its namespaces. Not to be changed."""
+        """Return the KV bytes of each group that has any. The caller must not change the result."""
         return self._bytes_of_groups
 
     def freed_by(self, put: Iterable[Node], dropped: Iterable[NodeId]) -> tuple[tuple[SegmentId, ...], int]:
@@ -146,7 +146,7 @@ class Forest:
         return freed, sum(self.segments[segment_id].num_bytes for segment_id in freed)
 
     def bytes_only_of(self, node_ids: Iterable[NodeId]) -> int:
-        """Bytes of the segments that these nodes refer to and no other node does; each named once."""
+        """Return the bytes of the segments to which only these nodes refer. Each node is named once."""
         num_bytes, shared = 0, Counter[SegmentId]()
         for node_id in node_ids:
             for segment_id in self.nodes[node_id].pieces.segment_ids:
@@ -180,7 +180,7 @@ class Forest:
             self.eviction_order.forget(namespace)
 
     def content(self) -> Change:
-        """All that it has, as one change to an empty forest."""
+        """Return all nodes and segments as one change to an empty forest."""
         parents = {
             node_id: parent for node_id in self.nodes if (parent := self.lineage.parent(node_id)) is not None
         }
@@ -201,7 +201,7 @@ class Forest:
         self.order_by_last_use()
 
     def order_by_last_use(self, new_queue: NewQueue | None = None) -> None:
-        """Rank all nodes again, as if each was used once; with `new_queue` by another policy."""
+        """Rank all nodes again as if each had been used once, at its last use. `new_queue`: a new policy."""
         self.eviction_order = self.eviction_order.emptied(new_queue)
         for node in sorted(self.nodes.values(), key=attrgetter("last_used_at")):
             self._record_use(node)
@@ -218,7 +218,7 @@ class Forest:
                 self._release(old)
         is_resized = old is not None and old.num_tokens != node.num_tokens
         if old is not None and is_resized:
-            # That does not count as a use, so its rank in the order of eviction stays. Any other change
+            # A resized node keeps its rank in the order of eviction: that is not a use. Any other change
             # is a use or a pin.
             del self._by_prompt[prompt_key(old.namespace, old.token_ids)]
             if node.num_tokens < old.num_tokens:
@@ -232,7 +232,7 @@ class Forest:
         self.eviction_order.record_use(node, origin=lambda: self._origin(node))
 
     def _origin(self, node: Node) -> Origin:
-        """Its parent, and of how many tokens from its start other nodes have the KV, too."""
+        """Return its parent, and the number of its leading tokens whose KV other nodes refer to as well."""
         parent, num_found = self.lineage.parent(node.node_id), 0
         for start, segment_id, _, length in node.pieces.rows():
             if self.num_references(segment_id) < 2:

@@ -1,5 +1,5 @@
 """
-Hashes of prompts' k-grams, and a filter for those that another prompt cannot have.
+Hashes of prompts' k-grams, and a filter that removes those that another prompt cannot have.
 
 Equal hashes only suggest equal tokens: callers compare the tokens before they copy.
 """
@@ -21,7 +21,7 @@ _TOKEN, _BASE, _LAST = np.uint32(0x9E3779B1), 0x85EBCA6B, np.uint32(0xC2B2AE35)
 _SLOTS = np.uint32(0x27D4EB2F), np.uint32(0x165667B1)
 _BLOCK = 1 << 14  # k-grams hashed at once, so that the arrays fit into the processor's cache
 _SIEVED_AT_ONCE = 1 << 14  # hashes, for the same reason
-_LONG = 1 << 13  # k-grams of a candidate from which on joining it to the others takes longer than a call
+_LONG = 1 << 13  # k-grams: if every candidate has so many, joining them takes longer than separate calls
 _SIEVE_BITS = 18  # 256 KiB: with a 2,000-token prompt in it, 1 foreign k-gram in 80,000 passes
 _MAX_SIEVE_BITS = 22
 _SLOTS_PER_HASH = 16
@@ -65,7 +65,7 @@ def quick_hashes(tokens: Ids, k: int) -> Hashes:
 
 
 def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:
-    """The polynomial of each window of `k` numbers: of two halves, and of the last number where k is odd."""
+    """Return the polynomial of each window: computed from its two halves, and its last number if k is odd."""
     if k == 1:
         return mixed
     half = k // 2
@@ -85,14 +85,14 @@ class Sieve:
         self._bits = min(max(wanted, _SIEVE_BITS), _MAX_SIEVE_BITS)
         self._present = np.zeros(1 << self._bits, dtype=np.bool_)
         self._present[low_slots(hashes, self._bits)] = True
-        # False positives make a donor look better than it is, so that others are aligned for nothing: with
-        # two slots per hash 1 in 100 of the changed k-grams of 30,000 tokens did, with three 1 in 300.
+        # False positives make a donor look better than it is, so that more donors are aligned in vain. Of the
+        # changed k-grams of 30,000 tokens 1 in 100 passed with two slots per hash, 1 in 300 with three.
         self._factors = _SLOTS
         for factor in self._factors:
             self._present[self._high_slots(hashes, factor)] = True
 
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
-        """Ascending positions, of all or `among`, whose hash may be in the collection; all members pass."""
+        """Return the positions (`among`: of these) whose hash may be in the collection, ascending."""
         asked = hashes if among is None else hashes[among]
         found: list[Places] = []
         for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
@@ -102,7 +102,7 @@ class Sieve:
 
     def _passing(self, hashes: Hashes) -> Places:
         passes = self._present.take(low_slots(hashes, self._bits))
-        if 2 * np.count_nonzero(passes) > len(hashes):  # of a near-duplicate: selecting takes longer then
+        if 2 * np.count_nonzero(passes) > len(hashes):  # a near-duplicate: selecting first takes longer
             for factor in self._factors:
                 passes &= self._present.take(self._high_slots(hashes, factor))
             return np.flatnonzero(passes)
@@ -131,14 +131,14 @@ def hashes_of_all(prompts: Sequence[Ids], k: int) -> list[Hashes]:
 
 class CandidateKGrams:
     """
-    The hashes of all candidates' k-grams, those of short ones in one array.
+    The hashes of all candidates' k-grams: in one array, unless every candidate is long.
 
-    So a filter is a few numpy calls in all and not a few for each candidate: for prompts of some hundred
-    tokens the calls cost more than the computation. For long ones the array would.
+    With one array, filtering takes a few numpy calls in all and not a few per candidate. For prompts of some
+    hundred tokens the calls cost more than the computation; for long ones the array would.
     """
 
     def __init__(self, hashes: Sequence[Hashes], places: Sequence[Places] | None = None) -> None:
-        """`places`: by prompt, those that may pass; all by default."""
+        """`places`: for each prompt the positions that may pass; all by default."""
         self._separate = [*hashes] if hashes and min(map(len, hashes)) >= _LONG else None
         if self._separate is not None:
             self._places: list[Places | None] = [None] * len(hashes) if places is None else [*places]
@@ -155,7 +155,7 @@ class CandidateKGrams:
 
     def narrow(self, sieve: Sieve) -> list[Places]:
         """
-        For each prompt the positions of the k-grams that pass this sieve and all earlier ones.
+        Return for each prompt the positions of the k-grams that pass this sieve and all earlier ones.
 
         The uncovered part of the new prompt only shrinks, so a k-gram that failed once is not tested again.
         """

@@ -1,4 +1,4 @@
-"""A prompt made shorter or longer: a node in, another node with the same id out."""
+"""Shorter and longer versions of a node, with the same id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delta_tree.spans import TokenIds, token_ids
 
 
 def shortened(node: Node, num_tokens: int) -> Node:
-    """The node with its first `num_tokens`. Raises InvalidNodeError if it does not have more than these."""
+    """Return the node cut to its first `num_tokens`. Raises InvalidNodeError if it is not longer."""
     if not 0 < num_tokens < node.num_tokens:
         raise InvalidNodeError(f"a prompt of {node.num_tokens} tokens cannot keep {num_tokens}")
     return replace(
@@ -27,7 +27,7 @@ def shortened(node: Node, num_tokens: int) -> Node:
 
 def lengthened(node: Node, whole: TokenIds, segments: Sequence[Segment]) -> Node:
     """
-    The node with the tokens `whole`, and these segments as the KV of the new ones, in order.
+    Return the node with the tokens `whole`. The segments are the KV of the new tokens, in order.
 
     If all KV of the node is exact, the new KV counts as exact, too.
     Raises:  InvalidNodeError if `whole` does not continue the node

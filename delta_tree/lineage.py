@@ -56,7 +56,7 @@ class Lineage:
         return Counter({depth: 1})
 
     def remove(self, node_id: NodeId) -> Counter[int]:
-        """Remove a node; its children move to its parent, or become roots. Returns the same as `add`."""
+        """Remove a node; its children move to its parent, or become roots. Returns changes as `add` does."""
         grown = Counter({self._depths[node_id]: -1})
         for below in self.subtree(node_id)[1:]:
             depth = self._depths[below]

@@ -196,7 +196,7 @@ class NodeDraft:
     deviation: float = 0.0
 
     def as_node(self, node_id: NodeId, tokens: TokenIds, *, created_at: float) -> Node:
-        """The node that it becomes. `tokens`: its own, checked."""
+        """Return the node that this draft becomes. `tokens`: the draft's token ids after `token_ids()`."""
         return Node(
             node_id=node_id,
             namespace=self.namespace,
@@ -252,7 +252,7 @@ def segment_tokens(capacity_tokens: int) -> int:
 
 
 def new_segment_id() -> SegmentId:
-    """A random id. There are 2**63, so that no store ever draws one twice."""
+    """Return a random id. There are so many (2**63 - 1) that no store draws one twice."""
     return SegmentId(secrets.randbelow(2**63 - 1) + 1)
 
 

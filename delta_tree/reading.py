@@ -1,5 +1,5 @@
 """
-The queries of a delta tree: everything that changes nothing.
+The queries of a delta tree: the methods that change nothing.
 
 A look-up of one node or segment takes no lock, because a dictionary look-up is atomic. A query over many
 nodes holds the tree's lock.
@@ -99,9 +99,9 @@ class TreeReader:
         self, scopes: Collection[str] | None = None, *, without: Container[NodeId] = ()
     ) -> Node | None:
         """
-        The node to evict first, not pinned nor in `without`, if any.
+        Return the node to evict first, if any is neither pinned nor in `without`.
 
-        `scopes`: of these groups or namespaces; None: of all.
+        `scopes`: the groups or namespaces whose nodes are compared; None: all nodes.
         """
         with self._lock:
             node_id = self._forest.eviction_order.first(scopes, without)
@@ -142,7 +142,7 @@ class TreeReader:
             return self._forest.freed_by((), self._forest.lineage.subtree(node_id))[1]
 
     def bytes_of_subtrees(self, node_ids: Iterable[NodeId]) -> dict[NodeId, int]:
-        """`subtree_bytes` of each of these; unknown ones are left out. Faster than one by one."""
+        """Return `subtree_bytes` of each known node; faster than one call per node."""
         with self._lock:
             known = [node_id for node_id in node_ids if node_id in self._forest.nodes]
             subtree = self._forest.lineage.subtree
@@ -150,10 +150,10 @@ class TreeReader:
 
     def shared_with(self, node_id: NodeId, *, limit: int | None = None) -> tuple[SharedKV, ...]:
         """
-        The nodes that refer to the same KV as this one, and to how many of its tokens; most first.
+        Return the nodes that refer to the same KV as this one, and to how many of its tokens, most first.
 
-        Nodes are looked at one by one, without keeping others from the tree, until all references are found,
-        or as many nodes as the limit allows. `num_sharing` says how many there are.
+        Nodes are searched without holding the lock, until all references are found, or `limit` nodes: those
+        are not always the ones that share most. `num_sharing` says how many there are at least.
         """
         with self._lock:
             node = self.node(node_id)
@@ -179,7 +179,7 @@ class TreeReader:
         return tuple(sorted(found, key=lambda shared: (-shared.num_tokens, shared.node_id)))
 
     def num_sharing(self, node_id: NodeId) -> int:
-        """Return how many other nodes refer to that segment of this one to which most do."""
+        """Return how many other nodes refer to the most shared segment of this node."""
         with self._lock:
             return (
                 max(self._forest.num_references(each) for each in self.node(node_id).pieces.segment_ids) - 1
@@ -191,7 +191,7 @@ def _in_namespace(values: Iterable[_Stored], namespace: str | None) -> tuple[_St
 
 
 def _stored_spans(node: Node) -> dict[SegmentId, list[Span]]:
-    """Per segment, which of its tokens the node refers to."""
+    """Return for each segment the spans of its tokens to which the node refers."""
     spans: defaultdict[SegmentId, list[Span]] = defaultdict(list)
     for piece in node.pieces:
         spans[piece.segment_id].append(Span(piece.offset, piece.end))

@@ -1,14 +1,14 @@
 """
 The tables of the metadata store, and the conversion of nodes and segments to rows and back.
 
-Each row has a CRC: SQLite's own check finds damaged pages, but not a flipped bit within a value, and a wrong
-offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
+Each row has a CRC, or a sum (parents): SQLite's own check finds damaged pages, but not a flipped bit within a
+value, and a wrong offset would be wrong KV. Token ids, pieces and counts are plain bytes and integers.
 
 Files of earlier versions are read as well; a tree that is opened for changes rewrites them.
 Version 1: a node's row held its parent and an edit script, pieces were rows, segments had a hash of what came
 before them. Scripts and hashes are ignored.
 Version 2: a node's row had no deviation.
-Version 3: a node's deviation was the largest of those that led to it, where it is now their sum.
+Version 3: a node's deviation was the largest among its donors and its own; since version 4 they are added.
 """
 
 import sys
@@ -90,8 +90,8 @@ def load(version: int, execute: Callable[[str], Iterable[Row]]) -> Change:
     """
     All that a file of this version holds, as one change to an empty forest.
 
-    Raises:  InvalidNodeError for a row that does not match its checksum, and what decoding tokens and pieces
-             raises
+    Raises:  InvalidNodeError for a row that does not match its checksum; InvalidTokensError, EditRangeError
+             for tokens and pieces that cannot be decoded
     """
     segments = tuple(_segment_of(row) for row in execute("SELECT * FROM segments ORDER BY segment_id"))
     pieces: defaultdict[int, list[Piece]] = defaultdict(list)
@@ -126,7 +126,7 @@ def load(version: int, execute: Callable[[str], Iterable[Row]]) -> Change:
 
 
 def _summed(node: Node, generations: Mapping[SegmentId, int]) -> Node:
-    """The node with an upper limit for the sum of as many deviations as its KV has generations."""
+    """Multiply a deviation from before version 4 by the generations of its KV: an upper limit for the sum."""
     highest = max((generations.get(segment_id, 0) for segment_id in node.pieces.segment_ids), default=0)
     return replace(node, deviation=min(UNKNOWN_DEVIATION, node.deviation * max(1, highest)))
 

@@ -17,9 +17,9 @@ from delta_tree.edits import Match
 from delta_tree.kgrams import Hashes, Ids, Places
 from delta_tree.spans import Span
 
-_TRIED = 2  # k-grams that are looked for before the target's are sorted
-_ASKED_AT_ONCE = 256  # k-grams looked up at once; most donors share one of the first
-_FIRST_STEP = 64  # tokens compared at once before the stretch is doubled
+_TRIED = 2  # k-grams that are looked for one by one, before the target's are sorted
+_ASKED_AT_ONCE = 256  # k-grams looked up at once; most donors share one of the first 256
+_FIRST_STEP = 64  # tokens in the first comparison; each further one takes twice as many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +33,9 @@ class Pair:
     k: int
 
     def has_common_run(self, places: Places, known: Callable[[], Hashes]) -> bool:
-        """Whether the target has one of the source's k-grams at `places`; `known`: the target's, sorted."""
+        """Return whether the target has a k-gram of the source at `places`; `known`: its sorted hashes."""
         if any(map(self._stands_in, places[:_TRIED].tolist())):
-            return True  # as a rule the first is one, and nothing is sorted
+            return True  # usually the first one is, and nothing must be sorted
         for start in range(0, len(places), _ASKED_AT_ONCE):
             some = places[start : start + _ASKED_AT_ONCE]
             asked = self.source_hashes[some]
@@ -52,8 +52,8 @@ class Pair:
 
 
 def _by_hash(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
-    """The hashes of the k-grams at `places` in ascending order, and where each is; equal ones by place."""
-    # Hash and place in one number: sorting those is several times faster than a stable argsort.
+    """Sort the k-grams at `places` by hash, then place. Return the hashes and the places in that order."""
+    # Hash and place in one number: sorting these numbers is several times faster than a stable argsort.
     packed = hashes[places].astype(np.uint64) << np.uint64(32)
     packed |= places.astype(np.uint64)
     packed.sort()
@@ -62,9 +62,9 @@ def _by_hash(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
 
 def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match]:
     """
-    Tile the target positions `spans` with runs of the source, at each with the longest of those tried.
+    Tile the target positions `spans` with runs of the source, each the longest of those tried at its start.
 
-    The spans are sorted and do not overlap. `places`: where the source has k-grams that may occur in them.
+    The spans are sorted and do not overlap. `places`: positions of source k-grams that may occur in them.
     """
     starts = [np.arange(span.start, span.end - pair.k + 1) for span in spans if len(span) >= pair.k]
     if not starts or not len(places):
@@ -86,7 +86,7 @@ def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match
 def _runs_from(
     pair: Pair, within: Span, seeds: list[int], lows: npt.NDArray[np.intp], found: tuple[Hashes, Places]
 ) -> list[Match]:
-    """The runs of one span; `found` has its k-gram at `seeds[i]` from index `lows[i]` on."""
+    """Return the runs of one span. The k-gram at target position `seeds[i]` is in `found` from `lows[i]`."""
     source, target, k = pair.source, pair.target, pair.k
     hashes, positions = found
     runs: list[Match] = []
@@ -134,8 +134,8 @@ def _longest_run(source: Ids, target: Ids, rest: Span, places: Places) -> Match 
 
 
 def _worth_trying(places: Places, position: int) -> Sequence[int]:
-    """At most four: the first at or after `position`, its neighbours, and the first of all, whose run is the
-    longest where all tokens are equal."""
+    """Return at most four places, the nearest first: the first one at or after `position`, its neighbours,
+    and the first place of all, whose run is the longest if all tokens are equal."""
     if len(places) > 4:
         nearest = int(np.searchsorted(places, position))
         near = places[max(nearest - 1, 0) : nearest + 2]
@@ -154,7 +154,7 @@ def add_run(runs: list[Match], run: Match, k: int) -> None:
     """
     Append a run that ends after the others; where it overlaps the last one, the shorter of the two is cut.
 
-    The earlier run keeps at least `k` tokens. A new one with fewer tokens is not appended.
+    The earlier run keeps at least `k` tokens. The new run is not appended if fewer than `k` of it are left.
     """
     while runs and run.target < runs[-1].target_end:
         last = runs[-1]

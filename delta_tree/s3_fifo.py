@@ -1,11 +1,12 @@
 """
-S3-FIFO (Yang et al., SOSP 2023), by sizes: what is new waits in a small queue, and leaves soon unless it is
+S3-FIFO (Yang et al., SOSP 2023), by sizes: a new entry waits in a small queue, and leaves soon unless it is
 used again.
 
-    small    a tenth of all; at its end an entry that was used twice or more moves to the main queue, another
-             one leaves, and its name is remembered
-    main     at its end an entry that was used goes round again, with a use less; another one leaves
-    ghost    names of what left the small queue, as many as main has entries; what comes again is put there
+    small    a tenth of all sizes. The oldest entry moves to main if it was used again twice or more;
+             otherwise it leaves, and its name is remembered
+    main     the oldest entry goes round again if it has a use left, which is spent; otherwise it leaves
+    ghost    names of what left small, as many as main has entries. An entry whose name is found here goes
+             to main at once
 """
 
 from collections import OrderedDict
@@ -14,19 +15,19 @@ from dataclasses import dataclass
 
 from delta_tree.eviction_queue import EvictionQueue, K, Use
 
-_SMALL = 0.1  # share of all bytes
-_MOST_USES = 3  # that count
+_SMALL = 0.1  # share of all sizes
+_MOST_USES = 3  # more uses do not count
 _MIN_GHOSTS = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     use: Use
-    num_uses: int = 0  # since it came, or was spared last
+    num_uses: int = 0  # since it entered this queue, less one for each time that it was spared
 
 
 class S3FifoQueue(EvictionQueue[K]):
-    """See above. A use costs O(1); `first` moves entries between the queues, and that amortised, too."""
+    """See above. A use costs O(1). So does `first`, amortised, which moves entries between the queues."""
 
     needs_names = True
 

@@ -52,7 +52,7 @@ def merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """Sorted maximal spans of `[0, length)` that none covers. EditRangeError if one reaches past it."""
+    """Return the sorted maximal spans of `[0, length)` that no span covers. Raises EditRangeError."""
     merged = merge(covered)
     if merged and merged[-1].end > length:
         raise EditRangeError(f"span [{merged[-1].start}, {merged[-1].end}) reaches past {length} tokens")
@@ -69,7 +69,7 @@ def true_spans(flags: npt.NDArray[np.bool_], first_position: int) -> list[Span]:
 
 
 def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
-    """The same spans in parts of `length` tokens. The last part is up to 2 x `length` - 1 tokens long."""
+    """Cut spans into parts of `length` tokens. The last part of a span has up to 2 x `length` - 1."""
     parts: list[Span] = []
     for span in spans:
         starts = range(span.start, max(span.start, span.end - length) + 1, length)

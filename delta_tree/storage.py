@@ -54,8 +54,8 @@ class Storage:
                 f"file:{quote(str(path.absolute()))}?mode=rw",
                 uri=True,
                 timeout=LOCK_WAIT_S,
-                isolation_level=None,  # transactions are begun and ended here, by name
-                check_same_thread=False,  # the tree's lock ensures that
+                isolation_level=None,  # `_transaction` begins and ends transactions explicitly
+                check_same_thread=False,  # the tree's lock lets only one thread in at a time
             )
         try:
             with _translated(path):
@@ -67,13 +67,13 @@ class Storage:
 
     @property
     def has_nodes(self) -> bool:
-        """Raises MetadataStoreError."""
+        """Whether the file holds a prompt. Raises MetadataStoreError."""
         with _translated(self._path):
             return self._open_connection().execute("SELECT 1 FROM nodes LIMIT 1").fetchone() is not None
 
     @property
     def is_writable(self) -> bool:
-        """Opened for changes, and not closed."""
+        """Whether the file is open for changes."""
         return self._connection is not None and not self.read_only
 
     def load(self) -> Change:
@@ -94,7 +94,7 @@ class Storage:
         self.replace(stored)
 
     def replace(self, content: Change) -> None:
-        """Store this instead of all that is there, in this version's format. Raises MetadataStoreError."""
+        """Replace the whole content of the file, in this version's format. Raises MetadataStoreError."""
         connection = self._open_connection()
         with _translated(self._path), _transaction(connection):
             _create_tables(connection)
@@ -155,7 +155,7 @@ def set_aside(path: Path) -> Path:
     _check_lock(path, wait_s=0.0)
     aside = aside_path(path)
     with _translated(path):
-        for store in (aside, path):  # SQLite makes this index of the journal again
+        for store in (aside, path):  # the index of the WAL, which SQLite can build again
             store.with_name(f"{store.name}-shm").unlink(missing_ok=True)
         for suffix in ("-journal", "-wal"):
             # SQLite must not apply the journal of an earlier `.old` to this store.
@@ -168,7 +168,7 @@ def set_aside(path: Path) -> Path:
 
 
 def check_unlocked(path: Path) -> None:
-    """Check that no process has this store, which may be damaged or missing, open; else StoreLockedError."""
+    """Raise StoreLockedError if a process has this store open. The store may be damaged or missing."""
     with suppress(errors.StoreUnavailableError):
         _check_lock(path, wait_s=LOCK_WAIT_S)
 
@@ -195,7 +195,7 @@ def _prepare_file(path: Path, *, must_exist: bool) -> None:
 
 
 def _configure(connection: sqlite3.Connection, path: Path, identity: str | None, *, read_only: bool) -> str:
-    """Lock the file, create the tables if it is empty, check that it is ours and intact; its identity."""
+    """Lock the file, create tables if it is empty, check that it is ours and intact. Return its identity."""
     if not read_only:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -282,7 +282,7 @@ _UNAVAILABLE = {
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and the system into ours; any other than busy or unavailable means damage."""
+    """Turn errors of SQLite and the system into ours. Any SQLite code in neither set above means damage."""
     try:
         yield
     except OSError as exc:

@@ -1,8 +1,8 @@
 """
 A prompt that is composed, perhaps several times, and what its compositions have in common.
 
-Planning composes a prompt with all candidates and often once more, with some of them or with their exact
-parts. Hashes, shared k-grams and alignments of a candidate are the same then, so they are found once.
+Planning composes a prompt with all candidates, and often again with some of them or with their exact parts.
+Hashes, shared k-grams and alignments of a candidate are the same each time, so they are found once.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from delta_tree.spans import TokenIds, token_ids
 
 @dataclass(slots=True, eq=False)
 class Look:
-    """A candidate's visible tokens, and what of them was found in the prompt after some prefix."""
+    """A candidate's visible tokens, and which of them the prompt has after some prefix."""
 
     visible: Ids  # held, so that no other array gets its address
     hashes: Hashes
-    places: Places  # of k-grams that may occur in these positions
-    shares: bool = False  # whether a k-gram does
-    is_new: bool = True  # whether `shares` is still to be found
-    in_order: list[Match] | None = None  # the runs of an alignment, once it was made
+    places: Places  # of its k-grams that may occur after that prefix
+    shares: bool = False  # whether one of these k-grams occurs in the prompt, token for token
+    is_new: bool = True  # whether `shares` is still to be computed
+    in_order: list[Match] | None = None  # the runs of an alignment; None: not aligned yet
 
 
 class Target:
@@ -38,12 +38,12 @@ class Target:
         if min_run < 1:
             raise ValueError(f"min_run must be at least 1, got {min_run}")
         self.tokens, self.min_run = token_ids(tokens), min_run
-        self._contents: dict[tuple[int, int, bool], tuple[Node, Content]] = {}  # by the id of the node
+        self._contents: dict[tuple[int, int, bool], tuple[Node, Content]] = {}  # by `id()` of the node object
         self._looks: dict[tuple[int, int, bool], Look] = {}  # by the address of `visible`
 
     @cached_property
     def hashes(self) -> Hashes:
-        """Return the hashes of all its k-grams; not computed if only its exact prefix is wanted."""
+        """Return the hashes of all k-grams of the prompt; not needed if only its exact prefix is copied."""
         return quick_hashes(self.tokens, self.min_run)
 
     @cached_property
@@ -52,13 +52,13 @@ class Target:
 
     @cached_property
     def anywhere(self) -> Sieve:
-        """Return the sieve of all its k-grams; only for candidates that share nothing after the prefix."""
+        """Return the sieve of all k-grams of the prompt. Only `DonorReason`s of unused candidates need it."""
         return Sieve(self.hashes)
 
     def content(
         self, node: Node, segment_of: Callable[[SegmentId], Segment], *, max_generation: int, may_move: bool
     ) -> Content:
-        """Return what of a candidate may be copied, as it was at the first call."""
+        """Return what of a candidate may be copied; later calls return the result of the first one."""
         key = (id(node), max_generation, may_move)
         if key not in self._contents:  # the node is held, so that no other one gets its id
             self._contents[key] = (
@@ -69,9 +69,9 @@ class Target:
 
     def look(self, visible: Ids, start: int, *, may_move: bool) -> Look | None:
         """
-        What an earlier composition found of these tokens, for the positions from `start` on.
+        Return what an earlier composition found for these tokens and the target from `start` on, if any.
 
-        Where it looked at more tokens, of which these are the first, `shares` is still to be found.
+        If that composition looked at more tokens, which begin with these, `shares` must be computed again.
         """
         found = self._looks.get((_address(visible), start, may_move))
         if found is None or len(found.visible) == len(visible):

@@ -83,7 +83,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         return self._writer.identity
 
     def attach(self, path: Path, *, identity: str) -> None:
-        """Go on in a file, which has no prompts yet. Raises MetadataStoreError; all is as before then."""
+        """Move the tree to a file, which has no prompts yet. After a MetadataStoreError all is as before."""
         storage = opened_empty(path, identity)  # waits for another process, so without the lock
         with self._lock:
             self._writer.attach(storage)
@@ -98,13 +98,13 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
     def insert(self, draft: NodeDraft, *, groups: Collection[str] = ()) -> Insertion:
         """
-        Make a prompt a node. `groups`: those that the prompt's namespace is put into.
+        Store a prompt as a node. A new prompt's namespace is put into each of `groups`.
 
-        For a prompt that the namespace has already, the use is counted, and the draft's pieces replace the
-        stored ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
+        If the namespace has the prompt already, a use is counted, and the draft's pieces replace the stored
+        ones if they are better: a longer exact prefix, or else less deviation, or lower generations.
 
         Raises:  InvalidNodeError if the draft is not a whole prompt over known segments of its
-                 own namespace; MetadataStoreError if it cannot be stored. Nothing is changed then
+                 own namespace; MetadataStoreError if it cannot be stored. Then nothing is changed
         """
         try:
             tokens = token_ids(draft.token_ids)
@@ -127,11 +127,11 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
     def touch(self, node_id: NodeId, *, num_copied: int = 0, share: float = 1.0) -> None:
         """
-        Count a use of a node. An unknown node is ignored: it may have been evicted meanwhile.
+        Count a use of a node. The use is written with the next change, so that a hit costs no transaction.
 
-        `num_copied`: tokens copied from it for another text. The more in all, the later it is evicted; their
-        sum is not written to disk. The use is, with the next change, so that a hit costs no transaction.
-        `share`: of its tokens that are used
+        An unknown node is ignored: it may have been evicted meanwhile.
+        `num_copied`: tokens copied from it for another text. Nodes with a larger total of these are evicted
+        later. The total is not written to disk. `share`: the share of the node's tokens that is used
         """
         with self._lock:
             node = self._forest.nodes.get(node_id)
@@ -143,22 +143,22 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
             self._writer.note_use(self._touched(node))
 
     def evict_by(self, new_queue: NewQueue) -> None:
-        """From now on these queues say which node is evicted first; what the others have learned is lost."""
+        """Change the eviction policy to that of `new_queue`. What the old queues have learned is lost."""
         with self._lock:
             if new_queue is not self._forest.eviction_order.new_queue:
                 self._forest.order_by_last_use(new_queue)
 
     def put_into(self, group: str, namespace: str) -> None:
-        """The prompts of this namespace compete for room with all others of this group."""
+        """Let the prompts of this namespace compete for room with all others of the group."""
         with self._lock:
             self._forest.put_into(group, namespace)
             self._forest.forget_if_empty(namespace)
 
     def age(self, node_id: NodeId, scopes: Collection[str] | None, *, raises_floor: bool = True) -> None:
         """
-        Call this before a node is evicted for room. `scopes`: as for `next_to_evict`.
+        Announce that a node is evicted for room. `scopes`: as for `next_to_evict`.
 
-        With `raises_floor` a node must be used again from then on to rank as high as nodes used later.
+        `raises_floor`: in these scopes, nodes used from now on rank higher than this node did.
         """
         with self._lock:
             self._forest.eviction_order.age(node_id, scopes, raises_floor=raises_floor)
@@ -176,7 +176,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         Remove one node. Its children move to its parent, or become roots.
 
         `lazily`: it is deleted from the file with the next change, or when the tree is closed. If the process
-        is killed before, the file still has it; `discard_missing` removes such nodes after `open`.
+        is killed before that, the file still has it; `discard_missing` removes such nodes after `open`.
         Raises:  UnknownNodeError; PinnedNodeError
         """
         with self._lock:
@@ -189,7 +189,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         Remove the end of a prompt. The first `num_tokens` keep its id and its rank in the order of eviction.
 
         `lazily`: see `evict`
-        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError if it is not shorter, or another node
+        Raises:  UnknownNodeError; PinnedNodeError; InvalidNodeError if it is not shorter, or already stored
         """
         with self._lock:
             node = self.node(node_id)
@@ -208,8 +208,8 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
 
         `tokens` is the whole longer prompt, `segments` the KV of its new tokens in order. If all KV of the
         node is exact, the new KV counts as exact, too.
-        Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or is another
-                 node of the namespace; MetadataStoreError. Nothing is changed then
+        Raises:  UnknownNodeError; InvalidNodeError if `tokens` does not continue the node, or is already
+                 stored in the namespace; MetadataStoreError. Then nothing is changed
         """
         with self._lock:
             node = self.node(node_id)
@@ -239,7 +239,7 @@ class DeltaTree(TreeReader, AbstractContextManager["DeltaTree"]):
         """
         Remove every node with a segment that is not in `alive`, pinned ones too. `lazily`: see `evict`.
 
-        Returns how many. The caller may drop the segments of `alive` that `segments()` lacks then.
+        Returns the number of removed nodes. Then the caller may drop what `alive` has and `segments()` lacks.
         """
         with self._lock:
             gone = {segment_id for segment_id in self._forest.segments if segment_id not in alive}

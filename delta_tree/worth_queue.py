@@ -1,16 +1,16 @@
 """
-Eviction by worth: the reuse that is to be expected for each byte and for as long as it takes.
+Eviction by worth: the reuse to be expected per byte and time.
 
-Of all entries is learned at which ages they are used again, in uses of others, and of each kind how much more
-or less often than that. Kinds are: how often it was used, on how many others it builds, how long it is, and
-whether it was copied for other texts. Names of what has left are remembered, so that it is known what would
-have been used. The worth of an entry is the best rate at which it is used again from its age on (an index
-after Gittins, 1979):
+The age of an entry is the number of uses of all entries since its last use. The queue learns at which ages
+entries are used again, and for each kind of entry how much more or less often than the mean. A kind is how
+often the entry was used, on how many others it builds, how long it is, and whether it was copied for other
+texts. Names of evicted entries are remembered, to learn which of them would have been used again. The worth
+of an entry is the best rate at which it is used again from its age on (an index after Gittins, 1979):
 
     worth(age) = factor of its kind * max over ends: uses between age and end / time lived between them
 
-The oldest and the youngest of each kind are compared, and the one of least worth leaves. Seconds saved and
-bytes taken both grow with an entry's tokens, so neither is in the worth of a byte.
+The oldest and the youngest entry of each kind are compared, and the one of least worth leaves. Seconds saved
+and bytes taken both grow with an entry's tokens, so the worth of a byte contains neither.
 """
 
 from bisect import bisect_right
@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 
 from delta_tree.eviction_queue import EvictionQueue, K, Use
 
-_PER_OCTAVE = 2  # buckets of ages
+_PER_OCTAVE = 2  # buckets for each doubling of the age
 _NUM_BUCKETS = 48
-_EDGES = np.concatenate(([0.0], 2.0 ** (np.arange(_NUM_BUCKETS) / _PER_OCTAVE)))  # of ages, in uses of all
+_EDGES = np.concatenate(([0.0], 2.0 ** (np.arange(_NUM_BUCKETS) / _PER_OCTAVE)))  # ages that limit buckets
 _EDGE_LIST: list[float] = _EDGES.tolist()
 _MIDDLES = (_EDGES[:-1] + _EDGES[1:]) / 2
-_FIRST_USED, _FIRST_LEFT = 0.02, 1.0  # observations of each bucket before any: the older, the less worth
-_PRIOR = 10.0  # uses for which the mean of all kinds counts in one of them
-_LEARN_EVERY = 128  # observations, or an eighth of all entries
-_KEPT = 0.97  # of what was observed, each time: traffic changes
-_SAMPLE = 4096  # entries that are looked at, each time
+_FIRST_USED, _FIRST_LEFT = 0.02, 1.0  # assumed in each bucket at the start: older entries are worth less
+_PRIOR = 10.0  # uses: the weight of the mean over all kinds in the factor of one kind
+_LEARN_EVERY = 128  # observations; an eighth of the number of entries if that is more
+_KEPT = 0.97  # the weight of earlier observations each time that it learns: traffic changes
+_SAMPLE = 4096  # at most so many entries, and so many names, are looked at each time that it learns
 _GHOSTS = 4  # names that are remembered, for each entry
 _MIN_GHOSTS = 64
-_WHOLE = 0.5  # share of an entry, from which on it counts as used
+_WHOLE = 0.5  # a use of a smaller share of an entry does not count
 _MOST_USES = 3
 _MOST_DEPTH = 3
 
@@ -51,19 +51,19 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    line: int  # of its kind
+    line: int  # the index of its kind
     num_uses: int
     use: Use
 
 
 def bucket(age: int) -> int:
-    """Of an age in uses, from 1 on."""
+    """Return the bucket of an age."""
     return min(_NUM_BUCKETS, bisect_right(_EDGE_LIST, age)) - 1
 
 
 def exposures(counted: NDArray[np.float64]) -> NDArray[np.float64]:
     """
-    How long entries lived in each bucket of age in all, of which so many ended in each.
+    Return the total time that entries lived in each bucket of age, where `counted` of them ended in each.
 
     Shapes:  (..., B) -> (..., B)
     """
@@ -74,9 +74,9 @@ def exposures(counted: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def best_rates(used: NDArray[np.float64], lived: NDArray[np.float64]) -> NDArray[np.float64]:
     """
-    The best rate of use from each age on, where so many were used in each bucket, and entries lived so
-    long there.
+    Return the best rate of use from each age on.
 
+    `used`: how many entries were used again in each bucket of age; `lived`: the time they lived there in all.
     Shapes:  used and lived (B,), lived above 0 -> (B,)
     """
 
@@ -92,7 +92,7 @@ def best_rates(used: NDArray[np.float64], lived: NDArray[np.float64]) -> NDArray
 
 
 class _Ages:
-    """Of each kind: how many were used again at which age, and how many were not."""
+    """For each kind: how many entries were used again at which age, and how many left unused."""
 
     def __init__(self) -> None:
         self._used = np.zeros((0, _NUM_BUCKETS))
@@ -100,7 +100,7 @@ class _Ages:
         self.worth: list[list[float]] = []
 
     def add_kind(self) -> None:
-        """One more, of which nothing is known yet."""
+        """Add a kind of which nothing has been observed."""
         nothing = np.zeros((1, _NUM_BUCKETS))
         self._used, self._left = np.vstack((self._used, nothing)), np.vstack((self._left, nothing))
         self.learn(self.waiting())
@@ -109,14 +109,14 @@ class _Ages:
         (self._used if is_used else self._left)[kind, bucket(age)] += 1
 
     def waiting(self) -> NDArray[np.float64]:
-        """Zeros for `learn`."""
+        """Return an array of zeros, to be filled for `learn`."""
         return np.zeros_like(self._left)
 
     def learn(self, waiting: NDArray[np.float64]) -> None:
         """
-        Work out the worth of each kind at each age from what was observed.
+        Compute the worth of each kind at each age from what was observed.
 
-        Shapes:  waiting (K, B): how many have that age now and may be used again
+        Shapes:  waiting (K, B): how many entries have that age now and may still be used again
         """
         used = self._used.sum(axis=0) + _FIRST_USED
         lived = exposures(self._used + self._left + waiting)
@@ -126,13 +126,13 @@ class _Ages:
         self.worth = np.outer(factors, best_rates(used, of_all)).tolist()
 
     def fade(self) -> None:
-        """What was observed counts less from now on."""
+        """Reduce the weight of what was observed so far."""
         self._used *= _KEPT
         self._left *= _KEPT
 
 
 class WorthQueue(EvictionQueue[K]):
-    """See above. A use costs O(1), the first to leave O(kinds)."""
+    """See above. A use costs O(1), `first` O(kinds)."""
 
     needs_names = True
 
@@ -221,7 +221,7 @@ class WorthQueue(EvictionQueue[K]):
             self._learn()
 
     def _learn(self) -> None:
-        """From those that were used or have left, and from a sample of those that were not used so far."""
+        """Learn from what was observed, and from a sample of the entries and names that may yet be used."""
         waiting = self._ages.waiting()
         for group in (self._held, self._ghosts):
             step = 1 + len(group) // _SAMPLE
@@ -232,7 +232,7 @@ class WorthQueue(EvictionQueue[K]):
 
 
 def _ends(line: OrderedDict[K, None], without: Container[K]) -> Iterator[K]:
-    """The oldest and the youngest that may leave."""
+    """Yield the oldest and the youngest entry of a kind that may leave."""
     for entries in (line, reversed(line)):
         entry = next((each for each in entries if each not in without), None)
         if entry is not None:

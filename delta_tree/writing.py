@@ -1,8 +1,8 @@
 """
-Writes the changes of a tree to disk, then applies them in memory; nothing, if they cannot be written.
+Writes each change of a tree to disk, then applies it in memory; if it cannot be written, it is not applied.
 
 Uses and lazy evictions are applied at once and written with the next change, so that they cost no transaction
-of their own. The tree's lock is held in every call.
+of their own. The caller holds the tree's lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_UNWRITTEN_USES = 256
 
 
 def opened_empty(path: Path, identity: str) -> Storage:
-    """A file for a tree that has none yet. Raises StoreNotEmptyError if it has nodes; MetadataStoreError."""
+    """Open a file for a tree that is in memory only. Raises MetadataStoreError, also if it has nodes."""
     storage = Storage.open(path, identity=identity, read_only=False)
     try:
         if storage.has_nodes:
@@ -34,7 +34,7 @@ def opened_empty(path: Path, identity: str) -> Storage:
 
 
 class ChangeWriter:
-    """`storage`: None for a tree in memory, whose changes are applied only."""
+    """Writes and applies changes. With `storage` None, for a tree in memory, it only applies them."""
 
     def __init__(self, storage: Storage | None, forest: Forest) -> None:
         self._storage = storage
@@ -49,7 +49,7 @@ class ChangeWriter:
         return None if self._storage is None else self._storage.identity
 
     def attach(self, storage: Storage) -> None:
-        """Write all that the tree has to an empty file, and each change from now on. Closed on an error."""
+        """Write the tree to an empty file, and each later change, too. `storage` is closed on an error."""
         try:
             storage.replace(self._forest.content())
         except BaseException:
@@ -73,7 +73,7 @@ class ChangeWriter:
         self._forest.apply(change)
 
     def note_use(self, used: Node) -> None:
-        """Apply new use counters. They are written with the next change, or when many are due."""
+        """Apply new use counters. They are written with the next change, or when many are unwritten."""
         self._forest.apply(Change(put_nodes=(used,)))
         self._used.add(used.node_id)
         if len(self._used) >= _MAX_UNWRITTEN_USES:

@@ -1,8 +1,8 @@
 """
-Which requests run, and which wait for a slot: each tenant has its share of both.
+Decides which requests run and which wait for a slot, so that each tenant gets its share of both.
 
-A free slot goes to the tenant with the fewest running requests, of its waiting ones to the first that came.
-When the queue is full, the tenant with most waiting requests gives up its last one for another tenant's.
+A free slot goes to the first waiting request of the tenant with the fewest running requests. When the queue
+is full, the tenant with most waiting requests gives up its last one for a request of another tenant.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Admission:
             if waiting in self._queue:
                 self._queue.remove(waiting)
             elif _is_in(waiting):
-                self._leave(tenant)  # cancelled when it had got its slot
+                self._leave(tenant)  # it was cancelled after it got its slot
             raise
 
     def _make_room(self, tenant: str) -> None:
-        """Raises OverloadedError if the queue is full and no tenant has more in it than this one would."""
+        """Make room if the queue is full. Raises OverloadedError if no tenant waits with more requests."""
         if len(self._queue) < self.max_waiting:
             return
         counts = Counter(waiting.tenant for waiting in self._queue)
@@ -71,7 +71,7 @@ class Admission:
             raise OverloadedError("the queue of requests is full; try again later")
         last = next(waiting for waiting in reversed(self._queue) if waiting.tenant == most)
         self._queue.remove(last)
-        if not last.admitted.done():  # else it was cancelled just now
+        if not last.admitted.done():  # if it is done, it was cancelled just now
             last.admitted.set_exception(
                 OverloadedError(
                     f"{counts[most]} requests of this tenant wait, and others need room; try again later"
@@ -90,7 +90,7 @@ class Admission:
         while self._queue and self.num_running < self._max_running:
             following = min(self._queue, key=lambda waiting: self._running[waiting.tenant])
             self._queue.remove(following)
-            if not following.admitted.done():  # else it was cancelled just now
+            if not following.admitted.done():  # if it is done, it was cancelled just now
                 self._enter(following.tenant)
                 following.admitted.set_result(None)
 

@@ -15,14 +15,14 @@ from kvshare.embedded.held_logprobs import HeldLogprobs
 from kvshare.embedded.sampling import Draw, Sampler
 from kvshare.engine import FinishReason, GenerationRequest
 
-# GPT-2's byte-level alphabet: printable bytes are characters of their own, others are U+0100 and following.
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, others are U+0100 and following.
 _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]  # no annotations
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes the space before a word
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """The text and the bytes of a token. If it ends inside a character only the bytes are exact."""
+    """Return the text and the bytes of a token. If it ends inside a character, only the bytes are exact."""
     text: str = tokenizer.decode([token_id], skip_special_tokens=False)
     piece = tokenizer.id_to_token(token_id) or ""
     if piece.startswith(_SPACE) and not text.startswith(" "):  # SentencePiece drops it at the start of a text
@@ -45,7 +45,7 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; it may be empty."""
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:  # noqa: BLE001 - the Rust side raises bare Exception
@@ -78,12 +78,12 @@ class StopMatcher:
         return shown, False
 
     def flush(self) -> str:
-        """The text that was held back, when no more follows; empty after a stop string."""
+        """Return the text that was held back, when no more follows; empty after a stop string."""
         shown, self._held = self._held, ""
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """The length of the longest suffix of the held text with which `stop` begins."""
+        """Return the length of the longest suffix of the held text with which `stop` begins."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
@@ -108,7 +108,7 @@ class Choice:
         """`kv` holds the prompt."""
         self.index, self.kv = index, kv
         self.generated: list[int] = []
-        self.num_decoded = 0  # characters, those of a stop string included
+        self.num_decoded = 0  # characters, including those of a stop string
         self.finish_reason: FinishReason | None = None
         sampling = self._sampling = request.sampling
         self.stops = StopMatcher(sampling.stop)
@@ -116,7 +116,7 @@ class Choice:
         self.logprobs = HeldLogprobs()
         stops = frozenset(sampling.stop_token_ids)
         ends = stops | decoding.eos_token_ids
-        self._ends = stops if sampling.ignore_eos else ends  # they are not part of the text
+        self._ends = stops if sampling.ignore_eos else ends  # tokens that end the text, and are no part of it
         self._max_tokens = decoding.max_tokens
         self._constraint = None if decoding.constraint is None else decoding.constraint.choice(index)
         self.is_pending = False  # it is not known yet whether the last token completes the answer
@@ -127,10 +127,10 @@ class Choice:
 
     def take(self, logits: torch.Tensor) -> tuple[int, str] | None:
         """
-        Sample the next token. Returns it and the text that can be emitted now. Where a grammar is followed,
-        `settle` says whether the choice has finished with it.
+        Sample the next token. Returns it and the text that can be emitted now. With a grammar, `settle` says
+        whether this token completes the answer.
 
-        None if it is not known yet which tokens the grammar allows: call again with the same logits.
+        Returns None if it is not known yet which tokens the grammar allows: call again with the same logits.
 
         Shapes:  logits (V,) float32
         Raises:  RequestError if the grammar cannot be followed any further
@@ -153,9 +153,9 @@ class Choice:
 
     def settle(self, *, waits: bool) -> str | None:
         """
-        Find whether the last token completes the answer. Returns the text that can be emitted then.
+        Find out whether the last token completes the answer. Returns the text that can be emitted now.
 
-        None if it is not known yet; `waits` some milliseconds for it.
+        Returns None if that is not known yet; if it `waits`, after some milliseconds.
 
         Raises:  RequestError if the grammar cannot be followed any further
         """
@@ -175,7 +175,7 @@ class Choice:
         return held
 
     def _emittable(self, text: str) -> tuple[str, bool]:
-        """The part of new text that can be emitted, and whether a stop string ends it."""
+        """Return the part of new text that can be emitted, and whether a stop string ends it."""
         self.num_decoded += len(text)
         if len(self.generated) <= self._sampling.min_tokens:  # stop strings are ignored
             return text, False

@@ -25,7 +25,7 @@ class RunningSequence(Protocol):
     """The state of a sequence that a model continues."""
 
     def fork(self, num_tokens: int) -> Self:
-        """A new sequence that begins with the `num_tokens` of this one, which are all it has."""
+        """Return a copy of this sequence, which has `num_tokens` tokens, to continue it in another way."""
 
 
 class RunningPrefill(Protocol):
@@ -46,8 +46,8 @@ class DecoderModel(ABC, Generic[SequenceT]):
     """
     One decoder model on one device.
 
-    `layout` describes the KV that can be shared; it has no planes if none can. `sampling_defaults` are the
-    values of its generation config, by the names of the fields of `sampling.Draw`.
+    `layout` describes the KV that can be shared; without sharing it has no planes. `sampling_defaults`:
+    values of the model's generation config, by the names of the fields of `sampling.Draw`.
     """
 
     can_share: ClassVar[bool]
@@ -69,7 +69,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     @property
     @abstractmethod
     def unsupported_reason(self) -> str:
-        """Return why not everything can be shared; empty where it can."""
+        """Why not everything can be shared; empty if it can."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     def can_listen(self) -> bool:
-        """Return whether repairs can be chosen by how far values change."""
+        """Whether repairs can be chosen after a probe pass."""
         return False
 
     @abstractmethod
@@ -130,7 +130,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
 def load_network(path: str | Path, *, device: str = "auto", dtype: str = "float32") -> PreTrainedModel:
     """
-    Load a Hugging Face name or folder. `dtype` "auto" is chosen by `chosen_dtype`.
+    Load a model by its Hugging Face name or folder. With `dtype` "auto", `chosen_dtype` decides.
 
     Raises:  ModelError if it cannot be loaded
     """
@@ -151,7 +151,7 @@ def load_network(path: str | Path, *, device: str = "auto", dtype: str = "float3
 
 def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
     """
-    The dtype of the saved weights if `device` has instructions for it, else float32.
+    Return the dtype of the saved weights if `device` has instructions for it, else float32.
 
     A processor without instructions for bfloat16 converts every operand: slower than float32, and less exact.
     """
@@ -166,16 +166,16 @@ def chosen_dtype(saved: torch.dtype | None, device: str) -> torch.dtype:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest expected value."""
+    """Return the largest difference, relative to the largest expected value."""
     difference = (found.float() - expected.float()).abs().max()
     return float(difference / expected.float().abs().max().clamp(min=1e-6))
 
 
 def _context_length(config: Any, wanted: int | None) -> int:
-    """The longest sequence that this engine computes correctly, or the shorter one that was asked for."""
+    """Return `wanted`, or by default the longest sequence that this engine computes correctly."""
     limits = [int(getattr(config, "max_position_embeddings", 0) or 0) or 2048]
     if getattr(config, "attn_temperature_tuning", False):
-        # From this position on Llama 4 scales queries, by the length of the cache instead of their position.
+        # From this position on, Llama 4 scales queries, by the length of the cache instead of their position.
         limits.append(int(config.floor_scale) - 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length keys are rotated by another table

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def embeddings(embedder: Embedder, texts: Sequence[str]) -> Embeddings:
-    """Raises RequestError for the first text that is too long, before any is embedded; EngineError."""
+    """Embed texts. Raises RequestError, before any is embedded, for one that is too long; EngineError."""
     num_tokens = []
     try:
         for index, count in enumerate(embedder.count_tokens(texts)):

@@ -40,7 +40,7 @@ from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan
 from kvshare.status import EngineStatus, ModelCard
 
-_MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; above, new requests wait
+_MAX_PENDING = 4  # tasks per slot that store a prompt or an answer; if there are more, new requests wait
 _SETTLE_S = 0.25  # how long a request waits for its namespace's previous prompts to be stored
 
 
@@ -73,7 +73,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         self._admission.max_waiting = settings.engine.max_waiting
 
     async def settle(self) -> None:
-        """Wait, in benchmarks and tests, until all computed KV, and that of earlier runs, is indexed."""
+        """Wait until all KV is indexed, also that of earlier runs. For benchmarks and tests."""
         await self.server.restoring.settle()
         await self.server.runtime.settle()
 
@@ -113,12 +113,12 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
     async def generate(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
         decoding = self._decoding(request)
         with self._treated(request) as treatment:
-            # Compiled before it has a slot: a grammar that takes long delays the requests of no other key.
+            # Before it has a slot: a grammar that takes long to compile delays no requests of other keys.
             async with self._constraint(request) as constraint, self._admission.slot(request.tenant):
                 await self._answer(request, replace(decoding, constraint=constraint), treatment, emit)
 
     def _treated(self, request: GenerationRequest) -> AbstractContextManager[Treatment]:
-        """Let the controller decide how a request is served. It is in flight while inside: until its end."""
+        """Let the controller decide how a request is served. It counts as in flight inside the context."""
         runtime, admission = self.server.runtime, self._admission
         if not request.is_controlled or not runtime.sharing.may_share(request.prompt, request.mode):
             return nullcontext(Treatment())
@@ -168,7 +168,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     @asynccontextmanager
     async def _constraint(self, request: GenerationRequest) -> AsyncIterator[Constraint | None]:
-        """Yield what the answer must follow, with a process of its own while inside. Raises RequestError."""
+        """Yield the compiled grammar of the answer, if any, and close it at the end. Raises RequestError."""
         if (grammar := request.sampling.grammar) is None:
             yield None
             return
@@ -192,9 +192,9 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     async def _look_up(self, request: GenerationRequest, treatment: Treatment) -> Lookup:
         """
-        The plan of a request, which counts as a use of its donors.
+        Find the plan of a request, and count it as a use of its donors.
 
-        Waits first until recent prompts of its namespace are stored, and similar ones in progress computed.
+        First wait until recent prompts of its namespace are stored, and for similar prompts in progress.
         """
         server, prompt, namespace = self.server, request.prompt, request.namespace.digest
         runtime = server.runtime
@@ -241,7 +241,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             if task.error is not None:
                 raise EngineError("the engine failed while computing this request") from task.error
         finally:
-            task.cancelled = True  # if it has not ended, it does after the quantum in progress
+            task.cancelled = True  # if it is still running, it ends after the quantum in progress
             runtime.background.spawn(retention.store(task), namespace=task.request.namespace.digest)
 
     def status(self) -> EngineStatus:

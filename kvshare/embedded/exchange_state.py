@@ -1,4 +1,4 @@
-"""What a server keeps while it exchanges prompts with others: their names, and why it does not work now."""
+"""State of the exchange of prompts with other servers: names of prompts, and why the exchange fails now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class ExchangedNames:
-    """Names in the store of prompts here: of what was on disk, or was reported by this server or others."""
+    """The names that prompts of this server have in the store, by node, and the nodes by name."""
 
     def __init__(self) -> None:
         self._names: dict[NodeId, str] = {}
@@ -23,7 +23,7 @@ class ExchangedNames:
         self._nodes[name] = node_id
 
     def forget(self, node_id: NodeId) -> str | None:
-        """Returns its name."""
+        """Forget a node. Returns its name, or None."""
         name = self._names.pop(node_id, None)
         if name is not None:
             self._nodes.pop(name, None)
@@ -37,14 +37,14 @@ class ExchangedNames:
 
 
 class ExchangeProblem:
-    """Says once that the store is not used, or that there is a fault, and when that is over."""
+    """Logs once that the store is not used, and when it is again; and logs a fault once."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._fault: str | None = None
 
     def note(self, exc: BackendError | None) -> None:
-        """None: the store did what it was asked."""
+        """Note an error of the store; None: it answered without one."""
         reason = None if exc is None else exc.strerror
         if reason is not None and self._reason is None:
             log.warning(
@@ -57,7 +57,7 @@ class ExchangeProblem:
         self._reason = reason
 
     def note_fault(self, exc: Exception | None) -> None:
-        """None: there was none."""
+        """Note an unexpected error; None: there was none."""
         was, self._fault = self._fault, None if exc is None else classes_and_places(exc)
         if self._fault is not None and was is None:
             log.error("prompts are not exchanged, which is tried again; please report this: %s", self._fault)

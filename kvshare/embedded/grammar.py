@@ -1,8 +1,8 @@
 """
-Answers that follow a grammar, as the engine decodes them: the tokens that may not come next.
+Answers that follow a grammar: which tokens may not come next.
 
-Clients write grammars, so other processes compile and follow them (`kvshare.grammar_pool`). While the model
-computes the next logits, such a process finds the mask for them.
+Clients write grammars, so separate processes compile and follow them (`kvshare.grammar_pool`). While the
+model computes the next logits, such a process computes the mask for them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvshare.grammar_pool.limits import MAX_CHARS
 from kvshare.grammar_pool.matcher import RemoteMatcher
 from kvshare.grammar_pool.pool import GrammarPool
 
-_WAIT_S = 0.005  # for a reply, before other requests have their turn
+_WAIT_S = 0.005  # the longest wait for a reply before other requests have their turn
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of one model, which is read for the first grammar."""
+    """Compiles grammars for the tokenizer of one model. The tokenizer is read with the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`vocab_size`: the length of the model's logits."""
@@ -45,7 +45,7 @@ class Grammars:
 
     async def compiled(self, grammar: Grammar, *, key: str = "") -> Constraint:
         """
-        The caller closes it.
+        Compile a grammar. The caller closes the result.
 
         Raises:  RequestError if it cannot be followed, is too large, or takes too long to compile;
                  OverloadedError if too many grammars of this key wait
@@ -79,15 +79,15 @@ class Constraint:
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process that follows it."""
+        """The id of the process that follows the grammar."""
         return self._matcher.pid
 
     def choice(self, number: int) -> ConstrainedChoice:
-        """A choice of the answer, each with its own number, which begins in the first state."""
+        """Begin a choice in the first state. Each choice of an answer has another number."""
         return ConstrainedChoice(self._matcher, self._forbidden, number)
 
     def close(self) -> None:
-        """No choice is continued after that."""
+        """Release the grammar's process. No choice can be continued after this."""
         self._matcher.close()
 
 
@@ -95,8 +95,8 @@ class ConstrainedChoice:
     """
     The state of one choice in its grammar.
 
-    Each method waits some milliseconds at most, and raises UnsupportedFormatError if the grammar can be
-    followed no further.
+    Each method waits some milliseconds at most, and raises UnsupportedFormatError if the grammar cannot be
+    followed any further.
     """
 
     def __init__(self, matcher: RemoteMatcher, forbidden: torch.Tensor, number: int) -> None:
@@ -108,9 +108,9 @@ class ConstrainedChoice:
 
     def forbidden(self) -> torch.Tensor | None:
         """
-        The tokens that may not come next; None while that is not known.
+        Return which tokens may not come next; None while that is not known.
 
-        End-of-sequence is one of them unless the answer may end here.
+        These include end-of-sequence tokens, unless the answer may end here.
 
         Shapes:  (V,) bool
         """
@@ -126,7 +126,7 @@ class ConstrainedChoice:
         self._matcher.take(self._number, token_id)
 
     def state(self, *, waits: bool = True) -> GrammarState:
-        """Return the state after the last token; `waits`: for the grammar's reply, if it is not there yet."""
+        """Return the state after the last token. `waits`: wait for the grammar's reply if necessary."""
         if self._is_pending:
             wait_s = _WAIT_S if waits else 0.0
             frame = self._matcher.poll(self._number, wait_s=wait_s)

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens leave the engine with the text that they belong to."""
+"""Holds back the log-probabilities of an answer's tokens until their text leaves the engine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Group:
 
 class HeldLogprobs:
     """
-    Holds the tokens of one choice back as long as their text is held back.
+    Holds back the tokens of one choice as long as their text is held back.
 
-    Several tokens may make one character. They have its place, and go out when it is complete. Tokens of a
-    stop string, which is not part of the text, do not go out. The token that ends an answer does.
+    Several tokens may form one character. They have its offset, and are emitted when it is complete. Tokens
+    of a stop string, which is not part of the text, are not emitted. The token that ends an answer is.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HeldLogprobs:
         self._num_decoded = 0  # characters that tokens have completed
 
     def add(self, token: TokenLogprob, *, num_decoded: int) -> None:
-        """`num_decoded`: the characters that all tokens have completed, those of stop strings included."""
+        """Add a token. `num_decoded`: characters that all tokens have completed, also of stop strings."""
         start = self._num_decoded
         self._open.append(replace(token, offset=start))
         if num_decoded > start:
@@ -44,7 +44,7 @@ class HeldLogprobs:
         taken: list[TokenLogprob] = []
         while self._complete and (self._complete[0].end <= num_shown or ended):
             group = self._complete.popleft()
-            if group.start < num_shown:  # else its text is in a stop string
+            if group.start < num_shown:  # otherwise its text is in a stop string
                 taken += group.tokens
         if ended and num_shown == self._num_decoded:  # no stop string was cut off
             taken += self._open

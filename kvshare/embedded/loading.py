@@ -1,4 +1,4 @@
-"""Verifies a network before it is served, describes what was found, and measures the cost of context."""
+"""Verifies a network before it is served, describes the result, and estimates the cost of context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvshare.kv.movement import Verification
 def served(
     network: PreTrainedModel, *, name: str, max_model_len: int | None = None
 ) -> EmbeddedModel | UnsharedModel:
-    """A loaded network with sharing if it supports it, else without. Raises ModelError if neither works."""
+    """Return a model with sharing if the network supports it, else without. ModelError if both fail."""
     attention = network.config._attn_implementation
     try:
         return EmbeddedModel(network, name=name, max_model_len=max_model_len)
@@ -30,10 +30,11 @@ def served(
 
 def verification_document(model: EmbeddedModel | UnsharedModel) -> dict[str, Any]:
     """
-    JSON-ready. `shares` is "everything", "same positions" or "nothing"; `why` is the reason.
+    Describe what can be shared, JSON-ready. `shares` is "everything", "same positions" or "nothing"; `why` is
+    the reason if it is not everything.
 
-    `error` is the relative error of the moved rows (root mean square), and `control` says how many times
-    further off the nearest wrong movement is.
+    `error`: relative error of the moved rows (root mean square). `control`: by how many times that error the
+    nearest wrong movement is off.
     """
     layout = model.layout
     common = {
@@ -88,7 +89,7 @@ def _rows(plane: Plane, verification: Verification) -> dict[str, Any]:
 
 def context_share(model: EmbeddedModel) -> float:
     """
-    The cost of a token that is attended to, relative to one that is computed, without attention itself.
+    Return the cost of a token that is attended to, relative to a computed one, without attention itself.
 
     Latent attention stores a compressed row for each token, and every pass expands all of them into keys and
     values again. The result is the ratio of multiplications: those in modules that get all visible rows, as
@@ -115,7 +116,7 @@ def context_share(model: EmbeddedModel) -> float:
 
 
 def _active_parameters(network: torch.nn.Module) -> int:
-    """The number of weights that one token is multiplied with: of all experts, those it is routed to."""
+    """Return how many weights are used for one token; of experts, only those to which it is routed."""
     config: Any = network.config
     names = ("n_routed_experts", "num_local_experts", "num_experts")
     num_experts = next((n for name in names if (n := getattr(config, name, None))), 1)

@@ -31,9 +31,9 @@ from kvshare.sharing.plan import NoPlan, Plan
 log = logging.getLogger(__name__)
 
 _ATTENTION = "kvshare_partial"
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")  # that some models give to their attention
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")  # arguments of attention in some models
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_SHIFTS = (37, 133)  # in tokens: by how much rows are moved to find their movement
+_SHIFTS = (37, 133)  # tokens by which the probe prompt is moved to find the movement of rows
 _SHORT_REACH = 5  # tokens of windows and chunks in the verification: shorter than its prompt
 
 
@@ -61,13 +61,13 @@ class _SlotCache(Cache):
 
 def _reach(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Reach:
     """
-    The reach of one kind of layer, in place of the mask that transformers asks for and gives to `_attend`.
+    Return the reach of one kind of layer. transformers expects a mask here, and passes it to `_attend`.
 
-    Comparing logits verifies that it is right, see `_verify_attention`.
+    `_verify_attention` verifies that it is right, by comparing logits.
     """
     if local_size is None:
         return ALL_EARLIER
-    # With a window the token at `local_size` sees the one at 1, with chunks it does not.
+    # With a window, the token at position `local_size` sees the one at 1; with chunks, it does not.
     sees = mask_function(0, 0, torch.tensor(local_size), torch.tensor(1))
     return Reach(local_size, is_chunked=not bool(sees))
 
@@ -85,7 +85,7 @@ def _attend(
     partial_pass: PartialPass,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function for transformers. In place of a mask it gets what `_reach` has returned."""
+    """Compute attention for transformers. `attention_mask` is not a mask, but the result of `_reach`."""
     if found := [name for name in _UNSUPPORTED_ARGUMENTS if extras.get(name) is not None]:
         raise UnshareableError(f"attention with {', '.join(found)} is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
@@ -104,7 +104,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     """
     A decoder model whose KV is shared.
 
-    `layout` has the verified movements of its rows. Where one is not known only text at the same position is
+    `layout` has the verified movements of its rows. If one is not known, only text at the same position is
     shared, and `unsupported_reason` says why. `forms`: how each layer attends.
     """
 
@@ -147,7 +147,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     @property
     def unsupported_reason(self) -> str:
-        """Return why rows of some layer cannot be moved; empty where all can."""
+        """Why rows of some layer cannot be moved; empty if all can."""
         problem = why_not_movable(self.verifications)
         return (frequency_tables(self.network)[1] or problem) if problem else ""
 
@@ -182,7 +182,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         self, current: PartialPass, token_ids: TokenIds, *, keep: int, moved_by: int = 0
     ) -> torch.Tensor:
         """
-        Like `compute`, with the logits after the last `keep` positions: (keep, V), float32.
+        Do what `compute` does, but return the logits after the last `keep` positions: (keep, V), float32.
 
         `moved_by` is added to the position ids that the model gets; slots stay as they are.
         """
@@ -199,7 +199,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         return logits.float()
 
     def _unmodified(self) -> tuple[torch.Tensor, list[tuple[tuple[int, int], tuple[int, int]]]]:
-        """Logits (N, V) with the model's own eager attention, and the shapes of the rows of each layer."""
+        """Return logits (N, V) with the model's own eager attention, and the shapes of each layer's rows."""
         tokens, cache = self.probe_tokens(), DynamicCache()
         self.network.set_attn_implementation("eager")
         ids = torch.from_numpy(tokens.astype(np.int64)).to(next(self.network.parameters()).device)
@@ -216,9 +216,9 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     def _verify_attention(self, expected: torch.Tensor) -> None:
         """
         Compute the same tokens with partial attention, and compare the logits. Windows and chunks are short
-        here.
+        meanwhile.
 
-        Raises:  UnshareableError if they differ: the model needs more of its attention than ours supports
+        Raises:  UnshareableError if they differ: our attention does not support all that the model needs
         """
         tokens = self.probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
@@ -254,7 +254,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         return [(found("k", layer), found("v", layer)) for layer in range(self.layout.num_layers)]
 
     def _computed_at(self, tokens: TokenIds, shift: int) -> SequenceKV:
-        """The KV of a prompt that begins at position `shift`."""
+        """Compute the KV of a prompt that begins at position `shift`."""
         kv = self.new_sequence(len(tokens))
         current = PartialPass(kv, (Span(0, len(tokens)),))
         self.logits(current, tokens, keep=1, moved_by=shift)
@@ -269,7 +269,7 @@ def _rows(stored: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def _short_reach(model: PreTrainedModel) -> Iterator[None]:
-    """Set windows and chunks to a few tokens meanwhile, so that the probe prompt is longer than they are."""
+    """Set windows and chunks to a few tokens inside the context, so that the probe prompt is longer."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     found = [
         (config, name, size)

@@ -23,7 +23,7 @@ class Prefill:
     """
     Computes a prompt whose copies have been written into `kv`, with the `compute` of its model.
 
-    `plan` is the plan as it is carried out: it gets its repairs after the probe passes.
+    `plan` is the plan as it is carried out: repairs are added to it after the probe passes.
     """
 
     def __init__(self, compute: Compute, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
@@ -56,7 +56,7 @@ class Prefill:
         return current.num_queries, None
 
     def _repair(self, probe: _ProbePass) -> None:
-        """After the probe passes: compute repairs, and again listeners and what they attend to most."""
+        """Plan the last passes, after the probe passes: repairs, and renewed placeholders."""
         choice = probe.choice()
         self.plan = probe.plan.with_repairs(choice.repairs)
         self._remaining = merge([*choice.repairs, *choice.renewed])
@@ -71,7 +71,7 @@ class _ProbePass:
         self._order = order
         self._kv = kv
         self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.layout.device)
-        self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # memory of their own
+        self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # copies, not views
         self.listener = Listener(
             plan.listeners,
             num_layers=num_listening_layers(kv.layout.num_layers),
@@ -80,7 +80,7 @@ class _ProbePass:
         )
 
     def choice(self) -> RepairChoice:
-        """Choose the repairs, and put the copied KV of the probes back, as a probe is not a repair."""
+        """Choose the repairs, and restore the copied KV of the probes, as a probe is not a repair."""
         changed = self._changed()
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
         return choose(

@@ -1,4 +1,4 @@
-"""Stores the KV of one request: its prompt when that is computed, its answer when it has ended."""
+"""Stores the KV of one request: the prompt once it is computed, the answer once the request has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvshare.sharing.arrivals import Arrivals
 
 class Retention:
     """
-    From the plan of a request until nothing more of it will be stored. Runs on the event loop.
+    Lives from the plan of a request until nothing more of it will be stored. Runs on the event loop.
 
         planned      similar requests wait for it               `Arrivals`
         prefilled    its prompt becomes a node to copy from     `store_prompt`
@@ -36,12 +36,12 @@ class Retention:
         self._node: Node | None = None
 
     def watch(self, task: Task) -> None:
-        """Requests that wait for this one see how much of its prompt remains."""
+        """Let requests that wait for this one see how much of its prompt remains."""
         if self._arrival is not None:
             self._arrival.remaining = lambda: task.num_remaining
 
     def give_up(self) -> None:
-        """Nothing more will be stored, so no request needs to wait for this one."""
+        """Let no request wait for this one any more, because nothing more of it will be stored."""
         self.stored.is_settled = True
         if self._arrival is not None:
             self._arrivals.end(self._arrival)
@@ -55,7 +55,7 @@ class Retention:
             )
 
     async def store(self, task: Task) -> None:
-        """After the scheduler has released a task: store what it generated, index it, release its donors."""
+        """Wait until a task is released; then store the answer, index it, and release the donors."""
         runtime = self._server.runtime
         await task.released.wait()
         try:
@@ -80,7 +80,7 @@ class Retention:
             runtime.keeper.release(task.plan)
 
     def _note_owner(self) -> None:
-        """Whose the namespace is may be forgotten since the request came."""
+        """Note the owner of the namespace again: it may have been forgotten since the request came."""
         namespace = self._request.namespace
         owner = Owner(namespace.tenant, namespace.scope, namespace.salt)
         self._server.runtime.keeper.tenants.note(namespace.digest, owner)
@@ -100,7 +100,7 @@ class Retention:
             self._prompt_stored.set()
 
     def _complete(self, task: Task) -> tuple[Node | None, Node | None]:
-        """The node if it is new or longer, and the node that has the prompt. Runs in the writer's thread."""
+        """Return the node if it is new or longer, and the node with the prompt. In the writer's thread."""
         keeper, prompt = self._server.runtime.keeper, self._request.prompt
         node = keeper.complete(self._node, task.computed, num_prompt=prompt.num_tokens)
         return node, node or keeper.find_stored(task.computed.namespace, prompt.token_ids, task.plan)

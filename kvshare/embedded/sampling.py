@@ -36,9 +36,9 @@ DRAW_FIELDS = tuple(field.name for field in fields(Draw))
 
 def resolve(params: SamplingParams, model_defaults: Mapping[str, float]) -> Draw:
     """
-    Each value from the request, or else from the model's generation config, or else OpenAI's default.
+    Take each value from the request, or else from the model's generation config, or else OpenAI's default.
 
-    Like vLLM it ignores the config's `do_sample`, which concerns calls from Python.
+    As in vLLM, the config's `do_sample` is ignored: it concerns calls from Python.
     """
     requested = {name: value for name in DRAW_FIELDS if (value := getattr(params, name)) is not None}
     return Draw(**{**model_defaults, **requested})
@@ -46,7 +46,7 @@ def resolve(params: SamplingParams, model_defaults: Mapping[str, float]) -> Draw
 
 def probabilities(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """
-    The distribution that a token is drawn from at a temperature above 0.
+    Return the distribution from which a token is drawn at a temperature above 0.
 
     Shapes:  logits (V,) float32, not changed -> (V,) float32, of sum 1
     """
@@ -60,7 +60,7 @@ def probabilities(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     if draw.top_p < 1.0:
         ordered, indices = shares.sort(descending=True)
         before = ordered.cumsum(dim=-1) - ordered
-        before[0] = -1.0  # the likeliest token stays, also with top_p = 0
+        before[0] = -1.0  # the likeliest token stays, even with top_p = 0
         shares[indices[before >= draw.top_p]] = 0.0
         shares /= shares.sum()
     return shares
@@ -72,7 +72,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, draw: Draw, *, choice: int, prompt: TokenIds, ends: Collection[int]
     ) -> None:
-        """`ends`: tokens that are not sampled before `min_tokens` others."""
+        """`ends`: tokens that are not sampled before the answer has `min_tokens` tokens."""
         self._params = params
         self._draw = draw
         self._prompt = prompt
@@ -87,13 +87,13 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> int:
         """
-        The next token id. `forbidden`: the tokens that the grammar does not allow.
+        Sample the next token id. `forbidden`: the tokens that the grammar does not allow.
 
         Shapes:  logits (V,) float32, not changed; forbidden (V,) bool
         """
         logits = logits.cpu()
         if forbidden is not None:
-            logits = torch.where(forbidden, _NEVER, logits)  # takes 2/3 of the time of `masked_fill`
+            logits = torch.where(forbidden, _NEVER, logits)  # in 2/3 of the time of `masked_fill`
         logits = self._penalised(self._biased(self._lengthened(logits)))
         if self._draw.temperature < _GREEDY:
             token_id = int(logits.argmax())
@@ -119,7 +119,7 @@ class Sampler:
         return logits.index_add(0, torch.tensor(list(bias)), torch.tensor([float(b) for b in bias.values()]))
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Repetition over prompt and answer (Hugging Face), frequency and presence in the answer (OpenAI)."""
+        """Penalise repetition of prompt and answer (Hugging Face), frequency and presence (OpenAI)."""
         params, penalty = self._params, self._draw.repetition_penalty
         if penalty != 1.0:
             if self._seen is None:
@@ -135,7 +135,7 @@ class Sampler:
 
 
 def top_logprobs(logits: torch.Tensor, token_id: int, k: int) -> tuple[float, list[tuple[int, float]]]:
-    """The token's log-probability, and the k likeliest tokens with theirs. Shapes: logits (V,) float32."""
+    """Return a token's log-probability, and those of the k likeliest tokens. Shapes: logits (V,) float32."""
     logprobs = logits.cpu().log_softmax(dim=-1)
     values, indices = logprobs.topk(min(k, len(logprobs))) if k else (logprobs[:0], logprobs[:0].long())
     likeliest = list(zip(indices.tolist(), values.tolist(), strict=True))

@@ -52,22 +52,22 @@ class Task:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: bool = False
     cancelled: bool = False  # set by any thread, read between quanta
-    error: BaseException | None = None  # the failure that ended it; None: it ended or was cancelled
+    error: BaseException | None = None  # the failure that ended it; None: it is complete, or was cancelled
 
     def __post_init__(self, lookup: Lookup) -> None:
         self.plan = lookup.plan
         self.stage_seconds = dict(lookup.stage_seconds)
-        self.num_remaining = self._num_to_compute  # tokens of the prompt
+        self.num_remaining = self._num_to_compute  # tokens of the prefill that are not computed yet
         self._lookup: Lookup | None = lookup
         self._prompt = self.request.prompt.token_ids
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
         self._choices: list[Choice] = []
-        self._unused_logits: dict[int, torch.Tensor] = {}  # by choice, until its grammar's mask is there
+        self._unused_logits: dict[int, torch.Tensor] = {}  # of choices that wait for their grammar's mask
 
     @property
     def _num_to_compute(self) -> int:
-        """Tokens that the prefill computes, with those that are computed only to choose repairs."""
+        """The number of tokens that the prefill computes, including those only computed to choose repairs."""
         if isinstance(self.plan, Plan):
             return self.plan.num_computed + self.plan.num_selecting
         return self.request.prompt.num_tokens
@@ -86,15 +86,15 @@ class Task:
 
     @property
     def computed(self) -> Computed[SegmentKV]:
-        """The KV of the first choice, and its tokens: the prompt and all generated ones but the last."""
+        """The tokens and KV of the first choice: the prompt, and all generated tokens but the last."""
         generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
         return self._computed(token_ids(np.concatenate([self._prompt, generated])))
 
     @property
     def computed_prompt(self) -> Computed[SegmentKV]:
         """
-        The KV of the prompt, once it is prefilled. Its slots do not change while the answer is generated, so
-        another thread may read them meanwhile.
+        The tokens and KV of the prompt, once it is prefilled. Its slots do not change while the answer is
+        generated, so another thread may read them meanwhile.
         """
         return self._computed(self._prompt)
 
@@ -105,7 +105,7 @@ class Task:
         return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
 
     def end(self, error: BaseException | None) -> None:
-        """Runs on the event loop when the worker has released the task: no more deltas follow."""
+        """Note on the event loop that the worker has released the task: no more deltas follow."""
         self.error = error
         self.on_prefilled = lambda: None  # breaks a reference cycle with `Retention`, which would hold the KV
         for choice in self._choices[1:]:
@@ -126,11 +126,11 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        """True if a choice may have ended with its last token, which its grammar says later."""
+        """Whether the grammar of a choice has yet to say if its last token completes the answer."""
         return any(choice.is_pending for choice in self._choices)
 
     def settle(self) -> bool:
-        """End the choices that are known to be complete by now. Returns whether there is more to do."""
+        """End the choices whose grammars say by now that they are complete. Returns whether more is to do."""
         for choice in self._unfinished():
             self._settle(choice, waits=False)
         return bool(self._unfinished())
@@ -155,9 +155,9 @@ class Task:
             self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
 
     def _with_reused_kv(self) -> RunningSequence:
-        """A new sequence with all reused KV, with capacity for the prompt and some tokens of the answer."""
+        """Make a sequence with all reused KV, and with room for the prompt and some tokens of the answer."""
         kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
-        lookup, self._lookup = self._lookup, None  # so that the segments are freed when they are copied
+        lookup, self._lookup = self._lookup, None  # so that the segments are freed once they are copied
         if isinstance(self.plan, Plan) and lookup is not None:
             assert isinstance(kv, SequenceKV)
             began = time.perf_counter()
@@ -222,10 +222,10 @@ class Scheduler:
     """
     Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
 
-    While a grammar's process takes a token, the next task has its quantum. Then the answer ends if that token
-    completed it: it need not wait for its next turn.
+    While a grammar's process takes a token of one task, the next task has its quantum. After that the first
+    task ends if its token completed the answer; it need not wait for its next turn.
 
-    A thread calls `on_release(task, error)` when the worker will not use a task again.
+    `on_release(task, error)` is called, from any thread, when the worker will not use a task again.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._on_release = on_release
         self._tasks: set[Task] = set()
-        self._pending: set[Task] = set()  # may have ended with their last token
+        self._pending: set[Task] = set()  # tasks whose last token may have completed the answer
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
 
     def stop(self) -> None:
@@ -249,7 +249,7 @@ class Scheduler:
         self._worker.submit(self._advance, task)
 
     def _advance(self, task: Task) -> None:
-        if task not in self._tasks:  # it ended when it was settled
+        if task not in self._tasks:  # its answer was settled in another task's turn
             return
         self._pending.discard(task)
         if self._has_more(task, lambda: task.advance(max_queries=self._chunk_for(task))):
@@ -262,7 +262,7 @@ class Scheduler:
             self._pending.add(task)
 
     def _has_more(self, task: Task, work: Callable[[], bool]) -> bool:
-        """Work on a task, which says whether there is more to do. If not, it is released."""
+        """Do work on a task, and release the task if nothing is left to do. Returns whether there is more."""
         error: BaseException | None = None
         more = False
         try:

@@ -4,10 +4,10 @@ The parts that the embedded engine opens at start and closes at stop: model, tok
 Its threads:
 
     kvshare-engine   two threads: load, tokenize, explain
-    kvshare-writer   of the runtime: every change of the tree
-    kvshare-compute  of the scheduler: every forward pass of a request
+    kvshare-writer   the runtime's: every change of the tree
+    kvshare-compute  the scheduler's: every forward pass of a request
 
-And processes: one that reads the tokenizer for grammars, and one for each grammar that an answer follows
+Its processes: one that reads the tokenizer for grammars, and one for each grammar that an answer follows
 (`kvshare.grammar_pool`).
 """
 
@@ -66,7 +66,7 @@ class EmbeddedServer:
     executor: ThreadPoolExecutor
     model: DecoderModel[Any]
     encoder: PromptEncoder
-    namespace_fields: Mapping[str, str]  # the fields that all namespaces of this model have in common
+    namespace_fields: Mapping[str, str]  # the fields that are the same in all namespaces of this model
     runtime: Runtime[MemoryKeeper[SegmentKV]]
     restoring: Background  # indexes what an earlier process has stored
     shared_prompts: SharedPrompts | None  # if there is a shared store
@@ -105,7 +105,7 @@ class EmbeddedServer:
 @asynccontextmanager
 async def open_server(settings: Settings, load: Load, tenants: Tenants) -> AsyncIterator[EmbeddedServer]:
     """
-    Open the parts in order, and close them in reverse, also when opening a later one fails.
+    Open the parts in order, and close them in reverse, even if opening a later one fails.
 
     Raises:  ModelError, StoreError, ConfigError
     """
@@ -238,7 +238,7 @@ def _know_costs(
     runtime: Runtime[MemoryKeeper[SegmentKV]],
     is_stopping: Callable[[], bool],
 ) -> None:
-    """Take the costs that an earlier run has kept, else measure them now."""
+    """Take the costs that an earlier run has kept; if there are none, measure them now if configured."""
     runtime.kept_costs.use(fingerprint_of(model))
     if settings.cost.measure_at_start:
         chunk = settings.engine.prefill_chunk_tokens

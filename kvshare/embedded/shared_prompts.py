@@ -1,12 +1,12 @@
 """
-Tells other servers of the prompts of this one, and stores theirs: what is in a shared store is found by all.
+Exchanges prompts with other servers through a shared store, so that each finds what any of them has stored.
 
     note       a prompt was stored: its record is written once the store has all its segments
-    reported   others' prompts become nodes, and are indexed; their KV is read when a plan needs it
+    reported   prompts of others become nodes, and are indexed; their KV is read when a plan needs it
     purged     an administrator has evicted prompts: they are deleted in the store, and by the other servers
-    renewed    what is used here does not end there
+    renewed    prompts that are used here are kept from expiring in the store
 
-No request waits for any of it. While the store cannot be reached, this server goes on alone.
+No request waits for the exchange. While the store cannot be reached, this server goes on alone.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S: Final = 0.5
 _FLUSH_S: Final = 5.0
-_MOST_WAITING: Final = 10_000  # prompts that are to be informed of
-_RENEWALS: Final = 4  # in the time for which a value is kept
+_MOST_WAITING: Final = 10_000  # prompts that others are to be informed of
+_RENEWALS: Final = 4  # in the time after which a value expires
 _BATCH: Final = 256  # keys
 
 Served = Runtime[MemoryKeeper[SegmentKV]]
 
 
 class SharedPrompts:
-    """One per server. Runs on the event loop but for what blocks."""
+    """One per server. Runs on the event loop; calls that block run in threads."""
 
     def __init__(
         self, exchange: PromptExchange, tier: SharedTier, keeper: MemoryKeeper[SegmentKV], *, below: object
     ) -> None:
         """`below`: the tier below memory, of which the shared one is all or a part."""
         self._exchange, self._tier, self._keeper, self._below = exchange, tier, keeper, below
-        self._waiting: OrderedDict[NodeId, None] = OrderedDict()  # stored here, and not reported yet
+        self._waiting: OrderedDict[NodeId, None] = OrderedDict()  # prompts stored here and not reported yet
         self._names = ExchangedNames()
-        self._has_named = False  # what was on disk at the start
-        self._to_revoke: dict[str, None] = {}  # others have deleted these, and it failed here
-        self._asking = threading.Lock()  # a stop does not end the thread that asks the store
-        self._purged: list[tuple[str | None, tuple[Segment, ...]]] = []  # not deleted in the store yet
+        self._has_named = False  # whether the prompts that were on disk at the start have names
+        self._to_revoke: dict[str, None] = {}  # prompts that others deleted, and whose eviction failed here
+        self._asking = threading.Lock()  # cancelling a task does not end its thread, which uses the store
+        self._purged: list[tuple[str | None, tuple[Segment, ...]]] = []  # to be deleted in the store
         self._renewed_at = time.monotonic()
         self._problem = ExchangeProblem()
-        # What this server has on its own disk, too, makes no room when it is evicted.
+        # Evicting a segment that is on this server's own disk, too, makes no room in the shared tier.
         self._room = Share(tier.max_bytes, lambda: tier.num_bytes, tier.takes_room)
         keeper.on_purge = self._note_purged
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that others are to be informed of."""
+        """The number of prompts of which others are still to be informed."""
         return len(self._waiting)
 
     def note(self, node: Node) -> None:
@@ -78,7 +78,7 @@ class SharedPrompts:
 
     @asynccontextmanager
     async def running(self, runtime: Served) -> AsyncIterator[None]:
-        """Exchange prompts while inside; at the end, report for some seconds what is stored by then."""
+        """Exchange prompts inside the context; at its end, report the last stored ones, for some seconds."""
         exchanging = Background()
         exchanging.spawn(self._run(runtime))
         try:
@@ -100,7 +100,7 @@ class SharedPrompts:
                 await asyncio.sleep(_LOOK_EVERY_S)
 
     def _name_all(self) -> None:
-        """Name what was on disk at the start: others may have deleted it while this server was away."""
+        """Name the prompts from disk: others may have deleted them while this server was away."""
         for node in self._keeper.tree.nodes():
             self._names.remember(node.node_id, self._exchange.name_of(node.namespace, node.token_ids))
         self._has_named = True
@@ -116,7 +116,7 @@ class SharedPrompts:
             await asyncio.sleep(0.02)
 
     async def _turn(self, runtime: Served) -> bool:
-        """Returns whether there is more to do at once."""
+        """Exchange once: delete, take in, publish, renew. Returns whether there may be more to do at once."""
         if not self._has_named:
             await asyncio.to_thread(self._name_all)
         try:
@@ -134,7 +134,7 @@ class SharedPrompts:
         return bool(reported)
 
     async def _take_in(self, reported: Sequence[Reported], runtime: Served) -> None:
-        """A piece of news at a time: requests that end are stored in between."""
+        """Take in reports one at a time, so that the writer stores ending requests in between."""
         nodes = []
         for each in reported:
             if each.prompt is None:
@@ -167,7 +167,7 @@ class SharedPrompts:
             self._purged.append((None, freed))
 
     def _adopt(self, name: str, prompt: SharedPrompt) -> Node | None:
-        """In the writer's thread."""
+        """Store another server's prompt. Returns the node if it is new. In the writer's thread."""
         num_bytes = sum(segment.num_bytes for segment in prompt.segments)
         has_room = self._tier.num_bytes + num_bytes <= self._tier.max_bytes
         if not has_room and not self._exchange.is_caught_up:
@@ -195,13 +195,13 @@ class SharedPrompts:
                 new = [segment for segment in segments if segment.segment_id not in self._tier]
                 if all(self._is_there(segment) for segment in segments):
                     self._publish_one(node, segments)
-                if self._keeper.tree.get(node_id) is None:  # evicted meanwhile: the tier forgot what it knew
+                if self._keeper.tree.get(node_id) is None:  # evicted meanwhile: delete what was written
                     orphans = [each for each in new if not self._is_known(each.segment_id)]
                     self._tier.drop(each.segment_id for each in orphans)
                     self._tier.remove(orphans)
 
     def _publish_one(self, node: Node, segments: Sequence[Segment]) -> None:
-        """Its name is known before its record is there, so that what deletes it meanwhile deletes both."""
+        """Write a record. Its name is noted before, so that a purge meanwhile deletes the record, too."""
         name = self._exchange.name_of(node.namespace, node.token_ids)
         self._names.remember(node.node_id, name)
         if self._keeper.tree.get(node.node_id) is None:
@@ -212,7 +212,7 @@ class SharedPrompts:
         self._waiting.pop(node.node_id, None)
 
     def _segments_of(self, node: Node) -> Sequence[Segment]:
-        """Nothing if not all of them are exact."""
+        """Return the segments of a node; none if it is not exact, or the store does not take them."""
         if node.exact_length < node.num_tokens:
             return ()
         try:
@@ -234,7 +234,7 @@ class SharedPrompts:
         return segment.segment_id in self._tier
 
     def _note_purged(self, removed: Sequence[tuple[str, int]], freed: Collection[SegmentId]) -> None:
-        """Note what is purged, before the tier forgets the segments. In the writer's thread."""
+        """Note purged prompts for deletion, before the tier forgets the segments. In the writer's thread."""
         segments = tuple(self._tier.known(freed))
         names = [self._names.forget(NodeId(node_id)) for _, node_id in removed]
         self._purged += [(name, ()) for name in names if name is not None]
@@ -242,7 +242,7 @@ class SharedPrompts:
             self._purged.append((None, segments))
 
     def _delete_purged(self) -> None:
-        """Raises BackendError; then it is tried again."""
+        """Delete purged prompts in the store. Raises BackendError; the next turn tries again."""
         with self._asking:
             while self._purged:
                 name, segments = self._purged[0]
@@ -253,8 +253,8 @@ class SharedPrompts:
 
     def _forget_lost(self) -> None:
         """
-        The store has lost what it had. In the writer's thread: what memory has is written again, and prompts
-        that need the store are evicted by use.
+        Handle a store that has lost its content, in the writer's thread: write again what memory has. Prompts
+        that need the store are evicted when they are used.
         """
         log.warning(
             "the shared store has lost what it had: prompts are computed again where that was all of their KV"
@@ -268,7 +268,7 @@ class SharedPrompts:
                     self.note(node)
 
     def _renew(self) -> None:
-        """Renew what was used lately, of this server's and of others' prompts. Raises BackendError."""
+        """Renew the prompts that were used recently, this server's and others'. Raises BackendError."""
         keep_s = self._tier.store.keep_s
         if time.monotonic() - self._renewed_at < keep_s / _RENEWALS:
             return

@@ -1,11 +1,11 @@
 """
 Measures at start what prefills and loads cost here, before the first request: it takes a few seconds.
 
-    full prefills    of three lengths, up to what the engine computes in one go
+    full prefills    of three lengths, up to what the engine computes in one pass
     loads            from host memory, of one segment and of a long context
     passes           of few and of many tokens after that context: what attending to it costs
 
-Each is observed by the cost model, as those of requests are. Tokens are random, nothing is stored.
+The cost model observes each of them, as it does those of requests. Tokens are random; nothing is stored.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvshare.sharing.rates import Estimate
 log = logging.getLogger(__name__)
 
 _LENGTHS = (16, 4, 1)  # divisors of the longest prefill
-_LONG_S = 1.0  # after a prefill that took so long no longer one is measured
-_QUICK_S = 0.25  # below this it is measured again: the first one may have had cold caches
+_LONG_S = 1.0  # after a prefill that took this long, no longer one is measured
+_QUICK_S = 0.25  # a faster pass is measured again: the first one may have had cold caches
 _CONTEXT_TOKENS, _CONTEXT_BYTES = 8192, 256 * 2**20
 _SHORT_PASS = 16  # tokens
-_SEGMENT, _DONOR = SegmentId(1), NodeId(1)  # of a tier of its own
+_SEGMENT, _DONOR = SegmentId(1), NodeId(1)  # in a tier that only the measurement uses
 
 
 def fingerprint_of(model: EmbeddedModel) -> Fingerprint:
-    """Return the conditions that the costs of this model in this process depend on."""
+    """Return the conditions on which the costs of this model in this process depend."""
     device = model.layout.device
     where = f"{machine.processor()}, {machine.num_cores()} cores, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def fingerprint_of(model: EmbeddedModel) -> Fingerprint:
 def measure(
     model: EmbeddedModel, cost: CostModel, *, chunk_tokens: int, is_stopping: Callable[[], bool]
 ) -> None:
-    """Unless the costs are known. A failure is logged: the costs are learned from requests then."""
+    """Measure the costs, unless they are known. A failure is logged; then they are learned from requests."""
     if not cost.is_learning or {PREFILL, LOAD} <= cost.measured:
         return
     began = time.perf_counter()
@@ -92,7 +92,7 @@ def _measure_prefills(
 
 
 def _measure_reuse(model: EmbeddedModel, cost: CostModel, kv: SequenceKV, *, is_quick: bool) -> None:
-    """Load what was computed, once and as often as a long context has room; then continue that context."""
+    """Load the computed KV, once and as often as a long context has room; then continue that context."""
     tier, segment = MemoryTier(0), kv.cut(Span(0, kv.capacity))
     described = Segment(_SEGMENT, "", 0, kv.capacity, 0, segment.num_bytes, segment.checksum())
     tier.put(described, segment)
@@ -123,13 +123,13 @@ def _seconds(model: EmbeddedModel, num_tokens: int, plan: Plan | NoPlan, kv: Seq
 
 
 def _wait_for(model: EmbeddedModel) -> None:
-    """Until the device has done what it was asked: a GPU returns before."""
+    """Wait until the device has finished: calls of a GPU return before."""
     if model.layout.device.type == "cuda":
         torch.cuda.synchronize(model.layout.device)
 
 
 def _copies(length: int, end: int) -> tuple[Copy, ...]:
-    """Copy one segment until [0, end) is full, as if it had been computed there: nothing is moved."""
+    """Return copies of one segment that fill [0, end), as if it had been computed there: without shifts."""
     return tuple(
         Copy(_DONOR, _SEGMENT, 0, min(length, end - start), start, source_position=start, donor_start=0)
         for start in range(0, end, length)
@@ -137,7 +137,7 @@ def _copies(length: int, end: int) -> tuple[Copy, ...]:
 
 
 def _continuation(num_tokens: int, num_computed: int, length: int) -> Plan:
-    """The plan of a prompt whose prefix is stored, in segments of `length` tokens."""
+    """Return the plan of a prompt whose prefix is stored, in segments of `length` tokens."""
     end = num_tokens - num_computed
     return Plan(
         num_tokens,

@@ -35,8 +35,7 @@ class StoredKV:
     """
     The store of one model. `open_tree` and `new_keeper` block, and are called once, in this order.
 
-    `parts`: all on which it depends whether KV may be used, next to the layout; with other parts it is
-    deleted.
+    `parts`: everything besides the layout on which KV depends. KV stored with other parts is deleted.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class StoredKV:
         shared_tier: SharedTierSettings | None = None,
     ) -> None:
         """
-        `layout`: None if nothing is shared. `min_tokens`: of a prompt that is stored.
+        `layout`: None if nothing is shared. `min_tokens`: the least length of a stored prompt.
 
-        Raises:  ConfigError, MissingExtraError if the shared store cannot be used as it is set up
+        Raises:  ConfigError, MissingExtraError if the shared store cannot be used as it is configured
         """
         self._files = files
         self._settings, self._layout, self._min_tokens = settings, layout, min_tokens
         self.identity, self._parts = identity, parts
         self._disk: DiskTier | None = None
-        self._stack: TierStack | None = None  # over the disk
+        self._stack: TierStack | None = None  # memory over the disk or the shared store
         self._problem: str | None = None  # why the disk could not be opened
         self.shared_prompts: SharedPrompts | None = None  # once there is a keeper
         self._shared: SharedTier | None = None
@@ -73,14 +72,14 @@ class StoredKV:
 
     @property
     def _uses_disk(self) -> bool:
-        """Return whether KV is written to disk, if that is possible."""
+        """Whether the settings want KV on disk."""
         return (
             self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
         )
 
     def open_tree(self) -> tuple[DeltaTree, Forgotten]:
         """
-        The tree with the prompts whose KV is on disk; and those that left.
+        Open the tree with the prompts whose KV is on disk. Returns it, and the prompts that were forgotten.
 
         Raises:  StoreError if another process has the store open
         """
@@ -103,7 +102,7 @@ class StoredKV:
         tree, forgotten = open_stored_tree(
             folder, identity=self.identity, whole=whole, min_tokens=self._min_tokens
         )
-        if tree.identity is None:  # it could not be written: nothing would refer to what is on disk
+        if tree.identity is None:  # the tree could not be written: nothing would refer to KV on disk
             self._disk, self._problem = self._disk_in(folder), "the store cannot be written"
         elif disk.is_open:
             disk.adopt(tree.segments())
@@ -120,7 +119,7 @@ class StoredKV:
                 self._stack.note_open()
 
     def new_keeper(self, tree: DeltaTree) -> MemoryKeeper[SegmentKV]:
-        """A keeper over memory, and over the disk and the shared store as far as they can be used."""
+        """Make a keeper over memory, and over the disk and the shared store if they are configured."""
         kv_bytes, rate = self._settings.kv_bytes, self._settings.disk_write_bytes_per_s
         below: LowerTier | None = self._shared if self._disk is None else self._disk
         if below is None:

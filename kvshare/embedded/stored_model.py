@@ -1,4 +1,4 @@
-"""A model's fingerprint, its heads and their rotation, from its files, without loading its weights."""
+"""Reads a model's fingerprint, heads and rotation from its files, without loading all weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvshare.kv.parameters import frequency_tables, is_norm, model_fingerprint
 
 
 def head_dim_of(config: Any) -> int:
-    """Dimensions of a head, from a model's configuration."""
+    """Return the dimensions of a head, from a model's configuration."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def may_move_keys(path: str | Path) -> bool:
     """
-    Return whether a model may have keys that can be moved. Looks at its modules only and loads no weights.
+    Return whether a model's keys can probably be moved, by its modules alone. Loads no weights.
 
-    A server verifies it by computing.
+    A server verifies that by computing.
     Raises:  ModelError if the configuration cannot be read
     """
     try:
@@ -40,7 +40,7 @@ def may_move_keys(path: str | Path) -> bool:
 
 def stored_fingerprint(path: str) -> str:
     """
-    The fingerprint that the model of this folder or Hugging Face name has when it is served.
+    Return the fingerprint that the model of this folder or Hugging Face name has when it is served.
 
     Empty if the weights are not on this machine, or are not in safetensors.
     """
@@ -62,7 +62,7 @@ def _norms(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _weight_files(path: str) -> list[Path]:
-    """Raises OSError if there are none."""
+    """Return the files of weights. Raises OSError if one is missing."""
     index = _find(path, SAFE_WEIGHTS_INDEX_NAME)
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:

@@ -21,7 +21,7 @@ from kvshare.errors import ContextLengthError, ModelError, RequestError
 from kvshare.requests import Prompt
 from vector_index import PromptText
 
-_NORMALISED_AWAY = 4  # a normaliser may remove characters before tokenization; a quarter of a text remains
+_NORMALISED_AWAY = 4  # a normaliser may remove characters, but leaves at least a quarter of a text
 # A template is a program that runs on what a client sends, arguments included, so it may raise any of these.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -32,7 +32,7 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-# Arguments that the server passes itself. Other names go to the template, and so do `documents`.
+# Arguments that the server passes itself. The client may set other names, and `documents`.
 _RESERVED = signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() - {"documents"} | {
     "messages"
 }
@@ -48,13 +48,13 @@ class PromptEncoder:
         self._max_model_len: int | None = None
 
     def limit_to(self, *, max_model_len: int, vocab_size: int) -> None:
-        """Set the limits of the model. Far too long texts are then rejected before they are tokenized."""
+        """Set the limits of the model. After this, far too long texts are rejected before tokenization."""
         self._max_model_len = max_model_len
         self._vocab_size = min(self._vocab_size, vocab_size)
 
     @classmethod
     def load(cls, path: str | Path) -> PromptEncoder:
-        """Raises ModelError if there is no fast tokenizer."""
+        """Load the tokenizer of a model. Raises ModelError if there is no fast one."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, ImportError) as exc:
@@ -94,7 +94,7 @@ class PromptEncoder:
 
     def render_chat(self, chat: Chat) -> str:
         """
-        The text of the prompt for the next message, or for the rest of the last one.
+        Return the text of the prompt for the next message, or for the rest of the last one.
 
         Raises:  RequestError if the template rejects the chat, or `template_kwargs` has a reserved name
         """
@@ -124,9 +124,10 @@ class PromptEncoder:
 
     def _rendered(self, chat: Chat) -> str:
         """
-        The first form of the chat that the template takes and shows whole.
+        Render the first form of the chat that the template accepts and shows as a whole; else the first that
+        it accepts.
 
-        Else the last error: the last form adds least to what the client sent.
+        If it accepts none, raise the last error: the last form adds least to what the client sent.
         """
         texts, errors = [], []
         for form in forms_for_template(chat, self._tokenizer.chat_template):
@@ -137,7 +138,7 @@ class PromptEncoder:
                 continue
             if all(shown in text for shown in form.shows):
                 return text
-            texts.append(text)  # a template may drop what it does not know, or change its words
+            texts.append(text)  # a template may drop what it does not know, or change the text
         if not texts:
             raise errors[-1]
         return texts[0]
@@ -156,7 +157,7 @@ class PromptEncoder:
         return str(text)
 
     def encode_chat(self, chat: Chat) -> Prompt:
-        """The prompt with the text of `render_chat`. Raises RequestError as it does."""
+        """Make the prompt with the text of `render_chat`, which may raise RequestError."""
         text = self.render_chat(chat)
         last_user = next(
             (str(m.get("content") or "") for m in reversed(chat.messages) if m.get("role") == "user"), ""
@@ -164,11 +165,11 @@ class PromptEncoder:
         return self._encode(text, PromptText(last_user_turn=last_user, body=text), special=False)
 
     def encode_text(self, text: str) -> Prompt:
-        """A plain completion prompt, with the special tokens that the tokenizer adds by itself."""
+        """Make a plain completion prompt, with the special tokens that the tokenizer adds by itself."""
         return self._encode(text, PromptText(last_user_turn="", body=text), special=True)
 
     def encode_tokens(self, ids: Sequence[int]) -> Prompt:
-        """A prompt of these token ids. Raises RequestError if one is not in the vocabulary."""
+        """Make a prompt of these token ids. Raises RequestError if one is not in the vocabulary."""
         self._check_vocabulary(ids, param="prompt")
         array = token_ids(np.asarray(ids, dtype=np.int32))
         body = self.backend.decode(list(ids), skip_special_tokens=True)
@@ -187,7 +188,7 @@ class PromptEncoder:
             raise RequestError(message, param=param, quoted=[str(bad[0])])
 
     def _encode(self, text: str, prompt_text: PromptText, *, special: bool) -> Prompt:
-        """Raises ContextLengthError if the text is too long even if all its tokens are the longest ones."""
+        """Tokenize. Raises ContextLengthError if the text would be too long even with the longest tokens."""
         at_least, limit = len(text) // (_NORMALISED_AWAY * self._longest_token), self._max_model_len
         if limit is not None and at_least > limit:
             raise ContextLengthError(
@@ -203,7 +204,7 @@ class PromptEncoder:
 
 
 def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with only tool calls has no content, and some templates would write that as "None"."""
+    """Set empty content where there is none, as next to tool calls: some templates would write "None"."""
     return message if message.get("content") is not None else {**message, "content": ""}
 
 

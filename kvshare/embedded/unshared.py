@@ -48,7 +48,7 @@ class UnsharedModel(DecoderModel[OwnCache]):
     def __init__(
         self, network: PreTrainedModel, *, name: str, why: str, max_model_len: int | None = None
     ) -> None:
-        """Raises ModelError also if the model's own cache changes its logits."""
+        """Raises ModelError, also if the model's own cache changes its logits."""
         super().__init__(network, name=name, max_model_len=max_model_len)
         self._why = why
         parameter = next(network.parameters())
@@ -91,8 +91,8 @@ class UnsharedModel(DecoderModel[OwnCache]):
         """
         Compare the logits of tokens that are computed one by one with those of whole prompts.
 
-        Longer continuations are not compared, as no prompt is computed in parts: several models lose their
-        state then.
+        Continuations by several tokens are not compared: several models lose their state there, so no prompt
+        is computed in parts.
         """
         tokens: list[int] = self.probe_tokens().tolist()
         first = max(1, len(tokens) - _CONTINUED)
@@ -119,6 +119,6 @@ class WholePrefill:
         self._model, self._prompt, self._kv = model, prompt, kv
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
-        """See `RunningPrefill`. There is one pass only: not every model can continue from a state."""
+        """Compute the whole prompt: there is one pass only, as not every model can continue from a state."""
         tokens: list[int] = self._prompt.tolist()
         return len(tokens), self._model.append(self._kv, tokens, 0)[-1]

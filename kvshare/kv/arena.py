@@ -1,7 +1,7 @@
 """
-An allocator of extents in one buffer of host memory, which holds segments.
+Allocates extents for segments in one buffer of host memory.
 
-One buffer, so that it can be registered with a device as a whole and shared by processes.
+It is one buffer, so that it can be registered with a device as a whole and shared by processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arena:
         self._put(0, len(self.buffer) // _GRAIN * _GRAIN)
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """A contiguous extent of at least `num_bytes`; None if no free extent is that large."""
+        """Allocate an extent of at least `num_bytes`; None if no free extent is that large."""
         wanted = -(-num_bytes // _GRAIN) * _GRAIN
         index = bisect_left(self._by_size, (wanted, 0))
         if index == len(self._by_size):
@@ -70,7 +70,7 @@ class Arena:
         self._put(start, end)
 
     def view(self, extent: Extent, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first bytes of the extent as a tensor, which must fit into it."""
+        """Return a view of the first bytes of an extent as a tensor, which must fit into it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self.buffer[extent.start : extent.start + num_bytes].view(dtype).view(shape)
 

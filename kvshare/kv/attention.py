@@ -28,9 +28,9 @@ from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
 from kvshare.kv.listening import Listener, ListeningRows, attention, placed
 from kvshare.kv.sequence import SequenceKV
 
-_SHORT = 64  # tokens; shorter runs share a call: calls of their own cost more than masked scores do
+_SHORT = 64  # tokens; shorter runs share a call: more calls would cost more than masked scores do
 _WASTE = 1.5  # largest ratio between the last and the first end of short runs that share a call
-_SCORES = 1 << 22  # attention scores in memory at a time where no kernel computes them: 16 MB
+_SCORES = 1 << 22  # attention scores in memory at a time if no kernel computes them: 16 MB
 
 
 @dataclass(frozen=True, eq=False)  # no slots: the cached masks live in __dict__
@@ -53,7 +53,7 @@ class PartialPass:
 
     @property
     def num_visible(self) -> int:
-        """Slots that any query attends to: up to the end of the last run."""
+        """The number of slots to which any query may attend: up to the end of the last run."""
         return self.runs[-1].end
 
     @cached_property
@@ -82,7 +82,7 @@ class PartialPass:
         form: AttentionForm = PLAIN,
     ) -> torch.Tensor:
         """
-        Exact causal attention of every run over the slots before it and inside it that the layer sees.
+        Compute the causal attention of every run over the slots before and inside it that the layer sees.
 
         Shapes:  query (1, H_q, N, D), key and value (1, H, num_visible, D) -> (1, H_q, N, D of value)
         """
@@ -121,7 +121,7 @@ class PartialPass:
                 scale=scaling,
                 enable_gqa=num_shared > 1,
             )
-        # Capped scores and attention sinks, which no kernel has. Some rows at a time, in float32.
+        # No kernel has capped scores or attention sinks: some rows at a time, in float32.
         positions = self.positions[group.rows]
         output = query.new_empty(*query.shape[:3], value.shape[3])
         step = max(1, _SCORES // (num_shared * len(group.slots)))
@@ -148,7 +148,7 @@ class PartialPass:
         return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:
-        """The attention calls of a layer with this reach, made once for all such layers of the pass."""
+        """Return the attention calls of a layer with this reach; all such layers of the pass share them."""
         reach = reach if reach.size is None or reach.size < self.num_visible else ALL_EARLIER
         if reach not in self._groups_of:
             found = self._all_earlier() if reach.size is None else self._near(reach)
@@ -156,7 +156,7 @@ class PartialPass:
         return self._groups_of[reach]
 
     def _all_earlier(self) -> Iterator[_Group]:
-        """One call for each long run, with slots up to its end; a few calls for all short runs."""
+        """Yield one call for each long run, with slots up to its end, and a few calls for all short runs."""
         short: list[_PlacedRun] = []
         for row, run in placed(self.runs):
             if len(run) < _SHORT and run.start > 0:
@@ -177,7 +177,7 @@ class PartialPass:
                 yield self._group(rows, Span(reach.first(part.start), part.end), reach)
 
     def _group(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> _Group:
-        """One call for these rows, with an additive mask (N, len(slots)) where the kernel needs one."""
+        """Make the call for these rows, with an additive mask (N, len(slots)) if the kernel needs one."""
         own = self.positions[rows, None]
         is_whole = len(own) == slots.end and reach.size is None  # one run from the start of the prompt
         if len(own) == 1 or is_whole:
@@ -195,7 +195,7 @@ _PlacedRun = tuple[int, Span]  # the first row of a run in a pass, and the run
 
 
 def _alike(short: Sequence[_PlacedRun]) -> Iterator[Sequence[_PlacedRun]]:
-    """Groups of runs with near ends: the mask of a call covers all slots up to the end of its last run."""
+    """Yield groups of runs with near ends: a call's mask covers all slots up to the end of its last run."""
     first = 0
     for index, (_, run) in enumerate(short):
         if run.end > _WASTE * short[first][1].end:
@@ -219,10 +219,10 @@ def take_pass(
     kv: SequenceKV, placeholders: Sequence[Span], *, max_queries: int, listener: Listener | None = None
 ) -> tuple[PartialPass, tuple[Span, ...]]:
     """
-    The next pass of at most `max_queries` queries, from the left, and the placeholders that remain after it.
+    Return the next pass of at most `max_queries` queries, from the left, and the remaining placeholders.
 
-    The split does not change the result of a prefill: an earlier pass writes the rows that later ones attend
-    to.
+    The split does not change the result of a prefill: an earlier pass writes the rows to which later passes
+    attend.
     """
     room = max_queries
     for index, span in enumerate(placeholders):

@@ -3,7 +3,7 @@ The rows that a model stores for each token: their shapes, their layers, how the
 how layers attend to them.
 
     plane   rows of one kind that some layers store: "k" and "v"; with latent attention (MLA) the latent and
-            the rotated part of the keys. Layers whose rows have another shape have planes of their own.
+            the rotated part of the keys. All layers of a plane have rows of the same shape.
 
 Letters in shapes: L layers of a plane, T tokens, H kv heads, D head dim.
 """
@@ -25,7 +25,7 @@ from kvshare.kv.movement import STAYS, Movement
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The slots up to its own that a token sees: all, the last `size`, or those in its chunk of `size`."""
+    """Which slots a token sees, up to its own: all, the last `size`, or those in its chunk of `size`."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -35,7 +35,7 @@ class Reach:
         return int(self.firsts(torch.tensor(position)))
 
     def firsts(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same for many positions: (N,) -> (N,)."""
+        """Return the first slots that tokens at these positions see: (N,) -> (N,)."""
         if self.size is None:
             return torch.zeros_like(positions)
         if self.is_chunked:
@@ -60,10 +60,10 @@ ALL_EARLIER = Reach()
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
     """
-    What a layer needs of its attention besides softmax over all earlier slots.
+    How a layer's attention differs from softmax over all earlier slots.
 
     `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
-    which takes part in the softmax and has no value (gpt-oss).
+    which takes part in the softmax but has no value (gpt-oss).
     """
 
     reach: Reach = ALL_EARLIER
@@ -79,7 +79,7 @@ class Plane:
     """
     Rows (H, D) of each token in these layers.
 
-    `movements`: for each layer, how its rows move to another position; None where that is not known.
+    `movements`: for each layer, how its rows move to another position; None if that is not known.
     """
 
     name: str  # "k" or "v": the first and the second argument of the model's own cache
@@ -96,11 +96,11 @@ class Plane:
         self, rows: torch.Tensor, shift: int, *, layers: slice | Sequence[int] = slice(None)
     ) -> torch.Tensor:
         """
-        The rows of this plane, or of some of its layers, moved by `shift` positions.
+        Move rows of this plane, or of some of its layers, by `shift` positions.
 
         Shapes:  rows (L, ..., D) -> the same
         Units:   shift in tokens, may be negative
-        Raises:  ValueError for a shift other than 0 where the movement is not known
+        Raises:  ValueError for a shift other than 0 if a movement is not known
         """
         if shift == 0:
             return rows
@@ -120,19 +120,19 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some layers of a plane, and the slots that are needed of them; None for all slots."""
+    """Some layers of a plane, and the slots that they need; None for all slots."""
 
     plane: int
-    rows: slice | list[int]  # of the plane's layers
+    rows: slice | list[int]  # the layers, by their place in the plane
     slots: tuple[Span, ...] | None
 
 
 @dataclass(frozen=True)  # no slots: cached properties are stored in __dict__
 class KVLayout:
     """
-    What must be equal before KV of one model can be written into the buffer of another.
+    The form of a model's KV. Only KV of the same form can be written into a buffer.
 
-    `reaches`: for each layer, how far its tokens see; empty while that is not known.
+    `reaches`: for each layer, which slots its tokens see; empty while that is not known.
     """
 
     planes: tuple[Plane, ...]
@@ -164,12 +164,12 @@ class KVLayout:
     def uniform(
         cls, num_layers: int, num_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """K and V of one shape in all layers; their movements are not known yet."""
+        """Make a layout with K and V of one shape in all layers; their movements are not known yet."""
         return cls.of_shapes([((num_heads, dim),) * 2] * num_layers, dtype=dtype, device=device)
 
     def moving(self, movements: Sequence[tuple[Movement | None, Movement | None]]) -> Self:
-        """The same layout with the movements of each layer's two kinds of rows."""
-        one = {movement: movement for pair in movements for movement in pair}  # an object: quick to compare
+        """Return this layout with the movements of each layer's two kinds of rows."""
+        one = {movement: movement for pair in movements for movement in pair}  # equal ones are one object
         planes = []
         for plane in self.planes:
             own = (movements[layer][0 if plane.name == "k" else 1] for layer in plane.layers)
@@ -177,15 +177,15 @@ class KVLayout:
         return replace(self, planes=tuple(planes))
 
     def seeing(self, reaches: Sequence[Reach]) -> Self:
-        """The same layout with how far each layer's tokens see."""
+        """Return this layout with the reach of each layer."""
         return replace(self, reaches=tuple(reaches))
 
     def parts(self, computed: Sequence[Span] | None) -> Iterator[Part]:
         """
-        The layers of each plane that need the same slots when these spans are computed. Spans are ascending.
+        Yield groups of layers of a plane that need the same slots when these (ascending) spans are computed.
 
-        Later tokens, such as those of an answer, see no further back than the last of these spans does. With
-        None, all slots are needed.
+        Later tokens, such as those of an answer, see no further back than the last of these spans does. If
+        `computed` is None, all slots are needed.
         """
         for number, plane in enumerate(self.planes):
             if computed is None or all(self._reach(layer).size is None for layer in plane.layers):
@@ -206,12 +206,12 @@ class KVLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all planes."""
+        """The bytes of one token in all planes."""
         return sum(len(p.layers) * p.num_heads * p.dim for p in self.planes) * self.dtype.itemsize
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Return for each (name, layer) the number of its plane, and the layer's place in that plane."""
+        """For each (name, layer), the number of its plane, and the layer's place in that plane."""
         return {
             (plane.name, layer): (number, row)
             for number, plane in enumerate(self.planes)
@@ -230,14 +230,14 @@ class KVLayout:
 
     @property
     def rotation(self) -> Movement | None:
-        """The rotation of the keys if all layers have the same and no values move; else None."""
+        """The rotation of the keys if all layers have the same one and values do not move; else None."""
         found = {name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")}
         if len(found["k"]) != 1 or found["v"] != {STAYS}:
             return None
         return next(iter(found["k"]))
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """An uninitialised (L, T, H, D) for each plane, on the model's device."""
+        """Allocate (L, T, H, D) for each plane, uninitialised, on the model's device."""
         return tuple(
             torch.empty(plane.shape(num_tokens), dtype=self.dtype, device=self.device)
             for plane in self.planes
@@ -249,7 +249,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """Hash all movements, 16 hex digits. KV is not shared between layouts that move rows differently."""
+        """Hash of all movements (16 hex digits): layouts that move rows differently do not share KV."""
         parts = (
             f"{plane.name}{layer}:{movement.digest if movement is not None else '?'}"
             for plane in self.planes

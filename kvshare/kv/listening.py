@@ -14,24 +14,24 @@ from delta_tree import Span
 from kvshare.kv.layout import PLAIN, AttentionForm, Reach
 from kvshare.kv.to_device import to_device
 
-# Of products and weights at once on a GPU, where each head of its own would be a dozen launches. On a CPU one
-# head's fit its caches.
+# Products and weights that a GPU computes at once: one head at a time would be a dozen launches for each. On
+# a CPU, those of one head fit its caches.
 _MAX_BYTES = 128 * 1024**2
-_BYTES = 4  # of a product in 16 bits, and of its weight
+_BYTES = 4  # of a product and its weight, 16 bits each
 
 
 def placed(runs: Sequence[Span]) -> list[tuple[int, Span]]:
-    """The runs of a pass, each with its first row."""
+    """Return (first row, run) for each run of a pass."""
     return list(zip(accumulate(map(len, runs), initial=0), runs, strict=False))
 
 
 class Listener:
     """
-    Attention of the rows at some positions to every slot: the mean over heads, summed over rows.
+    Records the attention of rows at some positions to every slot: the mean over heads, summed over rows.
 
-    The rows may come in several passes. The weights are computed a second time, for these few rows only:
-    attention kernels do not return theirs. Only the first `num_layers` layers are recorded.
-    `when_complete`: called as soon as all rows have been, in the middle of their last pass.
+    The rows may come in several passes. The weights of these few rows are computed a second time, because
+    attention kernels do not return them. Only the first `num_layers` layers are recorded.
+    `when_complete`: called as soon as all rows are recorded, in the middle of their last pass.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Listener:
         self._total = torch.zeros(num_layers, num_slots, device=device)
 
     def rows_of(self, runs: Iterable[tuple[int, Span]]) -> ListeningRows | None:
-        """The recorded rows in a pass; None if it has none. `runs`: see `placed`."""
+        """Return the rows of a pass to record; None if it has none. `runs`: see `placed`."""
         indices: list[int] = []
         positions: list[int] = []
         for first_row, run in runs:
@@ -63,7 +63,7 @@ class Listener:
         return ListeningRows(rows, own, min(positions), max(positions) + 1, self._total)
 
     def note(self, layer: int, rows: ListeningRows) -> None:
-        """These rows have been observed in a layer."""
+        """Note that these rows have been observed in a layer."""
         if layer + 1 == len(self._total):
             self._num_missing -= len(rows.indices)
             if not self._num_missing and self._when_complete is not None:
@@ -71,26 +71,26 @@ class Listener:
 
     @property
     def attended_there(self) -> torch.Tensor:
-        """(L, S), mean over all recorded rows, on the device."""
+        """(L, S) the mean over all recorded rows, on the device."""
         return self._total / max(1, self._num_rows)
 
     @property
     def attended(self) -> NDArray[np.float32]:
-        """The same on the host."""
+        """(L, S) the mean over all recorded rows, on the host."""
         found: NDArray[np.float32] = self.attended_there.cpu().numpy()
         return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListeningRows:
-    """The rows of one pass that are recorded, found once for all its layers."""
+    """The rows of one pass that are recorded; made once for all its layers."""
 
     indices: torch.Tensor  # (N,) into the rows of the pass
     positions: torch.Tensor  # (N,)
-    first: int  # lowest position
-    end: int  # end of the slots that any of them sees
+    first: int  # the lowest position
+    end: int  # the end of the slots that any of these rows sees
     _total: torch.Tensor  # (L, S), of the listener
-    _hidden: dict[Reach, torch.Tensor] = field(default_factory=dict)  # see `hidden`: one for all alike layers
+    _hidden: dict[Reach, torch.Tensor] = field(default_factory=dict)  # result of `hidden`, by reach
 
     def listen_in(self, layer: int) -> bool:
         return layer < len(self._total)
@@ -132,7 +132,7 @@ class ListeningRows:
         return self._total[layer, : self.end]
 
     def _heads_at_once(self, queries: torch.Tensor) -> Iterable[tuple[int | slice, int]]:
-        """The key heads to compute together, and the first of them."""
+        """Yield the key heads to compute together, with the number of the first one."""
         num_heads, *rest = queries.shape[:3]
         if queries.device.type == "cpu":
             return ((head, head) for head in range(num_heads))
@@ -148,9 +148,9 @@ class ListeningRows:
 
 def hidden(positions: torch.Tensor, slots: Span, reach: Reach, *, first: int = 0) -> torch.Tensor:
     """
-    Which of the last slots of a span rows at these positions do not see, (N, up to len(slots)).
+    (N, up to len(slots)) which of the last slots of a span are hidden from rows at these positions.
 
-    Of rows that see all earlier slots, the first `first` slots are left out: all see them.
+    If the rows see all earlier slots, the first `first` slots are left out, because every row sees them.
     """
     start = slots.start + (first if reach.size is None else 0)
     at, own = torch.arange(start, slots.end, device=positions.device), positions[:, None]
@@ -171,12 +171,12 @@ def attention(
     rounds: bool = False,
 ) -> torch.Tensor:
     """
-    Causal attention weights in float32; rows sum to 1, and to less with sinks.
+    Compute causal attention weights in float32. Rows sum to 1; with sinks, to less.
 
-    It `rounds` weights of a plain form with bfloat16 keys to that, for fewer bytes.
+    `rounds`: if keys are bfloat16 and the form is plain, weights are bfloat16, too, to save memory.
 
-    With 16-bit keys and a plain form the products have 16 bits, too. The mean of all keys is subtracted
-    first: it changes no weight, but it would be rounded with each product. `first`: the lowest position;
+    With 16-bit keys and a plain form, products have 16 bits, too. The mean of all keys is subtracted before:
+    that changes no weight, but otherwise each product's rounding would include it. `first`: lowest position;
     `group`: the number of this group of query heads, or of the first of several; `first_slot`: the slot of
     the first key; `hidden_slots`: see `hidden`, where the caller has them.
     Shapes:  positions (N,) of the rows; query (G, N, D) of the heads that share key (S, D), or (H, G, N, D)
@@ -208,7 +208,7 @@ def attention(
 
 
 def _mean(key: torch.Tensor) -> torch.Tensor:
-    """The mean of all keys, (..., 1, D), added in float32: a GPU does so unasked, a CPU would in 16 bits."""
+    """(..., 1, D) the mean of all keys, added up in float32: a GPU does so by itself, a CPU does not."""
     if key.device.type != "cpu":
         return key.mean(dim=-2, keepdim=True)
     return key.mean(dim=-2, keepdim=True, dtype=torch.float32).to(key.dtype)

@@ -1,9 +1,9 @@
 """
-How stored rows move to other positions, and how that is found and verified on the model itself.
+How stored rows move to other positions, and how that is determined and verified on the model itself.
 
 The row for position p + d is the row for position p rotated by d, with the model's own frequencies: rotations
 compose (RoFormer, arXiv:2104.09864, eq. 34; CacheBlend appendix A). A magnitude factor on cos and sin (YaRN)
-is in the stored row already and is not applied again. Models differ, also from layer to layer, in which
+is in the stored row already and is not applied again. Models, and layers of one model, differ in which
 dimensions they rotate, how they pair these, and by which frequencies. So all possibilities are tried.
 """
 
@@ -23,10 +23,10 @@ from kvshare.kv.to_device import to_device
 Pairing = Literal["half", "interleaved"]
 _AT_ONCE = 1 << 19  # elements that are rotated together
 _FAR = (1, 1009, 100_003)  # shifts in tokens at which two candidates are compared
-_SAME = 1e-2  # candidates that differ by less, for rows of unit variance, are the same
-_FAINT = 1e-3  # times the scale of the largest dimension is the least scale of any
-_ROUNDING = 1 / 6  # times the tolerance is the least distance that counts: below it there is only rounding
-_CLEARLY = 4.0  # wrong movements must be so many times further off than the right one
+_SAME = 1e-2  # candidates that differ by less, for rows of unit variance, count as the same
+_FAINT = 1e-3  # least scale of a dimension, as a share of that of the largest one
+_ROUNDING = 1 / 6  # least distance that counts, as a share of the tolerance: less is only rounding
+_CLEARLY = 4.0  # wrong movements must be off by at least so many times the distance of the right one
 
 
 @lru_cache(maxsize=64)
@@ -38,12 +38,12 @@ def _on_device(frequencies: tuple[float, ...], device: torch.device) -> torch.Te
 @dataclass(frozen=True)  # no slots: cached properties are stored in __dict__
 class Movement:
     """
-    Dimensions [first, first + 2 F) of a row are rotated by position x frequency; all others stay.
+    Rotates dimensions [first, first + 2 F) of a row by position x frequency; all others stay.
 
     half         dimension i is paired with i + F     (Llama, Qwen, Mistral, Phi)
     interleaved  dimension 2 i is paired with 2 i + 1 (GLM, Cohere, Llama 4)
 
-    Units:  `frequencies`: F of them, in radians per token; without any, rows are the same at every position
+    Units:  `frequencies`: F numbers, in radians per token; if there are none, rows are equal at all positions
     """
 
     frequencies: tuple[float, ...] = ()
@@ -52,7 +52,7 @@ class Movement:
 
     @classmethod
     def turning(cls, table: torch.Tensor, pairing: Pairing = "half", first: int = 0) -> Movement:
-        """Make the movement that turns by a frequency table of the model, (F,)."""
+        """Make the movement that rotates by a frequency table of the model, (F,)."""
         return cls(tuple(table.detach().float().cpu().tolist()), pairing, first)
 
     @property
@@ -71,7 +71,7 @@ class Movement:
 
     def moved(self, rows: torch.Tensor, shift: int) -> torch.Tensor:
         """
-        The rows moved by `shift` positions, computed in float32.
+        Move rows by `shift` positions, computed in float32.
 
         Shapes:  rows (..., D) -> the same, same dtype; in new memory unless nothing is rotated
         Units:   shift in tokens, may be negative
@@ -82,7 +82,7 @@ class Movement:
 
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines and sines for rows that move by these shifts.
+        Return cosines and sines for rows that move by these shifts.
 
         Shapes:  shifts (...) in tokens -> (..., F) float32 each
         """
@@ -91,7 +91,7 @@ class Movement:
 
     def turned(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """
-        Rows rotated by these angles, computed in float32. Numbers of 8 bits stay finite, as vLLM stores them.
+        Rotate rows by these angles, in float32. Numbers of 8 bits are clamped, as vLLM does when it stores.
 
         Shapes:  rows (..., D); cos, sin (..., F), broadcast -> new memory like rows
         """
@@ -125,7 +125,7 @@ def _fitting(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _parts(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """
-    Tensors of one shape, cut alike into parts whose intermediate results fit into a CPU's cache.
+    Cut tensors of one shape alike, into parts whose intermediate results fit into a CPU's cache.
 
     Allocating megabytes of new memory costs a CPU more than the rotation itself.
     """
@@ -151,15 +151,15 @@ class Observed:
     shift: int
 
     def error_of(self, moved: torch.Tensor) -> float:
-        """Relative error of the moved rows: a root mean square, as single values in bfloat16 say little."""
+        """Return the relative error of moved rows: root mean square, as single bfloat16 values say little."""
         difference = (moved.float() - self.there.float()).square().mean().sqrt()
         return float(difference / self._scales.square().mean().sqrt().clamp(min=1e-9))
 
     def distance_of(self, moved: torch.Tensor) -> float:
         """
-        The same with each dimension relative to its own scale.
+        Return the error with each dimension relative to its scale.
 
-        Else a few large dimensions that rotate slowly would hide what all others do.
+        Otherwise a few large dimensions that rotate slowly would hide the error of all others.
         """
         difference = (moved.float() - self.there.float()).square().flatten(0, 1).mean(0).sqrt()
         scales = self._scales.clamp(min=max(1e-9, _FAINT * float(self._scales.max())))
@@ -173,11 +173,11 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result for the rows of one layer. `movement` is None if no candidate fits, or none for certain."""
+    """The result for the rows of one layer. `movement` is None if no candidate fits, or if unsure."""
 
     movement: Movement | None
     error: float  # of the best candidate, relative to the rows (root mean square)
-    control: float | None  # how many times further off the nearest wrong movement is; None: there is none
+    control: float | None  # error of the nearest wrong movement over that of the best; None: no wrong one
     reason: str = ""
 
 
@@ -189,7 +189,7 @@ def find_movement(
 
     Candidates are all tables with both pairings, on the first and on the last dimensions, and no rotation at
     all. The right one must fit for all shifts. Wrong ones must not fit: a position close by, the rows of the
-    next head, and candidates that rotate differently. So keys that are all zero verify nothing.
+    next head, and candidates that rotate differently. So keys that are all zero do not verify a movement.
 
     Shapes:  tables (F,) each; with F above D / 2 they are those of other layers
     Units:   tolerance as `Verification.error`
@@ -206,9 +206,9 @@ def find_movement(
         wrong.append(_distance_of_neighbours(movement, observed))
         near = max(1, round(1 / max(movement.frequencies)))  # the fastest pair rotates by a radian
         neighbour_distance = _distance(movement, observed, off_by=near)
-        if neighbour_distance > rounding:  # else these rows cannot show it
+        if neighbour_distance > rounding:  # otherwise these rows cannot tell the two positions apart
             wrong.append(neighbour_distance)
-    if not wrong:  # nothing to compare with: only rows that are equal to the last bit are known to stay
+    if not wrong:  # without a wrong one to compare with, rows certainly stay only if every bit is equal
         if all(torch.equal(pair.here, pair.there) for pair in observed):
             return Verification(movement, error, None)
         return Verification(None, error, None, "there is no table to try")
@@ -220,7 +220,7 @@ def find_movement(
 
 
 def why_not_movable(layers: Iterable[tuple[Verification, Verification]]) -> str:
-    """The first layer whose keys or values cannot be moved, and why; empty where all can."""
+    """Name the first layer whose keys or values cannot be moved, and why; empty if all can."""
     for layer, pair in enumerate(layers):
         for name, found in zip(("keys", "values"), pair, strict=True):
             if found.movement is None:
@@ -230,8 +230,8 @@ def why_not_movable(layers: Iterable[tuple[Verification, Verification]]) -> str:
 
 def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
     """
-    No rotation comes first: of equally good candidates the first is taken. Tables of layers with larger heads
-    do not fit.
+    Yield no rotation first, as the first of equally good candidates is taken. Tables of layers with larger
+    heads are left out.
     """
     yield STAYS
     for table in tables:
@@ -241,12 +241,12 @@ def _candidates(tables: Iterable[torch.Tensor], dim: int) -> Iterator[Movement]:
 
 
 def _distance(movement: Movement, observed: Iterable[Observed], *, off_by: int = 0) -> float:
-    """The largest distance over all shifts, with rows moved `off_by` positions too far."""
+    """Return the largest distance over all shifts, with rows moved `off_by` positions too far."""
     return max(pair.distance_of(movement.moved(pair.here, pair.shift + off_by)) for pair in observed)
 
 
 def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) -> float:
-    """The distance where rows are compared with those of the next head; with one head, of the next token."""
+    """Return the distance to rows of the next head; with one head, to those of the next token."""
     found = []
     for pair in observed:
         axis = 1 if pair.here.shape[1] > 1 else 0

@@ -17,7 +17,7 @@ _CHANGING = frozenset({"dynamic", "longrope"})
 
 def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
     """
-    All fixed tables of the model, (F,) each, and why others are unsupported; empty where all are fixed.
+    Return all fixed tables of the model, (F,) each, and why others are unsupported; empty if all are fixed.
 
     Modules with one table for each layer type (Gemma 3) name each buffer after its type.
     """
@@ -39,7 +39,7 @@ def rope_digest(model: torch.nn.Module) -> str:
 
 
 def _tables(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The scaling, the rope type and the frequencies of each table."""
+    """Yield the scaling, the rope type and the frequencies of each table."""
     for module in model.modules():
         for name, table in module.named_buffers(recurse=False):
             if not name.endswith("inv_freq") or "original" in name:
@@ -54,11 +54,11 @@ def _tables(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: int, head_dim: int) -> str:
     """
-    Digest of a model's norms, layers and head dimension, 32 hex digits; the same from all ranks of vLLM.
+    Hash a model's norms, number of layers and head dimension: 32 hex digits, the same on all ranks of vLLM.
 
     Every model has norms. They are whole on every rank, equal in most quantised copies, and any training
-    changes them. They are compared in bfloat16, whatever dtype the model computes in. The digest can be
-    forged, which is harmless: it selects the calibration of a prediction, never KV.
+    changes them. They are hashed in bfloat16, whatever the model's dtype. The hash can be forged, which is
+    harmless: it selects the calibration of a prediction, never KV.
     Shapes:  any; only vectors with "norm" in their name count
     """
     digest = hashlib.sha256(f"{num_layers}x{head_dim}".encode())

@@ -1,5 +1,5 @@
 """
-KV as tensors: of one running sequence, with one slot for each position, and of the segments cut from it.
+KV as tensors: that of a running sequence, with one slot for each position, and of the segments cut from it.
 
 The namespace of a segment, its position and the context of its tokens are in `delta_tree.Segment`.
 """
@@ -47,12 +47,12 @@ class SegmentKV(KeysAndValues):
     """
 
     planes: tuple[torch.Tensor, ...]
-    copied_checksum: int | None = None  # was made when the rows were copied here
+    copied_checksum: int | None = None  # computed when the rows were copied here
 
     @classmethod
     def of_rows(cls, layout: KVLayout, num_tokens: int, rows: Sequence[NDArray[np.uint8]]) -> Self:
         """
-        A segment of this layout from what `rows` returned, in the same memory.
+        Make a segment of this layout from the result of `rows`, in the same memory.
 
         Shapes:  one (L, bytes of a layer) for each plane
         """
@@ -80,7 +80,7 @@ class SegmentKV(KeysAndValues):
         return self.computed_checksum() if self.copied_checksum is None else self.copied_checksum
 
     def computed_checksum(self) -> int:
-        """Return the sum of the bytes as they are now: of the sums of all layers, see `sums.py`."""
+        """Return the combined sum of the bytes as they are now, see `sums.py`."""
         of_planes = []
         for plane in self.planes:
             _, _, num_heads, dim = plane.shape
@@ -111,7 +111,7 @@ class SequenceKV(KeysAndValues):
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one slot in all layers."""
+        """The KV bytes of one slot in all layers."""
         return self.layout.bytes_per_token
 
     def reserve(self, num_tokens: int) -> None:
@@ -130,7 +130,7 @@ class SequenceKV(KeysAndValues):
             self._of(name, layer).index_copy_(0, positions, rows.transpose(0, 1))
 
     def layer(self, layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of slots [0, num_tokens), each (1, H, T, D)."""
+        """Return views of K and V in slots [0, num_tokens), (1, H, T, D) each."""
         k, v = (self._of(name, layer)[:num_tokens].transpose(0, 1).unsqueeze(0) for name in ("k", "v"))
         return k, v
 
@@ -168,7 +168,7 @@ class SequenceKV(KeysAndValues):
         return num_bytes
 
     def cut(self, span: Span) -> SegmentKV:
-        """A copy of the KV of one span, in host memory of its own, added up in the same pass."""
+        """Copy the KV of a span into new host memory, and compute its checksum in the same pass."""
         planes = tuple(
             torch.empty((len(rows), len(span), *rows.shape[2:]), dtype=rows.dtype) for rows in self.planes
         )
@@ -179,7 +179,7 @@ class SequenceKV(KeysAndValues):
         return SegmentKV(planes, combined(torch.cat(of_planes)))
 
     def fork(self, num_tokens: int) -> SequenceKV:
-        """A new sequence that begins with the first `num_tokens` of this one."""
+        """Return a new sequence that begins with the first `num_tokens` of this one."""
         other = SequenceKV(self.layout, self.capacity)
         other.is_whole = self.is_whole
         for new, old in zip(other.planes, self.planes, strict=True):
@@ -187,6 +187,6 @@ class SequenceKV(KeysAndValues):
         return other
 
     def _of(self, name: str, layer: int) -> torch.Tensor:
-        """(capacity, H, D) of one layer."""
+        """Return a view of one layer's "k" or "v", (capacity, H, D)."""
         plane, row = self.layout.places[name, layer]
         return self.planes[plane][row]

@@ -1,5 +1,5 @@
 """
-What a tier of KV is; the one in this process; and one that claims to hold everything, for explaining offline.
+The interface of a tier of KV; the tier in this process; one that claims to hold all, for offline explaining.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
     """
-    The segments that a plan asked a tier for. A tier of bytes that are elsewhere returns no segments.
+    The result of a fetch. A tier whose bytes are elsewhere returns no segments.
 
-    `late`: held, and not read within the time that was given, or not readable now. `read_bytes` came from
-    disk, in `read_s`. `is_slow`: reads took longer than that.
+    `late`: segments that are held, but could not be read now or within the time limit. `read_bytes` were read
+    from disk in `read_s`. `is_slow`: reads took longer than the time limit.
     """
 
     segments: Mapping[SegmentId, SegmentKV]
@@ -54,12 +54,12 @@ class Tier(Protocol):
 
     @property
     def on_disk(self) -> Container[SegmentId]:
-        """Return its segments that are read from disk."""
+        """The segments that must be read from disk."""
 
     def __contains__(self, segment_id: object) -> bool: ...
 
     def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
-        """The segments, and the ids of those that are missing or damaged, or are not read in time."""
+        """Return the segments, and the ids of those that are missing or damaged, or not read in time."""
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
         """Free segments; unknown ids are ignored."""
@@ -94,11 +94,11 @@ class SegmentTable(Generic[SizedT]):
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """Return the budgets for which prompts are evicted."""
+        """The budgets for which prompts are evicted."""
         return (self,)
 
     def add(self, segment_id: SegmentId, entry: SizedT) -> None:
-        """Add an entry, which the caller has made room for. Raises ValueError if the id is held already."""
+        """Add an entry; the caller has made room. Raises ValueError if the id is held already."""
         with self._lock:
             if segment_id in self._entries:
                 raise ValueError(f"segment {segment_id} is already held")
@@ -139,7 +139,7 @@ class MemoryTier(SegmentTable[_Stored]):
         self.add(segment.segment_id, _Stored(kv, segment.checksum))
 
     def close(self) -> None:
-        """There is nothing to write."""
+        """Do nothing: nothing is to be written."""
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return how much is held."""
@@ -148,7 +148,7 @@ class MemoryTier(SegmentTable[_Stored]):
         )
 
     def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
-        """The segments whose bytes still have their checksums; the others are missing."""
+        """Return the segments whose bytes still match their checksums; all others are missing."""
         wanted = frozenset(segment_ids)
         found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
         segments = {
@@ -174,4 +174,4 @@ class EverySegment:
         return Fetched({}, frozenset())
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """There is nothing to free."""
+        """Do nothing: there are no bytes to free."""

@@ -1,4 +1,4 @@
-"""Copies small arrays to a device, all at once: the number of copies costs time there, not the bytes."""
+"""Copies small arrays to a device in one copy, as the number of copies costs time there, not the bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays as tensors on a device, in one copy. The host does not wait for a GPU to make it."""
+    """Return the arrays as tensors on a device, by one copy. The host does not wait for a GPU to make it."""
     is_cuda = device.type == "cuda"
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_cuda)

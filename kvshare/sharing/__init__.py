@@ -2,7 +2,7 @@
 Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay.
 
     pipeline.py        Sharing: looks up, plans, fetches. lookup.py: its result
-    fetching.py        gets the KV of a plan, from disk only as long as that pays
+    fetching.py        gets the KV of a plan; waits for the disk only as long as that pays
     indexing.py        keeps the index in step with what is stored
     arrivals.py        similar prompts that are being computed, for which a request waits
 
@@ -12,12 +12,13 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     limits.py          what limits a plan          media.py           images are copied as a whole
 
     rates.py           the seconds that a plan takes, and those that it saves
-    cost.py            learns them from what is measured; regression.py: how
+    cost.py            learns the rates from measurements, by the least squares of regression.py
     kept_costs.py      keeps what was measured in a file
-    waits.py           how much longer prompts wait that are loaded, while others run
-    worth.py           what is worth its time by them: a lookup, an embedding, a plan
+    waits.py           how much longer a prompt waits if its KV is loaded while other prompts run
+    worth.py           whether a lookup, an embedding or a plan is worth its time by the rates
 
-    prediction.py      how far the answer will deviate, by the model's calibration.py; risk.py: and may
+    prediction.py      how far the answer is expected to deviate, by the model's calibration.py
+    risk.py            how far the answer may deviate
     repair.py          which tokens are repaired by place; selection.py: by what a probe pass measured
 
     control/           whether sharing pays on the whole server, and what is shared where it does not

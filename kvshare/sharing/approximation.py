@@ -39,7 +39,7 @@ _DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # repaired tokens per s
 
 
 class _Outline(NamedTuple):
-    """A plan without its copies. Most of a plan's time is theirs, so only those are made that may be used."""
+    """A plan without its copies, which take most of the time: only plans that may be used get them."""
 
     rule: RepairRule | Literal["none"]
     plan: Plan
@@ -60,8 +60,10 @@ class Approximation:
         media: tuple[Span, ...] = (),
     ) -> None:
         """
-        Shapes: token_ids (T,) int32; `candidates`: all donors are among them; the copies cover each of the
-        `media` that begins before their end.
+        `candidates` include all donors of `composition`. Each of the `media` that begins before the end of
+        the last copy is covered by copies as a whole.
+
+        Shapes: token_ids (T,) int32
         """
         self._rates, self._media = rates, media
         self._settings, self._calibration = limits.repair, limits.calibration
@@ -89,15 +91,16 @@ class Approximation:
         self._tail = merge([*outside_media(tail, media), Span(size - 1, size)]) if media else tail
         self._shape = self._shape_of(self._moved)
         num_tail = size - max((copy.target_end for copy in self._foreign), default=0)
-        may_choose = limits.can_probe and not media  # what is chosen may lie anywhere
+        may_choose = limits.can_probe and not media  # a chosen repair might lie inside a medium
         self._chooses = may_choose and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
     def cheapest(self) -> Plan:
         """
-        The fastest plan whose bound is within the limit. If there is none: a plan with settled copies only,
-        or the plan that deviates least, which the gate then refuses. It is refused where what
-        the donors carry is too much and most copies would be lost anyway: the prompt is then computed in
-        full, and carries nothing to later ones.
+        Return the fastest plan whose bound is within the limit.
+
+        If there is none: a plan with the settled copies only. Without settled copies, or if the prompt should
+        be renewed (`_should_renew`): the plan that deviates least, which the gate refuses. The prompt is then
+        computed in full, so that it carries no deviation to later prompts.
         """
         if self._shape is None:
             return self._whole(self._outline("none", Repairs(())))
@@ -126,7 +129,7 @@ class Approximation:
         return [*found, self._chosen(shape)] if self._chooses else found
 
     def _otherwise(self, found: Sequence[Plan]) -> Plan:
-        """Make a plan for the case that none of all these is within the limit."""
+        """Return a plan for the case that none of the plans `found` is within the limit."""
         if self._settled and not self._should_renew(found):
             without_moved = Repairs(tuple(copy.target for copy in self._moved))
             plan = self._whole(self._outline("none", without_moved))
@@ -134,7 +137,7 @@ class Approximation:
         return min(found, key=lambda plan: plan.deviation)
 
     def _should_renew(self, found: Sequence[Plan]) -> bool:
-        """Return whether a plan exceeds the limit because of its donors while most copies are moved."""
+        """Return whether only the donors' deviation exceeds the limit, and fewer than half is settled."""
         within_limit = (
             _bound(plan) - self._bound_of(_inherited(plan)) <= self._max_deviation
             for plan in found
@@ -144,8 +147,8 @@ class Approximation:
 
     def _is_settled(self, copy: Copy) -> bool:
         """
-        Whether a copy has the same position and the same tokens in front of it as in its donor, as in the
-        next turn of a chat. It adds no deviation, so it needs no repair.
+        Return whether a copy has the same position and the same tokens in front of it as in its donor, as in
+        the next turn of a chat. Such a copy adds no deviation, so it needs no repair.
         """
         start = copy.target_start
         return copy.donor_start == start and start + copy.length <= self._common[copy.donor]
@@ -174,7 +177,7 @@ class Approximation:
         return self._outline("attention", repairs)
 
     def _expected(self, rule: RepairRule, repaired: float) -> float:
-        """Expected KL in nats that this plan adds, as if all donors were exact."""
+        """Return the KL in nats that this plan is expected to add to the deviation of its donors."""
         if self._shape is None:
             return 0.0
         return self._calibration.expected(self._shape, rule, repaired)
@@ -204,7 +207,7 @@ class Approximation:
         return _Outline(rule, plan, self._rates.least(self._size, work).shared_s)
 
     def _whole(self, outline: _Outline) -> Plan:
-        """The plan with its copies, estimate and prediction."""
+        """Add copies, estimate and prediction to a plan."""
         size, settings, rates, rule = self._size, self._settings, self._rates, outline.rule
         spans = outline.plan.repairs
         copied, placeholders = without(self._foreign, spans), outline.plan.placeholders
@@ -238,13 +241,13 @@ class Approximation:
         )
 
     def _inherited(self, copies: Sequence[Copy]) -> float:
-        """Expected KL in nats that copies carry from their donors, to which the plan's own is added."""
+        """Return the expected KL in nats that these copies carry from their donors."""
         if not copies:
             return 0.0
         return carried(copies, self._donors, known=self._known, common=self._common)
 
     def _generation_after(self, copy: Copy) -> int:
-        """The generation of KV that is computed over this copy."""
+        """Return the generation of KV that is computed over this copy."""
         generation = self._generations[copy.segment_id]
         return max(1, generation) if self._is_settled(copy) else generation + 1
 

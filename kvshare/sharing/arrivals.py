@@ -5,9 +5,10 @@ Prompts that are being computed. A similar prompt waits until one is stored and 
     no similar prompt is being computed      nothing waits
 
 The length of a wait is estimated in tokens, not in seconds, because a fresh or busy server has no reliable
-rate. A prompt waits if the other has at most about half of the prompt's own full prefill left to compute. The
-prefill is counted once for each prompt that computes or waits, since they share the engine. vLLM does
-not report what is left: there a wait ends when the prefill should have been over long ago.
+rate. A prompt waits for another one that has at most about half as many tokens left to compute as a full
+prefill of the waiting prompt has. That number is multiplied by the number of prompts that compute or wait,
+since they share the engine. vLLM does not report what is left: there a wait ends when the prefill should have
+been over long ago.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _WORTH = 0.5  # share of the tokens to compute that a wait must save
 
 @dataclass(eq=False)
 class Arrival:
-    """A prompt that is planned and not stored yet: no other prompt can copy from it."""
+    """A prompt that is planned and not stored yet, so that no other prompt can copy from it."""
 
     namespace: str
     token_ids: TokenIds
     kgram: int
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stored, or will not be
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is stored or will never be
     is_stored: bool = False
     remaining: Callable[[], int] = field(init=False)  # how many of its tokens are not computed yet
 
@@ -83,7 +84,7 @@ class Arrivals:
         return arrival
 
     def end(self, arrival: Arrival, *, stored: bool = False) -> None:
-        """Wake those that wait: the prompt is stored, or will not be. Idempotent."""
+        """Wake the prompts that wait: this one is `stored`, or will never be. Idempotent."""
         if not arrival.over.is_set():
             arrival.is_stored = stored
             arrival.remaining = lambda: 0  # drops the reference to the engine's task
@@ -150,7 +151,7 @@ class Arrivals:
         *,
         without: Collection[Arrival],
     ) -> Arrival | None:
-        """The prompt with most to copy, if that is at least half of what would be computed now."""
+        """Return the prompt with most to copy, if a wait for it saves over half of what must be computed."""
         longest = _SHARE_OF_PREFILL * len(token_ids) * (len(self) + self._num_waiting)
         others = [
             other

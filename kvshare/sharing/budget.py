@@ -14,7 +14,7 @@ _MOST_PINNED = 0.5  # share of each memory; the rest can be evicted, so that new
 
 
 def bytes_of(tree: DeltaTree, node_ids: Iterable[NodeId], budget: Budget) -> int:
-    """The bytes of those segments in a budget that these nodes use."""
+    """Return the bytes of the segments in a budget to which these nodes refer."""
     nodes = (tree.get(node_id) for node_id in node_ids)
     segments = {entry for node in nodes if node is not None for entry in node.pieces.segment_ids}
     return sum(tree.segment(entry).num_bytes for entry in segments if entry in budget)
@@ -44,7 +44,7 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
     for budget in budgets:
         most, now = most_pinned(budget), bytes_of(tree, pinned, budget)
         then = bytes_of(tree, pinned.union(node_ids), budget)
-        if now < then and most < then:  # another budget may be over its limit: no reason to refuse
+        if now < then and most < then:  # a budget over its limit is no reason, if the nodes add nothing to it
             raise RequestError(
                 f"node: {then:,} bytes of KV would be pinned, {now:,} are; at most {most:,} may be, half of "
                 "the memory for KV. Unpin other prompts, or give the server more memory (store.kv_bytes, or "
@@ -56,11 +56,11 @@ def check_pins(tree: DeltaTree, node_ids: Collection[NodeId], budgets: Collectio
 
 def copied_to_others(plan: Plan) -> Counter[NodeId]:
     """
-    How many tokens were copied from each donor to a different text. A common beginning does not count: then
-    the prompt is the next turn of the donor's chat, or the same text again.
+    Count the tokens that were copied from each donor to a different text. A beginning that prompt and donor
+    have in common does not count: it is an earlier turn of the same chat, or the same text again.
     """
     copied: Counter[NodeId] = Counter()
-    begun: Counter[NodeId] = Counter()  # length of the beginning that the prompt has in common with a donor
+    begun: Counter[NodeId] = Counter()  # length of the common beginning with each donor
     for copy in plan.copies:
         if copy.donor_start == copy.target_start == begun[copy.donor]:
             begun[copy.donor] += copy.length

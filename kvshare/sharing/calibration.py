@@ -3,7 +3,7 @@ Calibration files: weights that predict the deviation of a model's answers from 
 
 `kvshare calibrate` writes them; the files in `calibrations/` are part of the package. A file belongs to the
 model with its fingerprint (`kvshare.kv.parameters`). A model without a file is served with the default
-model's weights, and taken to be as bad as the worst model that is known: `_CAUTION` times as far off.
+model's weights, and its deviations are taken to be `_CAUTION` times as large, as the worst measured model's.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class ModelCalibration:
     """
     Predicts the deviation of one model.
 
-    `caution`: factor on every prediction; 1 for a measured model. For prompts longer than `longest`, the
-    longest that was measured, a plan is taken to be as bad as the longest measured ones
-    (`Calibration.at_length`), moved text to grow worse in proportion to the length, and what is expected and
-    bounded is doubled.
+    `caution`: factor on every prediction; 1 for a measured model. `longest`: length of the longest measured
+    prompt. Predictions for longer prompts are multiplied by the factor of the longest measured ones
+    (`Calibration.at_length`), for moved text also by the ratio of the lengths, and doubled.
     """
 
     model: str
@@ -57,7 +56,7 @@ class ModelCalibration:
         return self._unmeasured(shape) * self._factor(shape, rule) * mean
 
     def bound(self, shape: Shape, rule: RepairRule, repaired: float, *, risk: float) -> float:
-        """The KL, nats, that answers of such plans exceed with at most this risk; with risk 1 the mean."""
+        """Return the KL, nats, that answers of such plans exceed with at most this risk; at 1 the mean."""
         if risk >= 1:
             return self.expected(shape, rule, repaired)
         calibration = self.rules[rule]
@@ -76,7 +75,7 @@ class ModelCalibration:
 
     @property
     def digest(self) -> str:
-        """Hash everything that predictions depend on. KV that another calibration stored is not used."""
+        """Hash everything that predictions depend on. KV stored with another digest is not used."""
         document = self.as_document()
         parts = [document["rules"], self.longest, self.caution]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -110,7 +109,7 @@ class ModelCalibration:
 
 
 def read_calibration(path: Path) -> ModelCalibration:
-    """Raises ConfigError that names the file and what was expected."""
+    """Read a file of `kvshare calibrate`. Raises a ConfigError that names the file and what was expected."""
     try:
         return ModelCalibration.from_document(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as exc:
@@ -127,7 +126,7 @@ def shipped() -> Mapping[str, ModelCalibration]:
 
 def calibration_of(fingerprint: str, path: str | None = None) -> ModelCalibration:
     """
-    The file at `path` if given, whatever model it is for; else the model's own; else `cautious`.
+    Return the calibration at `path` if given, for whatever model; else the model's own; else `cautious()`.
 
     Raises:  ConfigError if the file at `path` cannot be read
     """
@@ -161,11 +160,11 @@ def log_calibration(calibration: ModelCalibration, fingerprint: str) -> None:
 
 @cache
 def of_default_model() -> ModelCalibration:
-    """The default model's calibration, for a replay, which has no model."""
+    """Return the default model's calibration; a replay, which has no model, uses it."""
     return read_calibration(FOLDER / f"{_DEFAULT_MODEL}.json")
 
 
 @cache
 def cautious() -> ModelCalibration:
-    """The calibration of a model that was not measured."""
+    """Return the calibration for models that were not measured."""
     return replace(of_default_model(), model="unknown", fingerprint="", caution=_CAUTION)

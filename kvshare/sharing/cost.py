@@ -37,15 +37,15 @@ _BARE_PASS: Final = "bare pass"  # without the engine's own step
 
 _CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
 _EXAMPLES = (1024, 8192)  # tokens; prompts whose full prefill is reported
-_TINY = 1e-12  # seconds; in place of a prior of 0, which stays one
+_TINY = 1e-12  # seconds; replaces a prior of 0, so that its coefficient stays next to 0
 _MAX_TRIES = 3  # so often a rate that was never measured is tried against its prior's advice
 _TRIED_AGAIN = (
-    128  # of so many times that a rate advises against, one is tried: it may have been a bad moment
+    128  # one in so many times that a measured rate advises against is tried: it may be out of date
 )
 
 # Priors that config.yaml does not name.
 _STEP_S, _PASS_S, _LOAD_S = 0.005, 0.005, 0.001
-_REUSED = 0.02  # of the time of a computed token
+_REUSED = 0.02  # the time of a reused token, as a share of that of a computed one
 _LOOKUP = _PLANNING = LoadRate(0.0005, 5e-8)
 ASSUMED_EMBEDDING = LoadRate(0.03, 1e-6)
 
@@ -54,9 +54,9 @@ class CostModel:
     """Updates the rates from measurements. Thread-safe."""
 
     def __init__(self, rates: Rates, *, learns: bool = True) -> None:
-        """`rates`: used until something is measured; unless it `learns`, always."""
+        """`rates`: the priors. If `learns` is False, they never change."""
         self.rates = rates  # replaced as a whole, so that readers need no lock
-        self.machine = ""  # that the rates are measured on, in words; set by `KeptCosts`
+        self.machine = ""  # the machine on which the rates are measured, in words; set by `KeptCosts`
         self.waits = Waits()  # while other prompts are computed
         self._learns = learns
         self._work = _regression(rates.coefficients, fixed=(0, 3))  # the fixed costs of a step and of a pass
@@ -116,8 +116,8 @@ class CostModel:
 
     def hopeful(self) -> Rates:
         """
-        The rates, where loads and passes cost nothing until they are measured: a wrong prior would refuse
-        what corrects it.
+        Return the rates with passes that cost nothing until one is measured, and loads from unmeasured places
+        that cost nothing until a load from memory is: a wrong prior would refuse the plans that correct it.
         """
         rates = self.rates
         loads = dict(rates.loads)
@@ -126,11 +126,11 @@ class CostModel:
         return replace(rates, loads=loads, pass_s=rates.pass_s if self.knows(PASS) else 0.0)
 
     def knows(self, rate: str) -> bool:
-        """Return whether this rate was measured; a model that does not learn knows all."""
+        """Return whether this rate was measured; always true for a model that does not learn."""
         return not self._learns or rate in self.measured
 
     def document(self, threshold: MinSaved) -> Costs:
-        """The rates, which of them were measured, and from how many tokens on a plan pays."""
+        """Return the rates, which of them were measured, and from which prompt length on a plan pays."""
         rates = self.rates
         return {
             "step_s": rates.step_s,
@@ -153,12 +153,12 @@ class CostModel:
         }
 
     def set_bytes_per_token(self, num_bytes: int) -> None:
-        """Called by an engine that learns the size of its KV after the start."""
+        """Set the size of the KV, for an engine that learns it after the start."""
         with self._lock:
             self.rates = replace(self.rates, bytes_per_token=num_bytes)
 
     def know_disk(self) -> None:
-        """KV may be read from a disk from now on, as fast as from memory until that is measured."""
+        """Add the disk to the places of KV, as fast as memory until a read is measured."""
         with self._lock:
             if DISK not in self.rates.loads:
                 load = self.rates.loads[MEMORY]
@@ -166,7 +166,7 @@ class CostModel:
                 self.rates = replace(self.rates, loads=MappingProxyType({**self.rates.loads, DISK: load}))
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A prompt that was computed in full."""
+        """Observe the prefill of a prompt that was computed in full."""
         self.observe(PrefillWork.full(num_tokens), seconds)
 
     def observe(self, work: PrefillWork, seconds: float) -> None:
@@ -185,7 +185,7 @@ class CostModel:
 
     def observe_lookup(self, num_tokens: int, seconds: float, *, planning_s: float = 0.0) -> None:
         """
-        The search for donors, and planning where there were any: each by itself.
+        Observe a search for donors, and the planning that followed if it found any, as two separate rates.
 
         The first lookup runs with cold caches and is not counted.
         """
@@ -195,15 +195,15 @@ class CostModel:
         self._seen_cold_lookup = True
 
     def observe_embedding(self, num_tokens: int, seconds: float) -> None:
-        """The search by embedding of a prompt."""
+        """Observe a search by embedding."""
         self._observe(self._lines[EMBEDDING], EMBEDDING, (1.0, num_tokens), seconds)
 
     def tries(self, rate: str) -> bool:
         """
-        Return whether to do once what this rate advises against, so that it is measured.
+        Return whether to do for once what this rate advises against, so that the rate is measured.
 
-        A rate that was never measured is tried a few times, as its prior may be wrong by any factor; a
-        measured one seldom, as it may have been measured in a bad moment.
+        A rate that was never measured is tried a few times, because its prior may be wrong by any factor. A
+        measured one is tried seldom, because it may have been measured in a bad moment.
         """
         if not self._learns:
             return False
@@ -217,15 +217,15 @@ class CostModel:
         return due
 
     def rows(self) -> dict[str, list[Row]]:
-        """The observations that the rates follow from, for `restore`; by what they are of."""
+        """Return the observations from which the rates follow, by regression, as `restore` takes them."""
         with self._lock:
             return {name: regression.rows() for name, regression in self._regressions()}
 
     def restore(self, rows: dict[str, list[Row]]) -> None:
         """
-        Go on with the observations of an earlier run on the same machine, with the same model.
+        Replace all observations by those of an earlier run on the same machine, with the same model.
 
-        They replace those so far; rates that are not learned stay as they are.
+        A model that does not learn ignores them.
         Raises:  ValueError, and changes nothing, for rows of another form
         """
         if not self._learns:
@@ -270,7 +270,7 @@ class CostModel:
 
 
 def rates_of(costs: Costs) -> Rates:
-    """The rates that a server reports, without those of lookups and embeddings."""
+    """Return the rates in a server's report, without those of lookups, planning and embeddings."""
     loads = {name: LoadRate(one["fixed_s"], 1 / one["bytes_per_s"]) for name, one in costs["loads"].items()}
     return Rates(
         step_s=costs["step_s"],

@@ -21,9 +21,9 @@ _NOT_LOOKED_UP = (Reason.OFF, Reason.SHORT_PROMPT, Reason.MODEL_UNSHARED)
 
 def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[str, Any]:
     """
-    The result of `find_plan`, JSON-ready: the decision, every span of the prompt, every candidate's outcome.
+    Describe the result of `find_plan`, JSON-ready: the decision, all spans of the prompt, all candidates.
 
-    Blocks, as candidates are composed again.
+    Blocks, because it composes the candidates again.
     """
     plan, num_tokens = lookup.plan, prompt.num_tokens
     report = lookup.report(num_tokens)
@@ -54,7 +54,7 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
 
 
 def _outcomes(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: SharingMode) -> dict[int, str]:
-    """List the composition's decision about every candidate, before the gate; empty if one was evicted."""
+    """Return how the composition used every candidate, before the gate; empty if one was evicted."""
     limits = sharing.limits
     nodes = sharing.own_nodes(lookup.namespace, lookup.candidates)
     try:
@@ -127,7 +127,7 @@ def _span(
 def _donors(
     plan: Plan | NoPlan, candidates: Sequence[Candidate], outcomes: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Every candidate. One that the composition used is `left_out` if the plan copies nothing from it."""
+    """List all candidates. One that the composition used is `left_out` if the plan copies nothing from it."""
     used = plan.num_from if isinstance(plan, Plan) else Counter()
     donors = []
     for candidate in candidates:

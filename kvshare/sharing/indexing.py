@@ -11,7 +11,7 @@ from vector_index import Failure, Nominator, PromptRecord, PromptText
 
 
 class Indexing:
-    """Indexes the prompts of one tree. What fails is counted: a prompt that is not indexed is not found."""
+    """Indexes the prompts of one tree. Failures are only counted: the prompt is then not nominated."""
 
     def __init__(self, keeper: PromptKeeper[TierT], nominator: Nominator) -> None:
         self._keeper = keeper
@@ -41,7 +41,7 @@ class Indexing:
             text = None
         self.count(await self._nominator.remember(node.node_id, node.namespace, stored.token_ids, text))
         now = self._keeper.tree.get(node.node_id)
-        if now is None:  # evicted while it was indexed: removed again
+        if now is None:  # evicted while it was indexed
             await self.forget([(node.namespace, node.node_id)])
         elif now.num_tokens < stored.num_tokens:
             await self._index(now, None)
@@ -55,7 +55,7 @@ class Indexing:
         evicted = self._keeper.take_evicted()
         await self.forget(evicted)
         for node in self._keeper.take_shortened():
-            # Without an embedding: that of the whole prompt does not fit its beginning.
+            # Without an embedding: the embedding of the whole prompt does not fit its beginning.
             await self._index(node, None)
         return evicted
 

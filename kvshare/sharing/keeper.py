@@ -41,7 +41,7 @@ from kvshare.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # at a prompt that could not be read: a disk that hangs must not keep others from being stored
+_LOOK_S = 1.0  # to read an unreadable prompt again: a disk that hangs must not stop others from being stored
 
 TierT = TypeVar("TierT", bound=Tier)
 OnPurge = Callable[[Sequence[tuple[str, int]], Collection[SegmentId]], None]
@@ -60,8 +60,8 @@ class PromptKeeper(Generic[TierT]):
         self._evicted: deque[tuple[str, int]] = deque()
         self._shortened: dict[NodeId, Node] = {}
         self._num_unstored = 0  # prompts, since the store failed
-        self.problem: str | None = None  # why no prompt is stored now; None: they are
-        # Called with what an administrator evicts, while its segments are still known.
+        self.problem: str | None = None  # why no prompt is stored now; None: prompts are stored
+        # Called with the nodes and segments that an administrator evicts, before the tier drops them.
         self.on_purge: OnPurge = lambda removed, freed: None
 
     def note_use(self, plan: Plan) -> None:
@@ -77,7 +77,7 @@ class PromptKeeper(Generic[TierT]):
             self.tree.touch(donor, num_copied=copied[donor], share=share)
 
     def discard_unreadable(self, donors: Iterable[NodeId]) -> None:
-        """Evict those of the prompts, pinned or not, whose KV is incomplete. Blocks."""
+        """Evict the donors, pinned or not, whose KV is still incomplete. Blocks."""
         with self._writing:
             for node_id in dict.fromkeys(donors):
                 node = self.tree.get(node_id)
@@ -121,20 +121,20 @@ class PromptKeeper(Generic[TierT]):
             }
 
     def note_stored(self) -> None:
-        """The store has been written: what kept prompts from it is over."""
+        """Note that a prompt was stored: a problem of the store, if there was one, is over."""
         if self._num_unstored:
             log.warning("prompts are stored again; %d were not stored meanwhile", self._num_unstored)
             self._num_unstored, self.problem = 0, None
 
     def close(self) -> None:
-        """Nothing is stored after this."""
+        """Release resources. The caller stores nothing after this."""
 
     def tiers(self) -> tuple[TierStatus, ...]:
         """The tiers of KV in this process."""
         return ()
 
     def find_stored(self, namespace: str, token_ids: TokenIds, plan: Plan | NoPlan) -> Node | None:
-        """The node of these tokens, or a donor of the plan that begins with all of them; else None."""
+        """Return the node of these tokens, or a donor that begins with them with exact KV, or None."""
         known = self.tree.find(namespace, token_ids)
         if known is not None or isinstance(plan, NoPlan):
             return known
@@ -173,7 +173,7 @@ class PromptKeeper(Generic[TierT]):
         return insertion
 
     def _fail_open(self, act: Callable[[], Node | None]) -> Node | None:
-        """The result of `act`; None if it fails, which is counted and logged. Never raises."""
+        """Return the result of `act`; None if it fails, which is counted and logged. Never raises."""
         try:
             return act()
         except (DeltaTreeError, KVShareError) as exc:
@@ -201,8 +201,8 @@ class PromptKeeper(Generic[TierT]):
 
     def _is_wanted(self, namespace: str, token_ids: TokenIds) -> bool:
         """
-        Whether a sequence should become a node: it is long enough, and no node has its tokens with exact KV.
-        If such a node exists, it counts as used.
+        Return whether a sequence should become a node: it is long enough, and no node has its tokens with
+        exact KV. If such a node exists, it counts as used.
         """
         if len(token_ids) < self._min_tokens:
             return False
@@ -269,10 +269,10 @@ class PromptKeeper(Generic[TierT]):
 
     def _useful_prefix(self, node: Node, num_bytes: int, budget: Budget) -> int:
         """
-        To how many tokens a node can be shortened to free `num_bytes`; 0 if it must be evicted as a whole.
+        Return to how many tokens a node can be shortened to free `num_bytes`; 0 if it must be evicted.
 
-        The prefix must be long enough to be looked up and own a segment, because shared segments stay anyway.
-        At least an eighth of the tokens is cut off, because the prefix is stored and indexed again.
+        The prefix must be long enough to be looked up, and have a segment that no other node uses: shared
+        segments stay anyway. At least an eighth of the tokens is cut off: the prefix is indexed again.
         """
         most_left = node.num_tokens - node.num_tokens // 8
         rows = node.pieces.rows()

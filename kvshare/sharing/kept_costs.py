@@ -2,12 +2,12 @@
 Keeps what was measured over restarts: a file next to the metadata store, with the observations of each
 machine and model.
 
-    damaged, or of another version    moved aside, replacing an earlier one; it is measured again
-    not readable                      left unchanged, and read later: what was measured since is newer
-    not writable                      tried again with what is measured next
+    damaged, or of another version    moved aside, replacing an earlier `.old`; costs are measured again
+    not readable                      left unchanged; reading is tried again before the next write
+    not writable                      writing is tried again at the next `save`
 
-The first is one warning; the list of parts (`kvshare.parts`) shows and logs the others. The file has times
-and sizes of prefills, no tokens. All methods block.
+The first case is logged here as a warning; the list of parts (`kvshare.parts`) shows and logs the others. The
+file has times and sizes of prefills, no tokens. All methods block.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ class _File(_Document):
 
 
 class KeptCosts:
-    """The file of one server, and what its `CostModel` has of it. Thread-safe."""
+    """The file of one server, and the `CostModel` whose observations it keeps. Thread-safe."""
 
     def __init__(self, folder: str | None, cost: CostModel) -> None:
-        """`folder`: of the store; None: nothing is kept."""
+        """`folder`: the folder of the store; None: nothing is kept."""
         self._path = None if folder is None else Path(folder) / COSTS_FILE
         self._cost = cost
         self._fingerprint: Fingerprint | None = None
         self._others: list[_Entry] = []  # of other fingerprints
         self._written: dict[str, list[Row]] = {}
-        self._is_unread = False  # it may be another user's: nothing is written over it
+        self._is_unread = False  # the file could not be read: it is not overwritten
         self.problem: str | None = None  # why nothing is kept now; the list of parts shows and logs it
         self._lock = threading.Lock()
 
     def use(self, fingerprint: Fingerprint) -> bool:
         """
-        What is measured from now on is of this machine and model: go on with what was kept of it.
+        Measure this machine and model from now on, beginning with the observations kept for them.
 
-        Returns: whether anything was
+        Returns: whether there are any
         """
         with self._lock:
             if fingerprint == self._fingerprint:
                 return bool(self._written)
-            self._keep()  # of the model before
+            self._keep()  # the observations of the machine and model until now
             self._fingerprint = fingerprint
             self._cost.machine = fingerprint.machine
             kept = self._take(fingerprint)
@@ -103,7 +103,7 @@ class KeptCosts:
         if self._path is None or self._fingerprint is None:
             return
         if self._is_unread:
-            self._take(self._fingerprint)  # what is measured since is newer than what it has
+            self._take(self._fingerprint)  # only for the entries of others: our own rows are newer
         if self._is_unread or rows == self._written or not any(rows.values()):
             return
         entry = _Entry(fingerprint=self._fingerprint, rows=rows)

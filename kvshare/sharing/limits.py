@@ -20,7 +20,7 @@ MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in doc
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Thresholds besides the predicted deviation. A replay varies them, a server does not. None: no limit."""
+    """Thresholds besides that of the deviation. A replay varies them, a server does not. None: no limit."""
 
     max_generation: int = MAX_GENERATION
     max_relocated_fraction: float | None = None
@@ -43,7 +43,7 @@ class PlannerLimits:
     policy: Policy = Policy()
 
     def of_model(self, fingerprint: str, *, can_move_keys: bool, can_probe: bool) -> Self:
-        """These limits with a model's abilities, and its calibration unless the settings name one."""
+        """Return these limits with a model's abilities, and its calibration if the settings name none."""
         named = self.sharing.calibration is not None
         return replace(
             self,
@@ -53,13 +53,13 @@ class PlannerLimits:
         )
 
     def deviating_at_most(self, max_deviation: float | None) -> Self:
-        """These limits, or with a request's own limit of deviation, in nats, where that is lower."""
+        """Return these limits; with the request's limit of deviation, in nats, if that is lower."""
         if max_deviation is None or max_deviation >= self.sharing.max_deviation:
             return self
         return replace(self, sharing=self.sharing.model_copy(update={"max_deviation": max_deviation}))
 
     def usable(self, node: Node) -> Node | None:
-        """The part of a prompt that may be copied: only its exact prefix if it deviates too much."""
+        """Return the part of a prompt that may be copied: if it deviates too much, only its exact prefix."""
         if bound_of_inherited(node.deviation, self.sharing.max_risk) <= self.sharing.max_deviation:
             return node
         return exact_part(node)

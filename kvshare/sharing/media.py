@@ -1,5 +1,5 @@
 """
-What media forbid a plan: a medium is copied as a whole, or it ends what is copied.
+How media limit a plan: a medium is copied as a whole, or nothing is copied from its start on.
 
 An engine computes placeholders from their tokens alone; only its own prefill turns a medium into embeddings.
 So no placeholder lies in a medium that comes before a copy:
@@ -26,13 +26,13 @@ def copied_until(targets: Iterable[Span], media: Sequence[Span]) -> int | None:
 
 
 def with_whole_media(copies: Sequence[Copy], media: Sequence[Span]) -> tuple[Copy, ...]:
-    """The copies, ascending and apart, up to the first medium that they do not cover as a whole."""
+    """Return the copies (ascending, disjoint) up to the first medium that they do not cover as a whole."""
     end = copied_until((copy.target for copy in copies), media)
     return tuple(copies) if end is None else within(copies, Span(0, end))
 
 
 def composed_with_whole_media(composition: Composition, media: Sequence[Span]) -> Composition:
-    """A composition with such copies; its exact prefix ends with them."""
+    """Apply `with_whole_media` to a composition; its exact prefix ends there at the latest."""
     end = copied_until((copy.target for copy in composition.copies), media)
     if end is None:
         return composition
@@ -41,7 +41,7 @@ def composed_with_whole_media(composition: Composition, media: Sequence[Span]) -
 
 
 def outside_media(spans: Iterable[Span], media: Sequence[Span]) -> tuple[Span, ...]:
-    """The parts of the spans that are not media: repairs."""
+    """Return the parts of the spans that lie in no medium, merged."""
     rest = list(spans)
     for medium in media:
         rest = [

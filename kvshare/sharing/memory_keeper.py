@@ -1,8 +1,8 @@
 """
 Stores prompts and answers in host memory: cuts their KV into segments and makes room for them.
 
-The embedded engine stores tensors, a replay only byte counts. Answers never wait for it. All methods may be
-called from any thread; those that block say so.
+The embedded engine stores tensors, a replay only byte counts. No answer waits until it is stored. All methods
+may be called from any thread; those that block say so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvshare.telemetry import Component, FallbackReason
 
 
 class Retained(Protocol):
-    """KV of one span of a sequence, or a replay's stand-in for it."""
+    """KV of one span of a sequence; in a replay only its size."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -57,7 +57,7 @@ class SequenceBuffer(Protocol[KVT_co]):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every slot holds KV, also copied slots that no later token attends to."""
+        """Return whether every slot holds KV, even copied slots to which no later token attends."""
 
     def cut(self, span: Span) -> KVT_co: ...
 
@@ -66,7 +66,7 @@ class HostTier(Tier, Budget, Protocol[KVT_contra]):
     """
     A tier in the memory of this process, maybe with others below it.
 
-    `num_bytes` and `max_bytes` are those of the memory, `budgets` all that prompts are evicted for.
+    `num_bytes` and `max_bytes` are those of the memory. Prompts are evicted until each of `budgets` has room.
     """
 
     @property
@@ -75,7 +75,7 @@ class HostTier(Tier, Budget, Protocol[KVT_contra]):
     def put(self, segment: Segment, kv: KVT_contra) -> None: ...
 
     def close(self) -> None:
-        """Nothing is put or fetched after this."""
+        """Release the tier. The caller puts and fetches nothing after this."""
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return the status of this tier and those below it."""
@@ -186,7 +186,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
             return insertion.node if insertion.created else None
 
     def close(self) -> None:
-        """Blocks while the tier writes what it has in memory only."""
+        """Close the tier. Blocks while it writes what it has in memory only."""
         self.tier.close()
 
     def tiers(self) -> tuple[TierStatus, ...]:
@@ -196,7 +196,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
         return self.tier.budgets
 
     def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
-        """Also those of which the budget has nothing: evicting them would free no room."""
+        """Return held prompts, and those without a segment in the budget: evicting those frees no room."""
         return _HeldOrElsewhere(held, self.tree, budget)
 
     def _lengthen(self, node: Node, computed: Computed[KVT]) -> Node | None:
@@ -288,7 +288,7 @@ class MemoryKeeper(PromptKeeper[HostTier[KVT]], Generic[KVT]):
 
 
 class _HeldOrElsewhere(Container[NodeId]):
-    """Nodes that are held, and those without a segment in a budget."""
+    """The nodes that are held, those without a segment in a budget, and those that are gone."""
 
     def __init__(self, held: Collection[NodeId], tree: DeltaTree, budget: Budget) -> None:
         self._held, self._tree, self._budget = held, tree, budget

@@ -1,6 +1,5 @@
 """
-Describes the node of a finished sequence: its parent, its computed spans, its exact length, the generation of
-its segments.
+Makes the draft of a node from a finished sequence: its parent, computed spans, exact length and generations.
 
 Pure functions of a plan and its stored segments, for both engines.
 """
@@ -42,7 +41,7 @@ def computed_spans(plan: Plan | NoPlan, num_tokens: int, segment_tokens: int) ->
     """
     The computed spans of a sequence: placeholders and the answer, at most `segment_tokens` tokens each.
 
-    A segment has one generation: if repairs were chosen, a span ends where the KV stops being exact.
+    A segment has one generation, so if repairs were chosen, a span is cut where the KV stops being exact.
     """
     if isinstance(plan, NoPlan):
         return split([Span(0, num_tokens)], segment_tokens)
@@ -61,10 +60,10 @@ def draft_node(
     parent: NodeId | None,
 ) -> NodeDraft:
     """
-    The node of a sequence.
+    Return the draft of the node of a sequence.
 
+    `plan` is the plan as it was executed. Its copies and `stored` together cover every position once.
     Shapes:  token_ids (T,), prompt and answer, as far as their KV was computed
-    `plan` is the plan as it was executed; its copies and `stored` cover every position once.
     """
     exact_length, deviation = len(token_ids), 0.0
     if isinstance(plan, Plan) and plan.first_approximate < plan.num_tokens:

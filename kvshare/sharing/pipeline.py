@@ -2,8 +2,8 @@
 The steps of sharing for one request: nominate, align, plan, fetch; later, index what was stored.
 
 `find_plan` runs before prefill and never raises: if a step fails, the request is served unshared and the
-failure is counted. `find_plan` changes nothing, so `explain` calls it too. `note_use` records that a request
-uses the result. The engine's keeper stores prompt and answer, each when computed; `remember` indexes them.
+failure is counted. It changes neither tree nor index, so `explain` calls it, too. `note_use` records that a
+request uses its result. The engine's keeper stores prompt and answer; `Indexing.remember` indexes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vector_index import Candidate, Nomination, Nominator
 log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-_LONG_PROMPT_TOKENS = 8192  # longer ones have a second thread: 45,000 tokens take some 25 ms, 2,000 two
+_LONG_PROMPT_TOKENS = 8192  # longer prompts have their own thread: 45,000 tokens take 25 ms, 2,000 two
 _Planner = Callable[[Sequence[Node]], Plan | NoPlan]
 
 
@@ -62,9 +62,9 @@ class Sharing:
     ) -> None:
         """
         `owns_index`: no other server writes to the index, so entries that the tree does not have are removed.
-        `executor`: where plans are made; by default one thread, and a second one for long prompts.
-        `writer`: where uses are recorded; by default where plans are made. Also where what new rates mean
-        for lookups is found; by default on the way of a request.
+        `executor`: makes the plans; by default one thread, and a second one for long prompts.
+        `writer`: records uses; by default the executor. A writer also computes which prompts are worth a
+        lookup after rates have changed; by default the next request does.
         """
         self.keeper = keeper
         self.tree, self.tier, self.telemetry = keeper.tree, keeper.tier, keeper.telemetry
@@ -91,8 +91,8 @@ class Sharing:
         """
         Plan for this model from now on: its calibration, the size of its KV, and what its engine can do.
 
-        For an engine that learns of its model after the start, or of another one. Plans in progress keep the
-        limits that they began with.
+        For an engine that gets to know its model after the start, or changes it. Plans in progress keep the
+        limits with which they began.
         """
         self.cost.set_bytes_per_token(bytes_per_token)
         self._limits = self._limits.of_model(fingerprint, can_move_keys=can_move_keys, can_probe=can_probe)
@@ -113,12 +113,12 @@ class Sharing:
         queue: Queue = IDLE,
     ) -> Lookup:
         """
-        Nominate, plan and fetch for a prompt. Changes only the counters of failures. Never raises: an error
-        gives NoPlan with a reason.
+        Nominate, plan and fetch for a prompt. Changes only counters and the measured rate of the disk. Never
+        raises: after an error the plan is a NoPlan with a reason.
 
-        `max_deviation`: the request's own limit, which counts where it is below that of the settings.
-        `by_embedding`: also search by embedding, if that is quick for what it can save.
-        `queue`: what the engine has to do first.
+        `max_deviation`: the request's limit, if that is lower than the limit of the settings.
+        `by_embedding`: also search by embedding, if that takes little of what it can save.
+        `queue`: the work that the engine does before this prompt.
         """
         if not self.may_share(prompt, mode):
             unshared = Reason.SHORT_PROMPT if self._limits.can_share else Reason.MODEL_UNSHARED
@@ -219,8 +219,8 @@ class Sharing:
         self, namespace: str, num_tokens: int, candidates: Sequence[Candidate], make: _Planner
     ) -> Lookup:
         """
-        Align, plan and fetch. If donors are evicted or stored again meanwhile, this plans again, twice at
-        most, without donors whose KV is missing.
+        Align, plan and fetch. If donors are evicted or stored again meanwhile, or KV is missing or late, plan
+        again, at most twice: without donors whose KV is missing, or with those in memory.
         """
         stages = {"plan": 0.0, "fetch": 0.0}
         nodes = self.own_nodes(namespace, candidates)
@@ -246,7 +246,7 @@ class Sharing:
             if isinstance(plan, NoPlan):
                 return replace(found, plan=plan)
             fetched = self.fetching.fetch(plan, self._limits.threshold, stages)
-            if fetched.late:  # read from memory what is there, and compute the rest
+            if fetched.late:  # copy only from donors in memory
                 nodes, found = self.fetching.near(nodes), replace(found, plan=NoPlan(Reason.KV_LATE))
                 continue
             if not fetched.missing:
@@ -278,7 +278,7 @@ class Sharing:
     def own_nodes(
         self, namespace: str, candidates: Sequence[Candidate], *, without: Collection[NodeId] = ()
     ) -> list[Node]:
-        """The candidates' nodes, except `without`. Candidates of other namespaces are dropped."""
+        """Return the candidates' nodes, except `without`. Candidates of other namespaces are dropped."""
         nodes = []
         for candidate in candidates:
             node = self.tree.get(NodeId(candidate.prompt_id))

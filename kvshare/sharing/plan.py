@@ -46,8 +46,8 @@ class Plan:
     """
     Copies and placeholders cover every position of the prompt exactly once.
 
-    With an `order` the engine still has to choose repairs among the copies; `with_repairs` gives the plan
-    with them. `reason`: why not more is shared, if a better plan was refused; else None.
+    With an `order` the engine still has to choose repairs among the copies; `with_repairs` returns the plan
+    that includes them. `reason`: why a plan that shares more was refused; None if none was.
     """
 
     num_tokens: int
@@ -59,7 +59,7 @@ class Plan:
     estimate: Estimate
     reason: Reason | None = None
     order: RepairOrder | None = None
-    exact_until: int | None = None  # set by `with_repairs`: KV after it attended to copies replaced later
+    exact_until: int | None = None  # set by `with_repairs`: later KV attended to copies that were replaced
     prediction: Prediction | None = None  # for the approximate plan, used or refused
 
     @property
@@ -111,9 +111,9 @@ class Plan:
 
     def work(self, *, num_extra_passes: int = 0, queue: Queue = IDLE) -> PrefillWork:
         """
-        What carrying out the plan takes, where repairs that are to be chosen attend to half of the prompt.
+        Return the work of the plan. Repairs that are not chosen yet are counted as if at half of the prompt.
 
-        `num_extra_passes`: those of an approximate plan, beyond the engine's own
+        `num_extra_passes`: passes that an approximate plan takes beyond the engine's own
         """
         num_tokens, in_spans = self.num_computed + self.num_selecting, _total(self.placeholders)
         pairs = sum(span.end**2 - span.start**2 for span in self.placeholders) / 2
@@ -170,7 +170,7 @@ class Plan:
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:
         """
-        The plan with the chosen repairs, which replace the order.
+        Return the plan with the chosen repairs in place of the order.
 
         The probe pass attended to the copies that are now replaced, so its KV stays approximate
         (`exact_until`).
@@ -188,7 +188,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    """Nothing is copied. `reason` says why; None for a plan that is internal, of no request."""
+    """Nothing is copied. `reason` says why; None if it does not belong to a request."""
 
     reason: Reason | None = None
     prediction: Prediction | None = None  # for the refused plan
@@ -220,7 +220,7 @@ def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
 
 
 def cut(spans: Iterable[Span], place: int) -> tuple[Span, ...]:
-    """The spans, with the one around `place` split there."""
+    """Return the spans; a span that contains `place` is split there."""
     parts: list[Span] = []
     for span in spans:
         middle = min(max(place, span.start), span.end)
@@ -248,7 +248,7 @@ def clip(copy: Copy, span: Span) -> Copy | None:
 
 
 def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
-    """The positions of a prompt that none of the copies, ascending by target and apart, covers."""
+    """Return the positions of a prompt that no copy covers. `copies`: ascending by target, disjoint."""
     found, end = [], 0
     for copy in copies:
         if copy.target_start > end:
@@ -260,7 +260,7 @@ def uncovered(copies: Sequence[Copy], num_tokens: int) -> tuple[Span, ...]:
 
 
 def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
-    """The copies, ascending by target and apart, clipped to a span."""
+    """Return the copies clipped to a span. `copies`: ascending by target, disjoint."""
     if not span:
         return ()
     first = bisect_right(copies, span.start, key=lambda copy: copy.target_start + copy.length)
@@ -272,7 +272,7 @@ def within(copies: Sequence[Copy], span: Span) -> tuple[Copy, ...]:
 
 
 def without(copies: Iterable[Copy], holes: Iterable[Span]) -> tuple[Copy, ...]:
-    """The copies, ascending by target, with the holes cut out of them. Linear in copies and holes."""
+    """Cut the holes out of copies that ascend by target. Linear in copies and holes."""
     sorted_holes = merge(holes)
     first = 0  # index of the first hole that ends after the copy's start
     rest: list[Copy] = []

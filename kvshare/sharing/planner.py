@@ -123,7 +123,7 @@ class _Search:
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
 
     def _try_originals(self, donors: Sequence[Node], exact: Plan | None) -> None:
-        """If the last plan inherits deviation, plan with the exact KV of the donors only."""
+        """If the plan tried last inherits deviation, also plan with only the exact KV of the donors."""
         inherits = self._prediction is not None and self._prediction.inherited
         if not inherits or not any(map(is_exact, donors)):
             return
@@ -143,7 +143,7 @@ class _Search:
 
 
 def _preferred(accepted: Sequence[Plan]) -> Plan:
-    """The fastest plan, or one with full donors that deviates less and saves nearly as much."""
+    """Return the fastest plan, or one that inherits nothing, deviates no more and saves nearly as much."""
     fastest = min(accepted, key=_seconds)
     longest = _seconds(fastest) + _ABOUT_EQUAL * (fastest.estimate.full_s - _seconds(fastest))
     near = (plan for plan in accepted if not _inherited(plan) and _seconds(plan) <= longest)
@@ -183,12 +183,12 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
 
 
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
-    """The gate: why an approximate plan is not used, or None. A doubtful match counts as no match."""
+    """Return why an approximate plan may not be used; None if it passes the gate."""
     policy = limits.policy
     num_exact = exact.exact_length if exact is not None else 0
     num_computed = plan.num_computed + plan.num_selecting
     saved = plan.num_tokens - num_computed - num_exact  # beyond the exact plan
-    # Repair may leave few copied tokens: they are not worth any deviation.
+    # Repairs may leave so few copied tokens that they are not worth any deviation.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
         return Reason.NOT_ENOUGH_SAVED
     if plan.prediction is not None and not plan.prediction.keeps_limit:

@@ -28,13 +28,13 @@ from kvshare.sharing.plan import continues, small_shift
 from kvshare.sharing.risk import REGIMES, Regime, RiskTable
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
-_OWN = ("intercept", "bias", "slope", "spread", "at_length")  # of all features together
+_OWN = ("intercept", "bias", "slope", "spread", "at_length")  # parameters that belong to no one feature
 _COLUMNS = ("weight", "with_repairs", "low", "high")  # of a feature in a calibration file
 _REACH = 32.0  # tokens after the start of a stretch over which its KV approaches the donor's
 _DOSE = 4.0  # repaired tokens per stale token; scales the logarithm of `repaired`
-_MOST_STRETCHES = 512  # stretches whose context is compared; of more, a sample
-_MOVED = 0.01  # share of relocated tokens: with more a plan counts as moved text
-_REPLACED = 0.2  # share of the text in front of a copy: if more is gone, its context is another one
+_MOST_STRETCHES = 512  # stretches whose context is compared; if there are more, a sample
+_MOVED = 0.01  # a plan with a larger share of relocated tokens counts as moved text
+_REPLACED = 0.2  # if more of the text in front of a copy was replaced, its context counts as another one
 
 Vector = NDArray[np.float64]
 Placed = NDArray[np.int64]
@@ -53,8 +53,9 @@ class Shape:
     """
     The features of a plan before repairs.
 
-    `values`: (F - 1,) all features but the last. `stale`: tokens near the start of a stretch, weighted by
-    their distance to it; a stretch adds some 22 to 160. `far`: share of the copied tokens that are relocated.
+    `values`: (F - 1,) all features but the last. `stale`: tokens of the stretches, weighted less the further
+    they are from the start; a stretch adds some 22 to 160. `far`: share of the copied tokens that are
+    relocated.
     """
 
     values: tuple[float, ...]
@@ -64,13 +65,13 @@ class Shape:
 
     @property
     def regime(self) -> Regime:
-        """Edited in place; moved, of one donor; or composed of several donors."""
+        """The kind of plan: edited in place, moved within one donor, or composed of several donors."""
         if self.values[FEATURES.index("donors")] > 0:
             return "composed"
         return "moved" if self.far >= _MOVED else "in_place"
 
     def repaired(self, num_tokens: float) -> Vector:
-        """(F,) the features when so many copied tokens are computed again."""
+        """(F,) the features of the plan if `num_tokens` copied tokens are computed again."""
         return np.append(self.values, np.log1p(_DOSE * num_tokens / self.stale))
 
 
@@ -78,13 +79,13 @@ def shape_of(
     copies: Sequence[Copy], *, num_tokens: int, exact_length: int, common: Mapping[NodeId, int]
 ) -> Shape | None:
     """
-    The shape of a plan with these approximate copies, or None if there are none. Means are over copied
-    tokens.
+    Return the shape of a plan with these approximate copies, or None if there are none. The first three are
+    means over copied tokens.
 
-    lost      log of the tokens that stood in front of a copy in its donor and do not now
-    new       log of the tokens that stand in front of it now and did not
+    lost      log of the tokens that are in front of a copy in its donor, but not in the prompt
+    new       log of the tokens that are in front of a copy in the prompt, but not in its donor
     shift     log of how far copies moved
-    donors    log of how many there are
+    donors    log of the number of donors
     distance  log of the tokens from the start of the last stretch to the end of the prompt
     exact     share of the prompt that is an exact prefix
     stale     log10 of the share of stale tokens, see `Shape`
@@ -128,13 +129,13 @@ def carried(
     common: Mapping[NodeId, int],
 ) -> float:
     """
-    What copies carry of their donors' expected deviation: a mean over copied tokens.
+    Return the expected deviation that copies carry from their donors: a mean over copied tokens.
 
-    A copy carries its donor's deviation if nearly all of its donor's text in front of it is still in front of
-    it, as after an edit in place. Where much of that text was replaced, the plan's own shape has that, and
-    deviation did not add up (docs/fidelity.md). KV in a donor's exact prefix carries nothing.
+    A copy carries its donor's deviation if the prompt still has nearly all of the donor's text in front of
+    the copy, as after an edit in place. If much of that text was replaced, only the plan's shape counts:
+    measured deviations did not add up (docs/fidelity.md). KV in a donor's exact prefix carries nothing.
 
-    `known`: all tokens that the donors have, before repairs; `common`: see `shape_of`
+    `known`: the approximate copies of the composition, before repairs; `common`: see `shape_of`
     """
     if not any(donor.deviation for donor in donors.values()):
         return 0.0
@@ -153,11 +154,11 @@ class Calibration:
     """
     Weights for one model and one repair rule. All tuples are in the order of `FEATURES`.
 
-    Features are clipped to [`low`, `high`] and weighted to the typical KL; `with_repairs` is added to a
-    weight for each unit of the last feature, as repairs change what the others say. `bias` and `slope` turn
-    it into the mean, which a few bad plans dominate. KL is in nats. `risks`: by regime, what answers may
-    deviate by. `at_length`: how many times as far as expected plans with the longest measured prompts were
-    off, at least 1.
+    Features are clipped to [`low`, `high`]; their weighted sum gives the typical KL. `with_repairs` is added
+    to a weight for each unit of the last feature, as repairs change the effect of the others. `bias` and
+    `slope` turn the typical KL into the mean, which a few bad plans dominate. KL is in nats. `risks`: by
+    regime, how far answers may deviate. `at_length`: measured over expected deviation of plans with the
+    longest measured prompts, at least 1.
     """
 
     intercept: float
@@ -234,7 +235,7 @@ def _columns(*columns: tuple[float, ...]) -> Vector:
 
 
 def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
-    """First copy and length of each contiguous stretch of one donor."""
+    """Return the first copy and the length of each contiguous stretch of one donor."""
     found: list[tuple[Copy, int]] = []
     first = before = copies[0]
     length = first.length
@@ -262,7 +263,7 @@ def _churn(stretches: Placed, copies: Placed, common: Mapping[NodeId, int]) -> t
 def _in_front(copies: Placed, target: Vector, source: Vector) -> NDArray[np.int64]:
     """Return for each pair of positions the tokens of the copies that start before it in both prompts."""
     _, at, of, length = copies.T
-    if (of[1:] >= of[:-1]).all():  # in order, as most are: those before it are the first ones
+    if (of[1:] >= of[:-1]).all():  # usually in order: then the copies before a position are the first ones
         before = np.minimum(at.searchsorted(target), of.searchsorted(source))
         found: NDArray[np.int64] = np.concatenate([[0], np.cumsum(length)])[before]
     else:

@@ -16,13 +16,13 @@ from typing import Self
 
 from delta_tree import SegmentId
 
-# Places of KV. Host memory has all that is retained, or gets it from disk.
+# Places of KV. All KV is loaded from host memory or blocks; KV on disk is read into memory first.
 MEMORY = "memory"
 BLOCKS = "blocks"  # of vLLM's own cache
 DISK = "disk"
 _LONGEST = 1 << 20  # tokens; a plan that does not pay at this length never does
-# By which a prior without a figure of its own follows from the rate of tokens.
-_TOKENS_PER_PAIR = 1 / 16384  # attention takes as long as everything else at twice this length
+# The prior of the time of a pair, in times of a token.
+_TOKENS_PER_PAIR = 1 / 16384  # attention takes as long as everything else at twice 16,384 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class PrefillWork:
 
     num_tokens: int  # computed, in all passes
     num_pairs: float  # of a computed token and a position that it attends to
-    num_steps: int = 1  # the engine's own forward passes; 0: a partial pass by itself
-    num_passes: int = 0  # partial passes beyond them
+    num_steps: int = 1  # the engine's own forward passes; 0: only partial passes were measured
+    num_passes: int = 0  # partial passes besides them
     num_reused: int = 0  # tokens whose KV is loaded
-    num_in_blocks: int = 0  # those of them that lie in blocks
-    num_on_disk: int = 0  # those that are read from disk before they are loaded
+    num_in_blocks: int = 0  # reused tokens that lie in blocks
+    num_on_disk: int = 0  # reused tokens that are read from disk before they are loaded
 
     @classmethod
     def full(cls, num_tokens: int) -> Self:
-        """A prompt of which nothing is reused."""
+        """Return the work of a prompt of which nothing is reused."""
         return cls(num_tokens, num_tokens**2 / 2)
 
     @property
@@ -50,7 +50,7 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class LoadRate:
-    """Seconds to load KV from one place: a fixed part, and one for each byte."""
+    """Seconds to load KV from one place: a fixed time, and a time per byte."""
 
     fixed_s: float
     byte_s: float
@@ -65,22 +65,22 @@ FREE = LoadRate(0.0, 0.0)
 @dataclass(frozen=True, slots=True)
 class Queue:
     """
-    What a replica has to do before it serves the next request, in seconds, and which segments lie in its
-    blocks or are on disk. Loads run while others compute.
+    The work of a replica before the next request, in seconds, and which segments lie in its blocks or are on
+    disk. Loads run while other prompts are computed.
     """
 
     loading_s: float = 0.0
     computing_s: float = 0.0
     in_blocks: Container[SegmentId] = frozenset()
     on_disk: Container[SegmentId] | None = None  # None: as the tier says
-    excess_s: float = 0.0  # by which prompts whose KV is loaded were seen to wait longer; see `Waits`
+    excess_s: float = 0.0  # measured: how much longer prompts wait whose KV is loaded; see `Waits`
 
     def reading(self, on_disk: Container[SegmentId]) -> Queue:
-        """The same, with what is on disk, unless that is known."""
+        """Return the queue with these segments on disk, unless it has its own."""
         return self if self.on_disk is not None else replace(self, on_disk=on_disk)
 
     def wait_for(self, load_s: float) -> float:
-        """Return how many seconds a load of `load_s` delays a prompt, from its turn to be computed on."""
+        """Return how many seconds after its turn a prompt is computed, because of a load of `load_s`."""
         return max(0.0, self.loading_s + load_s - self.computing_s) + self.excess_s
 
 
@@ -98,8 +98,8 @@ class Estimate:
     full_s: float
     shared_s: float
     lookup_s: float = 0.0
-    load_s: float = 0.0  # to load, which may be hidden by what is computed before
-    compute_s: float = 0.0  # to compute, the part of `shared_s` that keeps others waiting
+    load_s: float = 0.0  # the load; it may overlap with what is computed before
+    compute_s: float = 0.0  # the computation: the part of `shared_s` for which other prompts wait
 
     @property
     def saved_s(self) -> float:
@@ -108,7 +108,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class MinSaved:
-    """The least saving of a plan: seconds, and the share of the time that it replaces; 0: any."""
+    """The least saving of a plan: in seconds, and as a share of the time without the plan; 0: any saving."""
 
     min_saved_s: float = 0.0
     min_saved_fraction: float = 0.0
@@ -119,7 +119,7 @@ class MinSaved:
         return saved_s >= max(self.min_saved_s, least)
 
 
-ANYTHING = MinSaved()  # that saves time
+ANYTHING = MinSaved()  # any plan that is not slower pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ class Rates:
     step_s: float  # fixed cost of the engine's own pass
     token_s: float
     pair_s: float
-    pass_s: float  # fixed cost of a partial pass beyond it
-    reused_s: float  # for a token that is loaded, beyond its bytes
+    pass_s: float  # fixed cost of a partial pass
+    reused_s: float  # for a reused token, besides the load of its bytes
     loads: Mapping[str, LoadRate] = field(default_factory=lambda: MappingProxyType({}))  # by place
-    lookup: LoadRate = FREE  # the search, with a token of the prompt in place of a byte
-    planning: LoadRate = FREE  # what follows where it finds donors; the same
-    embedding: LoadRate = FREE  # the same
+    lookup: LoadRate = FREE  # the search; its `byte_s` is for each token of the prompt
+    planning: LoadRate = FREE  # what follows if the search finds donors; per token, too
+    embedding: LoadRate = FREE  # per token, too
     bytes_per_token: int = 0
     num_extra_passes: int = 0  # partial passes of an approximate plan beyond the engine's own
     queue: Queue = IDLE
@@ -148,7 +148,7 @@ class Rates:
         bytes_per_token: int = 0,
         num_extra_passes: int = 0,
     ) -> Self:
-        """Rates with nothing but a time for each token and each byte."""
+        """Return rates with only a time per token and a time per loaded byte."""
         return cls(
             step_s=0.0,
             token_s=1 / prefill_tokens_per_s,
@@ -169,11 +169,11 @@ class Rates:
         return sum(map(_times, self.coefficients, work.features))
 
     def full_s(self, num_tokens: int) -> float:
-        """A prefill of which nothing is reused."""
+        """Estimate the prefill of a prompt of which nothing is reused."""
         return self.seconds(PrefillWork.full(num_tokens))
 
     def lookup_s(self, num_tokens: int) -> float:
-        """The search, and planning with what it finds."""
+        """Estimate the search for donors, and planning with them."""
         return self.lookup.seconds(num_tokens) + self.planning.seconds(num_tokens)
 
     def load_s(self, num_tokens: int, *, place: str = MEMORY) -> float:
@@ -192,7 +192,7 @@ class Rates:
         return self._compare(num_tokens, work, load_s)
 
     def least(self, num_tokens: int, work: PrefillWork) -> Estimate:
-        """The same if all that is reused comes from the fastest place; `estimate` never gives less."""
+        """Return a lower limit of `estimate`: all that is reused comes from the fastest place."""
         return self._compare(num_tokens, work, self.least_load_s(work.num_reused))
 
     def _compare(self, num_tokens: int, work: PrefillWork, load_s: float) -> Estimate:
@@ -207,10 +207,10 @@ class Rates:
 
     def best_case(self, num_tokens: int, *, computed: float = 0.0, with_lookup: bool = False) -> Estimate:
         """
-        The estimate of a plan that computes a share `computed` of a prompt, at least one token, and loads the
-        rest from the fastest place.
+        Estimate a plan that computes a share `computed` of a prompt, at least one token, and loads the rest
+        from the fastest place.
 
-        A plan that computes a share is approximate; with none of it computed it is a copied prefix.
+        With `computed` above 0 the plan is approximate; with 0 it copies a prefix.
         """
         num_computed = max(1, round(computed * num_tokens))
         work = PrefillWork(
@@ -226,9 +226,9 @@ class Rates:
         self, *, computed: float, threshold: MinSaved = ANYTHING, with_lookup: bool = False
     ) -> int | None:
         """
-        The shortest prompt, in tokens, for which such a plan pays; None if no length does.
+        Return the shortest prompt, in tokens, for which such a plan pays; 0: for all; None: for none.
 
-        `computed`: the share of the tokens that the plan computes. `with_lookup`: the lookup must pay, too.
+        `computed`: see `best_case`. `with_lookup`: the plan must also save the time of the lookup.
         """
 
         def pays(num_tokens: int) -> bool:
@@ -239,7 +239,7 @@ class Rates:
 
 
 def prior_pair_s(token_s: float) -> float:
-    """Seconds for a pair, where only the rate of tokens is known."""
+    """Estimate the seconds of a pair from those of a token."""
     return token_s * _TOKENS_PER_PAIR
 
 
@@ -248,7 +248,7 @@ def _times(coefficient: float, feature: float) -> float:
 
 
 def _first(holds: Callable[[int], bool]) -> int | None:
-    """The first length from which on this holds: longer prompts save more."""
+    """Return the least length for which this holds (for 1: 0), or None. It holds for all longer ones."""
     if holds(1):
         return 0
     low, high = 1, 2

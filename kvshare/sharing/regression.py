@@ -1,9 +1,9 @@
 """
 Learns what times are made of: non-negative least squares of the relative error, over few observations.
 
-The error is relative to what was measured, so a short prefill counts as much as a long one, and one that was
-held up, by anything, counts little. Observations are kept by kind and size, the last ones of each: what is
-served most does not push out what is served seldom.
+The error is relative to the measured time, so a short prefill counts as much as a long one, and one that was
+delayed counts little. The last observations of each kind and size are kept, so that frequent ones do not push
+out rare ones.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 Row = tuple[str, tuple[float, ...], float]  # kind, features, seconds
 
 _WINDOW = 8  # observations of one kind and size
-# Of a coefficient's prior, against 1 of an observation: it decides what no observation does.
+# Weight of a coefficient's prior; that of an observation is 1. It decides only what no observation decides.
 _PRIOR_WEIGHT = 3e-5
-_LITTLE = 0.05  # of what was measured
-_AS_EXPECTED = 0.1  # of what was measured; with such an error there is nothing to learn at once
+_LITTLE = 0.05  # share of the measured time; the prior of a group that should take less counts less
+_AS_EXPECTED = 0.1  # relative error; an observation with a smaller one need not be learned at once
 
 
 class Regression:
@@ -29,8 +29,8 @@ class Regression:
 
     def __init__(self, priors: Sequence[float], *, fixed: Collection[int] = (0,)) -> None:
         """
-        `priors`: the coefficients until something is observed; all > 0, as they are also the units.
-        `fixed`: the features whose priors are as wrong as each other, whatever is wrong with all others: a
+        `priors`: the coefficients until something is observed; all > 0, because they are also the units.
+        `fixed`: features with a common factor between prior and truth; all other features have another one. A
         device that computes a thousand times as fast does not launch a thousand times as fast.
         """
         self._priors = np.asarray(priors, dtype=np.float64)
@@ -38,14 +38,14 @@ class Regression:
         self._groups = np.array([is_fixed, ~is_fixed], dtype=np.float64)
         self._windows: dict[tuple[str, int], deque[Row]] = {}
         self.coefficients = tuple(float(prior) for prior in self._priors)
-        self._num_kept = 0  # observations since the coefficients were found
+        self._num_kept = 0  # observations since the coefficients were computed
 
     def add(self, kind: str, features: Sequence[float], seconds: float) -> bool:
         """
-        Returns whether the coefficients are new.
+        Add an observation; return whether the coefficients were computed again.
 
-        `kind`: observations of one kind and of about the same time displace each other. Where such ones are
-        known and this one took as long as expected, coefficients only follow now and then: requests wait.
+        `kind`: a new observation displaces an old one of the same kind and about the same size. If enough of
+        these are known and it took as long as expected, coefficients are not computed now: requests wait.
         """
         window = self._keep((kind, tuple(map(float, features)), seconds))
         self._num_kept += 1
@@ -70,7 +70,7 @@ class Regression:
                 raise ValueError(f"has {kind!r} that took {seconds:g} s for nothing")
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """These observations in place of those so far."""
+        """Replace all observations by these."""
         self._windows.clear()
         for row in rows:
             self._keep(row)
@@ -81,26 +81,26 @@ class Regression:
 
     def _keep(self, row: Row) -> deque[Row]:
         kind, features, _ = row
-        # By what it should take: a time that was measured in a bad moment must not open a window of its own.
+        # By the expected time: one that was measured in a bad moment must not open a window of its own.
         size = math.frexp(float(np.dot(self._priors, features)))[1]
         window = self._windows.setdefault((kind, size), deque(maxlen=_WINDOW))
         window.append(row)
         return window
 
     def _solve(self) -> None:
-        """Minimize the errors' squares over shares of the priors, from the factors of each group on."""
+        """Scale the priors of each group by its factor, then fit each coefficient by least squares."""
         self._num_kept = 0
         rows = self.rows()
         features = np.array([features for _, features, _ in rows]).reshape(-1, len(self._priors))
         scaled = features * self._priors / np.array([[seconds] for _, _, seconds in rows]).reshape(-1, 1)
-        # What was not observed is faster or slower with the machine, too.
+        # A machine that is faster than its priors is faster in what was not observed, too.
         factors = self._factors(scaled) if rows else np.ones(len(self._priors))
         scaled *= factors
         shares = _least_squares(scaled, np.full(len(self._priors), _PRIOR_WEIGHT))
         self.coefficients = tuple(float(value) for value in shares * factors * self._priors)
 
     def _factors(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
-        """First all priors by one factor, then each group by one of its own, as far as that is observed."""
+        """Return the factor of each prior: one for all priors, times one for its group, if observed."""
         predicted = scaled.sum(axis=1)
         factor = predicted.sum() / (predicted @ predicted)
         of_groups = factor * scaled @ self._groups.T
@@ -112,9 +112,9 @@ class Regression:
 
 def _least_squares(scaled: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """
-    Shares of the priors, none negative, so that each row's sum is nearly 1. `weights`: of the priors.
+    Return non-negative shares of the priors for which each row's sum is nearly 1. `weights`: of the priors.
 
-    Negative ones are set to 0, one by one.
+    Negative shares are set to 0, one by one.
     """
     matrix = scaled.T @ scaled + np.diag(weights)
     target = scaled.sum(axis=0) + weights

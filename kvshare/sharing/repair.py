@@ -1,8 +1,8 @@
 """
 Repairs: positions that are computed again because their tokens match a donor but their context changed.
 
-There are two rules. By place: a window after each edit, as it is affected most by the edited value
-(arXiv:2609.17983), and the head of each relocated copy, where attention sinks are (EPIC, arXiv:2410.15332).
+There are two rules. By place: a window after each edit, which the edit affects most (arXiv:2609.17983), and
+the head of each relocated copy, where attention sinks are (EPIC, arXiv:2410.15332).
 By attention: an engine chooses a given number of tokens after a probe pass. The tail of the prompt is always
 computed, because the answer starts from it.
 """
@@ -18,7 +18,7 @@ from kvshare.settings import RepairSettings
 from kvshare.sharing.plan import RepairOrder, continues, small_shift
 from kvshare.sharing.selection import probes
 
-# Shortest rest of a copy after its repairs; computing fewer tokens costs less than an additional run.
+# If repairs leave fewer tokens of a copy, these are computed, too: that costs less than an additional run.
 _MIN_LEFTOVER = 8
 
 RepairRule = Literal["windows", "attention"]
@@ -41,11 +41,11 @@ def repairs_by_place(
     max_small_shift: int | None = None,
 ) -> tuple[Span, ...]:
     """
-    The windows, heads and tail inside approximate `copies`.
+    Return the windows, heads and tail inside approximate `copies`.
 
-    Windows shrink evenly if they exceed `settings.max_budget` of the prompt.
-    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: factor on the
-             windows of the settings; `max_small_shift`: tokens, by default `small_shift(num_tokens)`
+    Windows and heads shrink evenly if they exceed `settings.max_budget` of the prompt.
+    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: factor on
+             windows and heads; `max_small_shift`: tokens, by default `small_shift(num_tokens)`
     """
     limit = small_shift(num_tokens) if max_small_shift is None else max_small_shift
     heads = [int(widened * head) for head in _head_lengths(copies, max_small_shift=limit, settings=settings)]
@@ -58,8 +58,8 @@ def repairs_to_choose(
     copies: Sequence[Copy], *, num_tokens: int, wanted: float, settings: RepairSettings
 ) -> Repairs:
     """
-    The tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, but at most
-    `settings.max_budget` of the prompt.
+    Return the tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, at
+    most `settings.max_budget` of the prompt.
     """
     stretches = _stretches(copies, num_tokens - settings.tail)
     most = min(sum(len(stretch) for stretch in stretches), int(settings.max_budget * num_tokens))
@@ -69,14 +69,14 @@ def repairs_to_choose(
 
 
 def tail_repairs(copies: Sequence[Copy], *, num_tokens: int, settings: RepairSettings) -> tuple[Span, ...]:
-    """The tail inside approximate `copies`, and copies that are too short."""
+    """Return the tail inside approximate `copies`, and what is too short to be copied."""
     return _cut(copies, [0] * len(copies), num_tokens, settings)
 
 
 def _cut(
     copies: Sequence[Copy], heads: Sequence[int], num_tokens: int, settings: RepairSettings
 ) -> tuple[Span, ...]:
-    """The heads, the tail, and rests of copies that are too short."""
+    """Return the heads, the tail, and what would remain of copies but is too short to be copied."""
     tail = max(0, num_tokens - settings.tail)
     repairs: list[Span] = []
     for copy, head in zip(copies, heads, strict=True):
@@ -93,7 +93,7 @@ def _cut(
 
 
 def _stretches(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
-    """Contiguous stretches of one donor in front of `end`, without those that are too short."""
+    """Return the stretches in front of `end`, without copies that are too short."""
     stretches: list[tuple[int, int]] = []
     before: Copy | None = None
     for copy in copies:

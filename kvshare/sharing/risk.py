@@ -3,9 +3,9 @@ The promise: at most a share `risk` of the answers from shared KV deviates by mo
 
 A plan's typical deviation is predicted from its shape. How far single answers are from it depends on the
 kind of plan, its *regime*. So each regime has a table that `kvshare calibrate` writes: if only plans up to a
-typical deviation are shared, at most `risk` of their answers deviate by more than a limit, at 95 %
-confidence. The table is found by testing limits one after another, from the strictest on ("Learn then
-Test", Angelopoulos et al., arXiv:2110.01052, fixed sequence testing; Clopper and Pearson's bound).
+typical deviation are shared, at most a share `risk` of their answers deviate by more than a limit, at 95 %
+confidence. `kvshare calibrate` tests limits one after another, from the strictest on ("Learn then Test",
+Angelopoulos et al., arXiv:2110.01052, fixed sequence testing; Clopper and Pearson's bound).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Literal, Self, get_args
 
 Regime = Literal["in_place", "moved", "composed"]
 REGIMES: tuple[Regime, ...] = get_args(Regime)
-ANY_DEVIATION = 20.0  # nats: beyond any answer's, so that it bounds every plan
+ANY_DEVIATION = 20.0  # nats: more than any answer deviates by, so that it bounds every plan
 CONFIDENCE = 0.95
-_CARRIED = 2.0  # what an answer may deviate by for each expected nat of its donors: docs/fidelity.md
+_CARRIED = 2.0  # nats that an answer may deviate by for each expected nat of its donors: docs/fidelity.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class RiskTable:
     What is certified for one regime.
 
     `typical`: by risk and by limit of deviation (nats), the highest typical deviation (nats) of plans that
-    keep the promise. What is missing is not certified, as for a regime with too few measured plans.
+    keep the promise. A missing entry is not certified, for instance if too few plans were measured.
     """
 
     typical: Mapping[float, Mapping[float, float]] = field(default_factory=dict)
 
     def bound(self, typical: float, risk: float) -> float:
-        """The smallest deviation that such plans exceed with at most this risk, nats."""
+        """Return the smallest certified deviation, nats, that such plans exceed with at most this risk."""
         certified = [limits for known, limits in self.typical.items() if known <= risk]
         found = (limit for limits in certified for limit, most in limits.items() if typical <= most)
         return min(found, default=ANY_DEVIATION)

@@ -6,15 +6,15 @@ Chooses which copied tokens are computed again. The plan says how many.
     attended   attention that the last placeholders pay to it, mean over them and over heads; the square root,
                because later tokens of the answer attend to other places
     changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
-    repairable falls with the distance to the start of its stretch, as a token attends to stale neighbours
+    repairable falls with the distance to the start of its stretch: there a token attends to stale neighbours
 
-A probe pass computes the placeholders and at most min(64, 3 %) copied tokens. It is measured in the first
-three quarters of its layers, so that a GPU's results are on the host before the pass has ended. A second pass
-computes the chosen repairs: the same positions in all layers, in at most 32 runs more than the plan has. It
-also computes again the listeners and the placeholders that they attend to most, because the probe pass
-computed those over stale KV. After an edit the changes are at the start of a stretch, so the choice is a
-window; in moved text all tokens change a little, and attention decides. docs/fidelity.md compares this rule
-with published ones.
+A probe pass computes the placeholders and some copied tokens: at most 64, and at most 3 % of the prompt. Only
+the first three quarters of its layers are measured, so that a GPU's results are on the host before the pass
+ends. A second pass computes the chosen repairs: the same positions in all layers, in about 32 runs more than
+the plan has at most. It also computes again the listeners and the placeholders that they attend to most,
+because the probe pass computed those over stale KV. After an edit the changes are at the start of a stretch,
+so the choice is a window; in moved text all tokens change a little, and attention decides. docs/fidelity.md
+compares this rule with published ones.
 
 Pure functions: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
 """
@@ -37,7 +37,7 @@ Scores = NDArray[np.floating]
 
 MAX_FURTHER_RUNS = 32
 _MOST_PROBES, _PROBED_SHARE = 64, 0.03
-# Of probes in a stretch: its start changes most.
+# Offsets of probes from the start of a stretch, which changes most.
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 _REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
@@ -62,10 +62,10 @@ def choose(
     first_approximate: int,
 ) -> RepairChoice:
     """
-    What the second pass computes: `order.num_tokens` repairs, and some placeholders again.
+    Return what the second pass computes: `order.num_tokens` repairs, and some placeholders again.
 
-    Tokens of stretches that were computed because their KV was missing need no repair: the number shrinks in
-    proportion.
+    Tokens of stretches that were computed because their KV was missing need no repair: the number of repairs
+    shrinks in proportion.
     Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes; of
              the first `num_listening_layers` layers
     """
@@ -104,7 +104,7 @@ def listeners(computed: Mask) -> NDArray[np.int64]:
 def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
 ) -> RepairChoice:
-    """The same number of repairs without measurements: the starts of the stretches."""
+    """Choose the same number of repairs without measurements: the starts of the stretches."""
     attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
     return choose(order, placeholders, attended, changed, first_approximate=first_approximate)
 
@@ -142,7 +142,7 @@ def scores(
 
 
 def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
-    """(T,) `count` allowed positions with high scores, in few runs in addition to `computed`."""
+    """(T,) `count` allowed positions with high scores, which add few runs to `computed`."""
     rows = np.zeros(len(allowed), np.bool_)
     for size in _BLOCKS:
         rows = blocks(scores, allowed, count, size)
@@ -170,14 +170,14 @@ def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
     taken = np.zeros(len(means), np.bool_)
     taken[in_turn[num_before < count]] = True
     rows = allowed & np.repeat(taken, size)[: len(scores)]
-    if (num_over := int(rows.sum()) - count) > 0:  # of the last one in turn
+    if (num_over := int(rows.sum()) - count) > 0:  # the block taken last is cut
         last = int(in_turn[num_before < count][-1]) * size
         rows[last + np.flatnonzero(rows[last : last + size])[-num_over:]] = False
     return rows
 
 
 def _of_blocks(values: NDArray[Any], size: int) -> NDArray[Any]:
-    """The sum of each block, of which the last may be cut."""
+    """Return the sum of each block; the last block may be shorter."""
     whole = np.zeros((-(-len(values) // size), size), values.dtype)
     whole.reshape(-1)[: len(values)] = values
     found: NDArray[Any] = whole.sum(axis=1)
@@ -199,7 +199,7 @@ def covered(spans: Sequence[Span], num_tokens: int) -> Mask:
 
 
 def num_runs(rows: Mask) -> int:
-    """Stretches of neighbours."""
+    """Count the runs of True."""
     return int(rows[0]) + int((rows[1:] & ~rows[:-1]).sum())
 
 

@@ -1,8 +1,8 @@
 """
-The KV of one tenant as a memory with a limit of its own: above it, the tenant's own prompts leave.
+The KV of one tenant as a memory with its own limit: above it, prompts of this tenant are evicted.
 
-All namespaces of a tenant are one group of the delta tree, which knows the bytes of a group and which of its
-prompts leaves first, however many namespaces there are.
+All namespaces of a tenant are one group of the delta tree. The tree knows the bytes of a group and which of
+its prompts to evict first, however many namespaces there are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from delta_tree import DeltaTree, SegmentId, UnknownSegmentError
 from kvshare.tenants import Tenants
 
-_PREFIX = "tenant\0"  # no replica, whose prompts are a group, too, is named so
+_PREFIX = "tenant\0"  # the prompts of a replica are a group, too: no name of a replica begins like this
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class TenantBudget:
 
 
 def group_of(tenant: str) -> str:
-    """The group of the tree that all namespaces of a tenant are put into."""
+    """Return the name of the tree's group for all namespaces of a tenant."""
     return _PREFIX + tenant
 
 
 def group_tenants(tree: DeltaTree, tenants: Tenants) -> None:
-    """Put namespaces whose tenants have become known into the groups of these."""
+    """Put each namespace whose tenant has become known into the group of that tenant."""
     for namespace, owner in tenants.take_noted():
         tree.put_into(group_of(owner.tenant), namespace)
 
 
 def budget_of(tree: DeltaTree, tenants: Tenants, namespace: str) -> TenantBudget | None:
-    """The budget of the tenant whose namespace it is; None if that has no limit, or is not known."""
+    """Return the budget of a namespace's tenant; None if the tenant has no limit, or is not known."""
     owner = tenants.owner_of(namespace)
     max_bytes = None if owner is None else tenants.max_bytes(owner.tenant)
     if owner is None or max_bytes is None:
@@ -59,7 +59,7 @@ def budget_of(tree: DeltaTree, tenants: Tenants, namespace: str) -> TenantBudget
 
 def bytes_by_tenant(tree: DeltaTree) -> dict[str, int]:
     """
-    The bytes of KV of each tenant that `group_tenants` knows and has any. Takes no lock: for the event loop.
+    Return the bytes of each tenant with KV, if `group_tenants` knows it. Takes no lock: for the event loop.
     """
     found = tree.bytes_of_groups().items()
     return {group.removeprefix(_PREFIX): size for group, size in found if group.startswith(_PREFIX)}

@@ -25,8 +25,8 @@ _FEW_CHANGES = 0.1  # share of a prompt that is computed with a good donor
 _LEAST_COMPUTED = 0.02  # share of a prompt whose donors have all of it, by their estimate
 _UNSURE = 0.1  # share of a prompt by which the estimate of what donors have of it may be too low
 _UNFOUND = 0.02  # share of a prompt's own prefill that a search may take while it finds no donors
-_FOUND = 0.1  # and while it always does
-_HARMLESS_S = 0.0005  # that any search may take
+_FOUND = 0.1  # share that it may take while it always finds some
+_HARMLESS_S = 0.0005  # any search may take this long
 _AT_FIRST = {LOOKUP: 1.0, EMBEDDING: 0.4}  # the chance that one finds a donor
 _NEWEST = 0.25  # weight of the last search in that chance
 _ANY = MinSaved(-math.inf)
@@ -55,7 +55,7 @@ class Worth:
     def __init__(
         self, cost: CostModel, *, later: Callable[[Callable[[], None]], object] | None = None
     ) -> None:
-        """`later`: has a call made elsewhere; then no request waits until changed rates are worked out."""
+        """`later`: makes a call elsewhere, so that no request waits for `_shortest` after rates changed."""
         self._cost, self._later = cost, later
         self._known: _Shortest | None = None  # computed once for the same rates
         # Of prompts of so many bits' length: how likely a search finds what a plan copies from.

@@ -1,5 +1,5 @@
 """
-A disk with a shared store below it, as one tier: what is stored is written to both, the disk is read first.
+A disk with a shared store below it, as one tier: segments are written to both, and the disk is read first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 class DiskAndShared:
     """
-    A `LowerTier`. A segment is written when the disk has it: a shared store that fails keeps nothing waiting.
+    A `LowerTier`. A segment counts as written once the disk has it, even if the shared store fails.
     """
 
     name = "disk"
 
     def __init__(self, disk: DiskTier, shared: SharedTier, *, makes_way: bool = False) -> None:
         """
-        `makes_way`: what the store has, too, or now gets, leaves a full disk, the oldest first; without room
-        a segment is written to the store alone. Otherwise who writes sees to it that there is room.
+        `makes_way`: from a full disk, segments that the store has or now gets are dropped, the oldest first;
+        if that is not enough, a new segment is written to the store alone. Else the caller makes room.
         """
         self.disk, self.shared, self.form = disk, shared, disk.form
         self._makes_way = makes_way
-        shared.counts_own = makes_way  # else the disk limits them already
+        shared.counts_own = makes_way  # else the disk already limits this server's segments
         self._problem = WriteProblem(log, "the shared store", lost_with="this server's disk")
 
     @property
@@ -77,7 +77,7 @@ class DiskAndShared:
         return self.disk.takes(segment)
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
-        """Raises OSError if the disk cannot be written; where it is full, only if the store cannot, too."""
+        """Store a segment. Raises OSError if the disk fails; if it is full, only if the store fails, too."""
         try:
             if self._makes_way:
                 self._make_way(segment.num_bytes)
@@ -89,7 +89,7 @@ class DiskAndShared:
             self._share(segment, rows)
 
     def share_again(self, segment_id: SegmentId) -> bool:
-        """Write what only the disk has to the shared store. Returns whether it is there now."""
+        """Write a segment of the disk to the shared store, if not there. Returns whether it is there now."""
         segment = self.disk.segment(segment_id)
         if segment_id in self.shared or segment is None:
             return segment_id in self.shared
@@ -114,13 +114,13 @@ class DiskAndShared:
         self.shared.close()
 
     def _make_way(self, num_bytes: int) -> None:
-        """Raises OSError if the disk has no room for so many bytes more."""
+        """Drop shared segments from a full disk. Raises OSError if `num_bytes` more still do not fit."""
         excess = self.disk.num_bytes + num_bytes - self.disk.max_bytes
         may_ask = True
         for segment_id in self.disk.ids() if excess > 0 else ():
             segment = self.disk.segment(segment_id)
             if segment is None or not (segment_id in self.shared or (may_ask and self._gets(segment))):
-                may_ask = self.shared.problem is None  # else the next one would wait for it, too
+                may_ask = self.shared.problem is None  # else the next segment would wait for the store, too
                 continue
             self.disk.drop([segment_id])
             excess -= segment.num_bytes
@@ -130,7 +130,7 @@ class DiskAndShared:
             raise OSError(errno.ENOSPC, "it is full of what the shared store has not")
 
     def _gets(self, segment: Segment) -> bool:
-        """Whether the store has it, perhaps from another process, or now gets it."""
+        """Return whether the store has the segment, perhaps from another process, or now gets it."""
         try:
             return self.shared.finds(segment) or self.share_again(segment.segment_id)
         except BackendError:

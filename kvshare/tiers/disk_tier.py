@@ -3,10 +3,10 @@ Segments as files in one folder, within a budget of bytes.
 
     <folder>/<fingerprint>/<2 digits>/<16 digits of the segment id>.kv    an object, see `kv_object.py`
     ...                                                    .kv.tmp        one that is being written
-    <folder>/<fingerprint>/index                           what they say of themselves, see `object_index.py`
+    <folder>/<fingerprint>/index                           what the objects say, see `object_index.py`
 
-The folder of another fingerprint is of another model, tokenizer, dtype or calibration: it is never read, and
-is deleted. `open`, `write`, `read` and `sweep` wait for the disk; the other methods look at
+A folder with another fingerprint belongs to another model, tokenizer, dtype or calibration: it is never read,
+and is deleted. `open`, `write`, `read` and `sweep` wait for the disk; most other methods only look at
 dictionaries.
 """
 
@@ -38,12 +38,12 @@ from kvshare.tiers.object_index import delete_index, read_index, write_index
 
 log = logging.getLogger(__name__)
 
-# Errors of this process, not of the file that was asked for.
+# Errors of this process, not of the file.
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN}
 
 
 class DiskTier:
-    """A `LowerTier`. `keep_free_bytes`: nothing is written with less of the disk free. Thread-safe."""
+    """A `LowerTier`. `keep_free_bytes`: no write leaves less than this of the disk free. Thread-safe."""
 
     name = "disk"
     problem = None
@@ -67,23 +67,23 @@ class DiskTier:
         self._objects: dict[SegmentId, Segment] = {}
         self._found: dict[SegmentId, int] = {}  # bytes of the files that were there at the start
         self._garbage: deque[Path] = deque()  # files of this folder
-        self._spare: deque[tuple[Path, int]] = deque()  # with their bytes: deleted when they are in the way
+        self._spare: deque[tuple[Path, int]] = deque()  # files and their bytes: deleted if space is needed
         self._foreign: list[Path] = []  # folders of other models
         self._foreign_files = self._of_other_models()
         self._made: set[Path] = set()
         self._lock = threading.Lock()
-        self.is_open = False  # nothing is written before
+        self.is_open = False  # `write` fails until it is
 
     def open(self) -> None:
-        """Look at what is there: names and sizes only. Raises OSError if the folder cannot be used."""
+        """List the files there, by name and size only. Raises OSError if the folder cannot be used."""
         self._look()
         self.is_open = True
 
     def open_late(self, segments: Iterable[Segment]) -> None:
         """
-        `open` and `adopt` while other threads write and sweep already. Raises OSError as `open` does.
+        Do `open` and `adopt` while other threads already write and sweep. Raises OSError as `open` does.
 
-        Files of no segment may be of a store that was moved aside: they stay until they are in the way.
+        Files of no known segment may belong to a store that was moved aside: they stay until space is needed.
         """
         self._look()
         with self._lock:
@@ -107,7 +107,7 @@ class DiskTier:
         self._foreign_files = self._of_other_models()
 
     def whole(self, segments: Iterable[Segment]) -> frozenset[SegmentId]:
-        """Return the segments of which a file of the right size was there when the folder was opened."""
+        """Return the segments that had a file of the right size when the folder was opened."""
         return frozenset(
             segment.segment_id
             for segment in segments
@@ -115,7 +115,7 @@ class DiskTier:
         )
 
     def described(self) -> list[Segment]:
-        """List what the files of the start claim to be. Reading checks that. `adopt` follows."""
+        """List the segments that the files of the start claim to be; `read` checks that. `adopt` is next."""
         indexed, found = read_index(self._files, self._folder), []
         for segment_id, num_bytes in self._found.items():
             segment = indexed.get(segment_id) or self._claimed(segment_id)
@@ -138,7 +138,7 @@ class DiskTier:
         return None
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Hold those of the files of the start that belong to these segments; the others are deleted."""
+        """Hold the files of the start that belong to these segments; `sweep` deletes the others."""
         with self._lock:
             self._hold(segments)
             self._garbage.extend(self._path(segment_id) for segment_id in self._found)
@@ -165,14 +165,14 @@ class DiskTier:
         return segment_id in self._objects
 
     def takes(self, segment: Segment) -> bool:
-        """All of them."""
+        """Return true: every segment is written."""
         return True
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
         """
-        Store a segment; it is held once its whole file has its name.
+        Store a segment; it is held once its file is complete and has its final name.
 
-        Raises:  OSError, also where too little space is free; nothing is held then
+        Raises:  OSError, also if too little space is free; the segment is not held then
         """
         if not self.is_open:
             raise OSError(errno.ENODEV, "its folder could not be used yet")
@@ -202,9 +202,9 @@ class DiskTier:
 
     def read(self, segment_id: SegmentId, *, planes: Iterable[int] | None = None) -> tuple[Rows, ...] | None:
         """
-        The bytes of a segment, or of some planes, once they match their checks; None if it is not held.
+        Return the bytes of a segment, or of some planes, which match their checks; None if it is not held.
 
-        One that cannot be read, or is not what was written, is dropped.
+        A segment that cannot be read, or is not what was written, is dropped.
         Raises:  BusyError if this process has no room for an open file
         """
         segment = self._objects.get(segment_id)
@@ -236,7 +236,9 @@ class DiskTier:
         return [segment.segment_id for segment in held]
 
     def sweep(self) -> bool:
-        """Delete one file that belongs to nothing. Returns whether there was any. For one thread."""
+        """Delete one file that no segment needs, also of other models. Returns whether there was one. For one
+        thread.
+        """
         if self._garbage:
             self._delete(self._garbage[0])
             self._garbage.popleft()
@@ -247,11 +249,11 @@ class DiskTier:
         return path is not None
 
     def close(self) -> None:
-        """No file is open between calls."""
+        """Do nothing: no file is open between calls."""
 
     @property
     def is_swept(self) -> bool:
-        """Return whether no file of this model is to be deleted."""
+        """Return whether no file of this model waits to be deleted."""
         return not self._garbage
 
     def segment(self, segment_id: SegmentId) -> Segment | None:
@@ -265,7 +267,7 @@ class DiskTier:
             remove_empty(self._files, folder)
 
     def _make_way(self, num_bytes: int, num_free: int) -> None:
-        """Let `sweep` delete spare files as far as so many bytes exceed the budget, or the disk with them."""
+        """Let `sweep` delete spare files until `num_bytes` more fit the budget, and the disk's free space."""
         num_spare = sum(each for _, each in self._spare)
         excess = max(self.num_bytes + num_spare + num_bytes - self.max_bytes, -num_free)
         while self._spare and excess > 0:
@@ -289,7 +291,7 @@ class DiskTier:
         log.warning("a stored segment was deleted and is computed again: %s", what)
 
     def _delete(self, path: Path) -> None:
-        """A file that cannot be deleted now belongs to nothing, and is deleted at the next start."""
+        """Delete a file. If that fails it stays, held by no segment, and the next start deletes it."""
         with suppress(OSError):
             self._files.delete(path)
 

@@ -1,4 +1,4 @@
-"""What the disk tier asks of the operating system: one method for each call, which tests make fail."""
+"""The calls of the disk tier to the operating system, one method each, so that tests can make them fail."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 class Files:
-    """Raises OSError as the system does."""
+    """The file system. Each method raises OSError as the system does."""
 
     def make_folder(self, path: Path) -> None:
-        """Readable by its owner only, as all that is stored."""
+        """Make a folder that only its owner can read, as for all that is stored; it may exist already."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new file, or an empty one in place of a file of this name; its descriptor."""
+        """Create a file, or empty the one of this name. Returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Returns how many bytes were written, which may be fewer."""
+        """Write `data`. Returns how many of its bytes were written, which may be fewer."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Until the bytes are on the device."""
+        """Wait until the bytes are on the device."""
         os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -32,21 +32,21 @@ class Files:
         source.replace(target)
 
     def delete(self, path: Path) -> None:
-        """A missing file is deleted already."""
+        """Delete a file. A missing one is no error."""
         path.unlink(missing_ok=True)
 
     def open(self, path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Returns how many bytes were read, which may be fewer; 0 at the end of the file."""
+        """Fill `into`. Returns how many bytes were read, which may be fewer; 0 at the end of the file."""
         return os.preadv(descriptor, [into], offset)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
     def entries(self, folder: Path) -> Iterator[tuple[str, int, bool]]:
-        """Name, bytes and whether it is a folder, of all in a folder; nothing of one that is missing."""
+        """Yield name, bytes and whether it is a folder for each entry; nothing if `folder` is missing."""
         try:
             found = os.scandir(folder)
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class Files:
 
 
 def remove_empty(files: Files, folder: Path) -> None:
-    """Remove the shelves of a folder, and the folder; not those that hold what is not ours."""
+    """Remove the empty folders in `folder`, then `folder` itself if nothing is left in it."""
     for shelf, _, _ in list(files.entries(folder)):
         with suppress(OSError):
             (folder / shelf).rmdir()

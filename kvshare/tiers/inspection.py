@@ -1,4 +1,4 @@
-"""What the disk has of a store, for administrators: looks at files, without a model and without a server."""
+"""The files of a store on disk, for administrators: needs neither a model nor a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStore:
-    """The numbers of what was read, and of what is damaged."""
+    """How much was read, and what is damaged."""
 
     num_objects: int
     num_bytes: int
@@ -34,7 +34,7 @@ class VerifiedStore:
     damaged: tuple[Damage, ...]
 
     def __add__(self, other: VerifiedStore) -> VerifiedStore:
-        """Both, one after the other."""
+        """Add up two stores that were verified one after the other."""
         return VerifiedStore(
             self.num_objects + other.num_objects,
             self.num_bytes + other.num_bytes,
@@ -45,7 +45,7 @@ class VerifiedStore:
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
-    """Files that belong to no stored prompt, which were deleted unless it was a dry run."""
+    """Files that belong to no stored prompt. They were deleted, unless it was a dry run."""
 
     dry_run: bool
     num_files: int
@@ -53,14 +53,14 @@ class CollectedFiles:
 
 
 class StoredFiles:
-    """The objects in the folder of a store. `files`: how the disk is asked; `name`: of the folder in it."""
+    """The objects of a store. `files`: access to the disk; `name`: of the objects' folder in `store`."""
 
     def __init__(self, store: Path, files: Files | None = None, *, name: str = KV_FOLDER) -> None:
         self._store, self._root = store, store / name
         self._files = files or Files()
 
     def sizes(self) -> dict[Path, int]:
-        """Each file of ours, also unfinished ones, with its bytes."""
+        """Return the bytes of each file of the store, also of unfinished ones."""
         found = {}
         for path in self._all():
             with suppress(FileNotFoundError):  # a running server deleted it meanwhile
@@ -68,7 +68,7 @@ class StoredFiles:
         return found
 
     def verified(self) -> VerifiedStore:
-        """Reads all of all objects, and compares it with their checks. A server may run meanwhile."""
+        """Read every object whole, and compare it with its checks. A server may run meanwhile."""
         began, num_objects, num_bytes = time.perf_counter(), 0, 0
         damaged: list[Damage] = []
         for path, size in self.sizes().items():
@@ -89,7 +89,7 @@ class StoredFiles:
         return VerifiedStore(num_objects, num_bytes, time.perf_counter() - began, tuple(damaged))
 
     def collect(self, wanted: Collection[SegmentId], *, dry_run: bool) -> CollectedFiles:
-        """Delete what belongs to none of these segments. No server may have the store open."""
+        """Delete the files that belong to none of these segments. No server may have the store open."""
         names = {object_path(self._root, segment_id).name for segment_id in wanted}
         litter = {path: size for path, size in self.sizes().items() if path.name not in names}
         if not dry_run:
@@ -103,7 +103,7 @@ class StoredFiles:
 
     @classmethod
     def of_vllm(cls, folder: Path) -> list[Self]:
-        """List what vLLMs keep in this folder, one for each data-parallel rank; none if no vLLM uses it."""
+        """List the objects of vLLMs in this folder, by data-parallel rank; empty if no vLLM has any here."""
         places = [folder, *sorted(folder.glob("rank-*"))]
         return [cls(each, name=VLLM_KV_FOLDER) for each in places if (each / VLLM_KV_FOLDER).is_dir()]
 

@@ -1,13 +1,13 @@
 """
-The format of a stored segment: one file, immutable, that says itself what it holds.
+The format of a stored segment: one immutable file that describes itself.
 
     8 bytes           length of the header, little-endian
-    header            JSON, padded with blanks: the bytes begin at a multiple of 4096
+    header            JSON, padded with blanks: the planes begin at a multiple of 4096 bytes
     planes in order   [layer][token][head][dim], in the model's own dtype
 
 This is a valid safetensors file, with a tensor for each plane; what only KVShare needs is in its
-`__metadata__`. Each layer of each plane has a check of its own (xxh3), so a range of layers is read and
-checked without the others. The header has a check, too.
+`__metadata__`. Each layer of each plane has its own check (xxh3), so that a range of layers can be read and
+checked without the others. The header has a check, too (SHA-256).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DTYPES: Final = {
 
 
 class ObjectError(Exception):
-    """A file is not the object that it should be: torn, changed, or of another segment or model."""
+    """A file is not the object it should be: cut off, changed, or of another segment or model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StoredPlane:
     name: str
     dtype: str
     shape: tuple[int, ...]  # (L, T, H, D), or (H * L, 2, T, D) where heads come first
-    start: int  # of its bytes, counted from the first byte after the header
+    start: int  # of its bytes, counted from the end of the header
     end: int
 
     @property
@@ -68,21 +68,21 @@ class StoredPlane:
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """The common form of one folder's objects: the model, and its planes for each token."""
+    """What all objects of a folder have in common: the fingerprint, and the layout of the model's KV."""
 
     fingerprint: str
     layout: KVLayout
 
     @classmethod
     def of(cls, layout: KVLayout, parts: Sequence[str]) -> Self:
-        """`parts`: all on which it depends whether KV may be used, besides the layout."""
+        """Hash the layout, and `parts`: everything else on which it depends whether stored KV may be used."""
         digest = hashlib.sha256()
         for part in (FORMAT, str(layout), layout.digest, str(layout.dtype), *parts):
             digest.update(f"{len(part)}:{part}".encode())
         return cls(digest.hexdigest(), layout)
 
     def planes(self, num_tokens: int) -> tuple[StoredPlane, ...]:
-        """The planes of a segment."""
+        """Return the planes of a segment of this length, in the order of their bytes."""
         start, found = 0, []
         dtype = _DTYPES[str(self.layout.dtype).removeprefix("torch.")]
         for name, shape in self._shapes(num_tokens):
@@ -99,7 +99,7 @@ class ObjectForm:
 @dataclass(frozen=True, slots=True)
 class HeadsFirstForm(ObjectForm):
     """
-    One plane in the order of the arena of vLLM's workers, of which a "layer" is one of one head.
+    One plane in the order of the arena of vLLM's workers: each of its "layers" is one layer of one head.
 
         [head][layer]   [k, v][token][dim]
     """
@@ -111,12 +111,12 @@ class HeadsFirstForm(ObjectForm):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The description of an object at its own beginning."""
+    """The description of an object, with which its file begins."""
 
     segment: Segment
     fingerprint: str
     planes: tuple[StoredPlane, ...]
-    checks: tuple[tuple[int, ...], ...]  # of each plane, of each layer
+    checks: tuple[tuple[int, ...], ...]  # by plane and layer
     num_bytes: int = 0  # of the header itself
 
     def to_bytes(self) -> bytes:
@@ -143,7 +143,7 @@ class Header:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Raises ObjectError for what `to_bytes` did not write."""
+        """Read a header. Raises ObjectError for bytes that `to_bytes` did not write."""
         try:
             document = json.loads(raw[8:])
             own = document.pop("__metadata__")
@@ -172,7 +172,7 @@ class Header:
 
 
 def checks_of(rows: Sequence[Rows]) -> tuple[tuple[int, ...], ...]:
-    """Return the checks of each plane, of each layer."""
+    """Compute the checks, by plane and layer."""
     return tuple(tuple(xxhash.xxh3_64_intdigest(layer.data) for layer in plane) for plane in rows)
 
 
@@ -198,9 +198,9 @@ def write_object(files: Files, path: Path, header: Header, rows: Sequence[Rows])
 
 class StoredObject:
     """
-    An object that is open for reading; close it. Reads whole layers, and checks them.
+    An object that is open for reading, until `close`. Reads whole layers, and checks them.
 
-    Raises:  ObjectError for a file that is none; OSError
+    Raises:  ObjectError for a file that is no object; OSError
     """
 
     def __init__(self, files: Files, path: Path) -> None:
@@ -219,7 +219,7 @@ class StoredObject:
         self._files.close(self._descriptor)
 
     def rows(self, plane: int, first: int = 0, last: int | None = None) -> Rows:
-        """The layers [first, last) of a plane, by default all: (L, bytes of a layer)."""
+        """Read the layers [first, last) of a plane, by default all: (last - first, bytes of a layer)."""
         described, checks = self.header.planes[plane], self.header.checks[plane]
         last = described.shape[0] if last is None else last
         start = self.header.num_bytes + described.start + first * described.layer_bytes
@@ -240,7 +240,7 @@ class StoredObject:
 
 
 def verify(files: Files, path: Path) -> Header:
-    """Read all of an object. Raises ObjectError, OSError."""
+    """Read a whole object, and compare it with its checks. Raises ObjectError, OSError."""
     with closing(StoredObject(files, path)) as found:
         for number in range(len(found.header.planes)):
             found.rows(number)
@@ -249,8 +249,8 @@ def verify(files: Files, path: Path) -> Header:
 
 def claimed(files: Files, path: Path) -> tuple[Segment, str]:
     """
-    The segment that a file says it is, and its fingerprint: nothing is checked before it is read. This is
-    several times as fast as reading a header, which counts where there are 100,000.
+    Return the segment that a file claims to hold, and the fingerprint, both unchecked. This is several times
+    as fast as reading and checking a header, which counts if there are 100,000.
 
     Raises:  ObjectError, OSError
     """

@@ -1,4 +1,4 @@
-"""What memory asks of a tier below it: whole segments by id, which threads write and read."""
+"""The interface of a tier below memory: threads write and read whole segments by id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvshare.tiers.kv_object import ObjectForm, Rows
 
 
 class BusyError(Exception):
-    """An object cannot be read now; it may be whole."""
+    """An object cannot be read now, but may be whole."""
 
 
 class LowerTier(Protocol):
@@ -25,7 +25,7 @@ class LowerTier(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """Count the objects that were written, read, damaged, failed."""
+        """Return how many objects were written, read, damaged, failed."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -35,11 +35,11 @@ class LowerTier(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Return why it is not used now, as far as its writer does not know; else None."""
+        """Return why the tier is not used now, unless its writer reports that itself; else None."""
 
     @property
     def parts(self) -> Sequence[LowerTier]:
-        """The tiers that it consists of, the nearest first; itself if it is one."""
+        """Return the tiers that this one consists of, the nearest first; itself if it has no parts."""
 
     def ids(self) -> list[SegmentId]: ...
 
@@ -54,11 +54,11 @@ class LowerTier(Protocol):
         """Return whether such a segment is written at all."""
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
-        """Store a segment. Raises OSError; nothing is held then."""
+        """Store a segment. Raises OSError; the segment is not held then."""
 
     def read(self, segment_id: SegmentId) -> tuple[Rows, ...] | None:
         """
-        The bytes of a segment, once they match their checks; None if it is not held, or not any more.
+        Return the bytes of a segment, which match their checks; None if it is not held, or was just dropped.
 
         Raises:  BusyError if it cannot be read now
         """
@@ -67,10 +67,10 @@ class LowerTier(Protocol):
         """Forget segments; unknown ids are ignored. Returns those held."""
 
     def sweep(self) -> bool:
-        """Delete one thing that belongs to nothing. Returns whether there was any. For one thread."""
+        """Delete one thing that no segment needs. Returns whether there was one. For one thread."""
 
     def close(self) -> None:
-        """Nothing is read or written after this."""
+        """Release what the tier holds open. Nothing is read or written after this."""
 
     @property
     def is_swept(self) -> bool:

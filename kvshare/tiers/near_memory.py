@@ -1,6 +1,6 @@
 """
-What of a stack is in memory, what of that is not below it yet, and what leaves memory when it is full: the
-placing that a server's stack and a replay have in common.
+Which segments of a stack are in memory, which of them are not below yet, and which leave memory when it is
+full. A server's stack and a replay share this code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvshare.kv.tier import SizedT
 
 def queue_of_segments(eviction: str) -> EvictionQueue[SegmentId]:
     """
-    The queue for a value of `store.eviction`.
+    Return the queue for a value of `store.eviction`.
 
-    Segments are used as a whole, so `copies` is the order of `lru`, whose queue is faster where many are due.
+    Segments are used as a whole, so `copies` means the order of `lru`, whose queue is faster if many are due.
     """
     return EVICTION_QUEUES["lru" if eviction == "copies" else eviction]()
 
 
 class NearMemory(Generic[SizedT]):
     """
-    Segments in memory. What is due, in memory only, never leaves it; of the others `queue` says which do.
+    Segments in memory. Those that are due (in memory only) stay; `queue` decides which of the others leave.
 
     For one thread at a time.
     """
@@ -53,7 +53,7 @@ class NearMemory(Generic[SizedT]):
         return self._due.keys()
 
     def put(self, segment_id: SegmentId, entry: SizedT, *, is_due: bool) -> None:
-        """Hold a segment that is not held: a new one, which is due, or one that was read from below."""
+        """Hold another segment. `is_due`: it is new, and in memory only; else it was read from below."""
         self._held[segment_id] = entry
         self.num_bytes += entry.num_bytes
         if is_due:
@@ -62,25 +62,25 @@ class NearMemory(Generic[SizedT]):
         self._shrink()
 
     def owe(self, segment_id: SegmentId) -> None:
-        """A segment that is held is in memory only from now on."""
+        """Mark a segment that is held as due: from now on it is in memory only."""
         entry = self._due[segment_id] = self._held[segment_id]
         self.num_due_bytes += entry.num_bytes
 
     def written(self, segment_id: SegmentId) -> bool:
-        """It is below, or nowhere any more. Returns whether it was due."""
+        """Mark a segment as no longer due: it is below now, or gone. Returns whether it was due."""
         entry = self._due.pop(segment_id, None)
         self.num_due_bytes -= 0 if entry is None else entry.num_bytes
         return entry is not None
 
     def use(self, segment_ids: Iterable[SegmentId]) -> dict[SegmentId, SizedT]:
-        """Those of the segments that are in memory, which count as used."""
+        """Return those of the segments that are in memory, and count a use of each."""
         found = {each: entry for each in segment_ids if (entry := self._held.get(each)) is not None}
         for segment_id, entry in found.items():
             self._note_use(segment_id, entry)
         return found
 
     def forget(self, segment_id: SegmentId, *, for_room: bool = False) -> None:
-        """Free memory; one that is not held is ignored. It may be held again, as long as it is below."""
+        """Free a segment's memory; one that is not held is ignored. The segment may come back from below."""
         entry = self._held.pop(segment_id, None)
         if entry is not None:
             self.num_bytes -= entry.num_bytes
@@ -91,7 +91,7 @@ class NearMemory(Generic[SizedT]):
         self._queue.use(segment_id, use)
 
     def _shrink(self) -> None:
-        """Free what is below, too, until memory is within its limit."""
+        """Free segments that are not due until memory is within its limit, or only due ones are left."""
         while self.num_bytes > self.max_bytes:
             head = self._queue.first(self._due)
             if head is None:

@@ -22,7 +22,7 @@ def object_path(folder: Path, segment_id: SegmentId) -> Path:
 
 
 def listed(folder: Path, files: Files) -> Iterator[tuple[Path, SegmentId | None, int]]:
-    """All objects in the folder of a form, with their ids, None for unfinished ones, and their bytes."""
+    """Yield path, id and bytes of each object in the folder of a form. The id of unfinished ones is None."""
     for shelf, _, is_folder in list(files.entries(folder)):
         for name, num_bytes, _ in files.entries(folder / shelf) if is_folder else ():
             if (match := OBJECT_NAME.fullmatch(name)) is not None:
@@ -32,6 +32,6 @@ def listed(folder: Path, files: Files) -> Iterator[tuple[Path, SegmentId | None,
 
 
 def may_hold(file_bytes: int, segment: Segment) -> bool:
-    """True if a file of this size may be the segment's object: after its bytes only whole pages are left."""
+    """Return whether a file of this size may be the segment's object: its bytes, and pages of a header."""
     rest = file_bytes - segment.num_bytes
     return 0 < rest <= MOST_HEADER_BYTES and rest % PAGE_BYTES == 0

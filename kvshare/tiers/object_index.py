@@ -1,12 +1,13 @@
 """
-What the objects of a folder say of themselves, in one file: a start reads it in place of 100,000 headers.
+The segments of a folder's objects, in one file: a start reads it instead of 100,000 headers.
 
     16 bytes   check of the rest (xxh3)
-    a line     JSON: the format, and the namespaces that rows name by number
+    a line     JSON: the format, and the namespaces, to which rows refer by number
     rows       uint64: see `_COLUMNS`
 
-It says nothing that an object does not say, and what an object says is compared with it when that is read. A
-file without a row has its header read; a row without a file is ignored. So an old index costs time only.
+The index only repeats what the objects' headers say, and a header is compared with it when its object is
+read. The header of a file without a row is read; a row without a file is ignored. So an old index only costs
+time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CHUNK: Final = 1 << 20
 
 
 def write_index(files: Files, folder: Path, segments: Collection[Segment]) -> None:
-    """Replace the index of a folder. Raises OSError; then the earlier one is there."""
+    """Replace the index of a folder. Raises OSError; then the earlier index is still there."""
     numbers: dict[str, int] = {}
     rows = np.array(
         [
@@ -63,7 +64,7 @@ def write_index(files: Files, folder: Path, segments: Collection[Segment]) -> No
 
 
 def read_index(files: Files, folder: Path) -> dict[SegmentId, Segment]:
-    """The segments that the index names; none if it is missing, damaged or cannot be read."""
+    """Read the segments of the index; empty if it is missing, damaged or cannot be read."""
     try:
         raw = _read(files, folder / INDEX_FILE)
         check, body = raw[:_CHECK_BYTES], raw[_CHECK_BYTES:]
@@ -84,7 +85,7 @@ def read_index(files: Files, folder: Path) -> dict[SegmentId, Segment]:
 
 
 def delete_index(files: Files, folder: Path) -> None:
-    """Delete the index of a folder whose objects are deleted. One that cannot be deleted stays."""
+    """Delete the index of a folder whose objects are deleted, if possible."""
     for name in (INDEX_FILE, _UNFINISHED):
         with suppress(OSError):
             files.delete(folder / name)

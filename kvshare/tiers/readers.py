@@ -1,5 +1,5 @@
 """
-Threads that read below memory, some for each tier: no read of the disk waits for a shared store that hangs.
+Threads that read the tiers below memory, `_READERS` for each: the disk does not wait for a hanging store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvshare.tiers.lower_tier import BusyError, LowerTier
 _T = TypeVar("_T")
 Take = Callable[[LowerTier, Segment, tuple[Rows, ...]], _T]
 
-_READERS: Final = 4  # segments at once, of each tier
+_READERS: Final = 4  # threads for each tier, which read one segment each
 
 
 class TierReaders:
-    """A segment is read from the first tier that has it whole. Thread-safe."""
+    """Reads a segment from the first tier that has it whole. Thread-safe."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
         """`tiers`: the nearest first."""
@@ -31,8 +31,8 @@ class TierReaders:
 
     def read(self, segment_id: SegmentId, take: Take[_T]) -> Future[_T | None]:
         """
-        What `take` makes of the rows, on a thread that reads; None if no tier has the segment whole. It ends
-        with BusyError if a tier could not be read now.
+        Read a segment. The future's result is that of `take`, which runs on a reader's thread; None if no
+        tier has the segment whole, and BusyError if none has it but one could not be read now.
 
         Raises:  RuntimeError if no thread can be started
         """
@@ -41,14 +41,14 @@ class TierReaders:
         return found
 
     def close(self, *, waits: bool) -> None:
-        """Reads that have not begun are cancelled. `waits`: for those that have."""
+        """Cancel reads that have not begun. `waits`: wait for those that have."""
         for pool in self._pools:
             pool.shutdown(wait=waits, cancel_futures=True)
 
     def _begin(
         self, segment_id: SegmentId, take: Take[_T], found: Future[_T | None], first: int, busy: bool = False
     ) -> None:
-        """In the first tier from `first` on that knows the segment. `busy`: one before could not be read."""
+        """Read from the first tier from `first` on that knows the segment. `busy`: one before was busy."""
         numbers = range(first, len(self._tiers))
         number = next((each for each in numbers if segment_id in self._tiers[each]), None)
         if number is not None:
@@ -76,12 +76,12 @@ class TierReaders:
                 found.set_result(take(tier, segment, rows))
             else:
                 self._begin(segment_id, take, found, number + 1, busy)
-        except Exception as exc:  # noqa: BLE001  who waits for it gets it
+        except Exception as exc:  # noqa: BLE001  `result_of` raises it
             found.set_exception(exc)
 
 
 def result_of(read: Future[_T | None]) -> _T | None:
-    """Of a read that is over; None if it was cancelled, or could not be read now."""
+    """Return the result of a read that is over; None if it was cancelled, or if a tier was busy."""
     try:
         return read.result(timeout=0)
     except (BusyError, CancelledError):
@@ -89,7 +89,7 @@ def result_of(read: Future[_T | None]) -> _T | None:
 
 
 def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:
-    """A read that will not begin, as this process stops, is over for who waits for it."""
+    """End the future of a read that was cancelled before it began, as this process stops."""
     if not read.cancelled():
         return
     if found.running():

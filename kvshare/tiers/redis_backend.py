@@ -3,7 +3,7 @@ Valkey or Redis as a shared tier. Needs the extra `kvshare[redis]`.
 
     <key>       a value: SET with EX, GETEX
     <channel>   a stream of messages: XADD with MAXLEN and EXPIRE, XRANGE, XREVRANGE
-    <name>      the epoch: a number that the first server draws; it is lost with everything else
+    <name>      the epoch: a random number of the first server; it is lost if the store loses everything
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 
 
 class RedisBackend:
-    """A `SharedBackend`. Nothing connects before the first call."""
+    """A `SharedBackend`. It connects with the first call."""
 
     def __init__(self, settings: SharedTierSettings) -> None:
         """Raises ConfigError if the password's file cannot be read."""
@@ -128,7 +128,7 @@ class RedisBackend:
 
 
 def _asked(ask: Callable[[], Any]) -> Any:
-    """Raises BackendError, which quotes nothing that the server said: it may name keys."""
+    """Return what `ask` returns. Raises BackendError, without the server's own text, which may name keys."""
     try:
         return ask()
     except (RedisError, OSError) as exc:

@@ -2,11 +2,11 @@
 Seals values for a store that others can read: AES-256-GCM with the operator's key, bound to the value's name.
 
     8 bytes   `MAGIC`
-    12 bytes  nonce, drawn at random: a key is good for 2**32 values
-    the rest  encrypted value, and its tag of 16 bytes
+    12 bytes  nonce, drawn at random: one key is safe for 2**32 values
+    the rest  the encrypted value, and its tag of 16 bytes
 
-A sealed value that was changed, or lies under another name, is not opened. Where there is a key, a value that
-is not sealed is not opened either.
+A sealed value that was changed, or lies under another name, is not opened. With a key, a value that is not
+sealed is not opened either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEAL_VARIABLE: Final = "KVSHARE_SEAL_KEY"
 
 
 class SealError(Exception):
-    """A value is not what was sealed under this name, with this key."""
+    """A value is not one that was sealed under this name, with this key."""
 
 
 class Seal:
@@ -50,7 +50,7 @@ class Seal:
         return self._cipher is not None
 
     def name_of(self, *parts: bytes) -> str:
-        """32 hex digits of these parts, which tell nothing of them to those who lack the key."""
+        """Hash the parts to 32 hex digits, which reveal nothing of them without the key."""
         framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.new(self._names, framed, hashlib.sha256).hexdigest()[:32]
 
@@ -61,7 +61,7 @@ class Seal:
         return MAGIC + nonce + self._cipher.encrypt(nonce, value, name.encode())
 
     def opened(self, name: str, value: bytes) -> memoryview:
-        """Raises SealError."""
+        """Decrypt a value; without a key, return it as it is. Raises SealError."""
         if self._cipher is None:
             if value.startswith(MAGIC):
                 raise SealError("it is sealed, and this server has no key")
@@ -82,9 +82,9 @@ class Seal:
 
 def read_secret(file: str | None, variable: str) -> str | None:
     """
-    A secret from a file, else from the environment, without blanks around it; None if neither is set.
+    Read a secret from `file`, or if that is None from the environment, and strip blanks; None if not set.
 
-    Raises:  ConfigError that names the file, and never what is in it
+    Raises:  ConfigError, which names the file but never quotes it
     """
     if file is None:
         return os.environ.get(variable, "").strip() or None
@@ -100,7 +100,7 @@ def read_secret(file: str | None, variable: str) -> str | None:
 
 
 def read_key(file: str | None) -> bytes | None:
-    """The key of values, as 64 hex digits or base64. Raises ConfigError that does not quote it."""
+    """Read the key that seals values: 64 hex digits or base64. Raises ConfigError, which never quotes it."""
     text = read_secret(file, SEAL_VARIABLE)
     if text is None:
         return None

@@ -1,7 +1,7 @@
 """
-What a store must offer to be a shared tier: values by key that end by themselves, and news in order.
+The interface of a store for a shared tier: values by key, which expire, and messages in order.
 
-`redis_backend.py` is one, over Valkey or Redis. Another needs these methods only.
+`redis_backend.py` implements it with Valkey or Redis. Other stores need only these methods.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Final, Protocol, TypeVar
 
 _T = TypeVar("_T")
 
-MOST_FAILURES: Final = 3  # in a row; then the store is left alone for a while
+MOST_FAILURES: Final = 3  # in a row; then the store is not asked for `PAUSE_S`
 PAUSE_S: Final = 10.0
 
 
 class BackendError(OSError):
-    """The store does not do it now; `strerror` says why, without names, keys or secrets."""
+    """The store cannot do this now; `strerror` says why, without names, keys or secrets."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EIO, reason)
@@ -28,7 +28,7 @@ class BackendError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """One message that a server has announced, and its place among them."""
+    """One message that a server has announced, and its place in the channel."""
 
     place: str
     message: bytes
@@ -36,16 +36,16 @@ class News:
 
 class SharedBackend(Protocol):
     """
-    Thread-safe. Each method blocks for at most some seconds, and raises BackendError.
+    Thread-safe. Each method blocks for a few seconds at most, and raises BackendError.
 
-    A value is whole or missing at every moment; it ends `keep_s` seconds after it was last written, read by
-    `get`, or renewed, or earlier if the store needs its room.
+    A value is whole or missing at every moment. It expires `keep_s` seconds after it was last written, read
+    by `get`, or renewed; earlier if the store needs its space.
     """
 
     def put(self, key: str, value: bytes, *, keep_s: int) -> None: ...
 
     def put_new(self, key: str, value: bytes, *, keep_s: int) -> bool:
-        """Store it unless there is one. Returns whether it was stored."""
+        """Store a value unless the key has one. Returns whether it was stored."""
 
     def get(self, key: str, *, keep_s: int) -> bytes | None: ...
 
@@ -53,46 +53,46 @@ class SharedBackend(Protocol):
         """Read values without renewing them."""
 
     def renew(self, keys: Sequence[str], *, keep_s: int) -> list[bool]:
-        """Returns which of them are there."""
+        """Restart the time of values. Returns for each key whether its value is there."""
 
     def delete(self, keys: Sequence[str]) -> None: ...
 
     def announce(self, channel: str, message: bytes, *, most: int, keep_s: int) -> None:
-        """Tell all servers. About `most` messages are kept, until `keep_s` seconds after the last one."""
+        """Append a message for all servers. About `most` are kept, until `keep_s` seconds after the last."""
 
     def news(self, channel: str, *, after: str | None, most: int) -> list[News]:
-        """The next messages after a place, the oldest first; None: from the first that is kept."""
+        """Read up to `most` messages after a place, the oldest first; None: from the first one kept."""
 
     def latest(self, channel: str, *, before: str | None, most: int) -> list[News]:
-        """The last messages before a place, the newest first; None: the last of all."""
+        """Read up to `most` messages before a place, the newest first; None: from the very last one."""
 
     def epoch(self, name: str, *, keep_s: int) -> str:
-        """Stays the same until the store has lost what it had, or no server asked for `keep_s` seconds."""
+        """Return a text that changes once the store has lost its values, or was not asked for `keep_s` s."""
 
     def close(self) -> None: ...
 
 
 class Breaker:
-    """Leaves a store alone for a while after failures in a row. Thread-safe."""
+    """Stops calls to a store for `PAUSE_S` after `MOST_FAILURES` failures in a row. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.reason: str | None = None  # why the last call failed; None: it did not
+        self.reason: str | None = None  # why the last call failed; None: it succeeded
         self._clock = clock
         self._num_failures, self._until = 0, -float("inf")
         self._lock = threading.Lock()
 
     @property
     def is_open(self) -> bool:
-        """Return whether nothing is asked now."""
+        """Return whether calls are stopped now."""
         return self._clock() < self._until
 
     def check(self) -> None:
-        """Raises BackendError while it is left alone."""
+        """Raise BackendError while calls are stopped."""
         if self.is_open:
             raise BackendError(self.reason or "it is left alone for a while")
 
     def call(self, ask: Callable[[], _T]) -> _T:
-        """Return what the store answers. Raises BackendError; at once while it is left alone."""
+        """Return the store's answer. Raises BackendError; at once while calls are stopped."""
         self.check()
         try:
             answer = ask()

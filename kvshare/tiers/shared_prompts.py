@@ -1,12 +1,12 @@
 """
-Which prompts lie in a shared store: records that servers write for each other, and news of them.
+Which prompts a shared store holds: records that servers write for each other, and messages about them.
 
-    <prefix>:p:<name>    one prompt: its tokens, its pieces, the segments that they lie in, and whose it is
+    <prefix>:p:<name>    one prompt: its tokens, its pieces, the segments that they lie in, and its owner
     <prefix>:news        "+<name>" a prompt is there, "-<name>" an administrator has deleted it; with the
-                         operator's key names are sealed for this stream and this sign
+                         operator's key, names are sealed for this stream and this sign
 
-A record is written when all its segments are there. No server is asked whether a record still holds: a
-segment that has ended is a miss for the server that reads it.
+A record is written once all its segments are in the store. It is not kept up to date: a segment that has
+expired since is a miss for the server that reads it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvshare.tiers.shared_tier import SharedStore
 
 FORMAT: Final = "kvshare prompt 1"
 _MOST_NEWS: Final = 100_000
-_NEWS_S: Final = 30 * 86400  # after the last: so long a server may be away and still hear of deletions
+_NEWS_S: Final = 30 * 86400  # after the last message: a server away for less still learns of deletions
 _NAMESPACE: Final = re.compile("[0-9a-f]{64}")
-_PAGE: Final = 64  # records at once
+_PAGE: Final = 64  # messages read at once
 
 
 class RecordError(Exception):
-    """A record is not what a server has written."""
+    """A record is not one that a server has written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrompt:
-    """The data by which a server can use the KV of another's prompt."""
+    """All that a server needs to use the KV of another server's prompt."""
 
     namespace: str
     token_ids: TokenIds
@@ -50,17 +50,17 @@ class SharedPrompt:
 
     @classmethod
     def of(cls, node: Node, segments: Sequence[Segment], owner: NamespaceOwner | None) -> Self:
-        """`segments`: all that the node's pieces lie in."""
+        """`segments`: all those in which the node's pieces lie."""
         return cls(node.namespace, node.token_ids, node.pieces, tuple(segments), owner)
 
     def draft(self, known: Iterable[SegmentId]) -> NodeDraft:
-        """The node, with those of its segments that the tree does not know."""
+        """Draft the node. `known`: the segments that the tree has; only the others are new to it."""
         without = frozenset(known)
         new = tuple(each for each in self.segments if each.segment_id not in without)
         return NodeDraft(self.namespace, self.token_ids, None, self.pieces, new, len(self.token_ids))
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, the tokens and the pieces; a check in front of all."""
+        """Write the record: a check of the rest, a line of JSON, the tokens, the pieces."""
         own = {
             "format": FORMAT,
             "namespace": self.namespace,
@@ -74,7 +74,7 @@ class SharedPrompt:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview) -> Self:
-        """Raises RecordError for what `to_bytes` did not write."""
+        """Read a record. Raises RecordError for bytes that `to_bytes` did not write."""
         check, body = bytes(raw[:16]), bytes(raw[16:])
         if xxhash.xxh3_128_digest(body) != check:
             raise RecordError("it does not match its check")
@@ -113,7 +113,7 @@ class SharedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reported:
-    """One piece of news: a prompt that is there, or the name of one that is to be deleted."""
+    """A prompt in the store; or, with `prompt` None, the name of one that is to be deleted."""
 
     name: str
     prompt: SharedPrompt | None
@@ -124,13 +124,13 @@ class PromptExchange:
 
     def __init__(self, store: SharedStore) -> None:
         self.store = store
-        self.num_damaged = 0  # records
+        self.num_damaged = 0  # records and messages that cannot be opened or read
         self._channel = f"{store.prefix}:news"
-        self._after: str | None = None  # place of the last news that were read
-        self._before: str | None = None  # while older ones are read, from the newest on
+        self._after: str | None = None  # place of the newest message read
+        self._before: str | None = None  # place of the oldest message read, while older ones are looked at
         self._epoch: str | None = None
         self._takes_older = True
-        self._unannounced: set[str] = set()  # records that are there
+        self._unannounced: set[str] = set()  # records that were written, but not announced yet
         self._is_caught_up = False
 
     def name_of(self, namespace: str, tokens: TokenIds) -> str:
@@ -139,8 +139,8 @@ class PromptExchange:
 
     def publish(self, prompt: SharedPrompt) -> bool:
         """
-        Its segments are there. Returns whether it is announced: it is not if there is a record already,
-        unless that cannot be read, or names segments that have ended.
+        Write and announce the record of a prompt whose segments are in the store. Returns whether it did: it
+        does not if there is a record already, unless that is unreadable or a segment of it has expired.
         """
         name, record = self.name_of(prompt.namespace, prompt.token_ids), prompt.to_bytes()
         if not self.store.put_new(name, record) and name not in self._unannounced:
@@ -153,7 +153,7 @@ class PromptExchange:
         return True
 
     def _holds(self, name: str) -> bool:
-        """Return whether a record and all its segments are there."""
+        """Return whether a readable record and all its segments are in the store, and renew them."""
         value = self.store.get(name)
         prompt = None if value is None else self._opened(name, value)
         if prompt is None:
@@ -168,7 +168,7 @@ class PromptExchange:
             self._announce(b"-", name)
 
     def has_lost(self) -> bool:
-        """True if the store has lost all it had since the last call: everything is to be reported again."""
+        """Return whether the store has lost all since the last call. If so, `reported` starts over."""
         backend, name = self.store.backend, f"{self.store.prefix}:epoch"
         epoch = self.store.breaker.call(lambda: backend.epoch(name, keep_s=self._news_s))
         was, self._epoch = self._epoch, epoch
@@ -180,14 +180,14 @@ class PromptExchange:
 
     @property
     def is_caught_up(self) -> bool:
-        """Return whether all records that were there have been read, so that only new ones are reported."""
+        """Return whether all earlier messages were read, so that only new ones are reported."""
         return self._is_caught_up
 
     def reported(self) -> list[Reported]:
         """
-        A page of what is new to this server; nothing if there is none. First what was announced before, the
-        newest first, then what others announce. What has a record is there; of what has none, deletions are
-        reported, so that a server that was away hears of them.
+        Read a page of messages that are new to this server; empty if there are none. It starts with those
+        sent before, the newest first, and goes on with new ones. A prompt that has a record is reported as
+        in the store; one that has none only if it was deleted, so that a server that was away learns of it.
         """
         backend, channel = self.store.backend, self._channel
         while not self._is_caught_up:
@@ -208,7 +208,7 @@ class PromptExchange:
         return reported
 
     def stop_looking_back(self) -> None:
-        """There is no room for older prompts: of older news only deletions are reported."""
+        """Report only deletions of the older messages from now on: there is no room for older prompts."""
         self._takes_older = False
 
     def _records(self, news: Sequence[News]) -> list[Reported]:
@@ -262,7 +262,7 @@ class PromptExchange:
 
 
 def _owner(given: dict[str, Any] | None) -> NamespaceOwner | None:
-    """Raises TypeError, ValueError: the file of namespaces takes text only."""
+    """Read an owner. Raises TypeError, ValueError: the file of namespaces takes text only."""
     if given is None:
         return None
     owner = NamespaceOwner(**given)
@@ -282,7 +282,7 @@ def _numbers(segment: Segment) -> list[int]:
 
 
 def _segment(namespace: str, numbers: list[int]) -> Segment:
-    """Raises TypeError, ValueError."""
+    """Make a segment of what `_numbers` returns. Raises TypeError, ValueError."""
     segment_id, first_position, num_tokens, generation, num_bytes, checksum = map(int, numbers)
     return Segment(
         SegmentId(segment_id), namespace, first_position, num_tokens, generation, num_bytes, checksum

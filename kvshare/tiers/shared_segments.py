@@ -1,11 +1,11 @@
 """
-Which segments lie in a shared store, for vLLMs that share it: each tells the others what it has written.
+Which segments a shared store holds, for vLLMs that share it: each tells the others what it has written.
 
     <prefix>:segments    a stream: what a segment is (id, namespace, place, bytes, checksum)
 
-With the operator's key messages are sealed for this stream. A segment is announced when its value is there.
-One that has ended since is a miss for who reads it. What a prompt's tokens are is known to the proxy alone,
-which is where prompts are found.
+With the operator's key, messages are sealed for this stream. A segment is announced once its value is there.
+If the value has expired since, reading it is a miss. Only the proxy knows the tokens of prompts, so it finds
+the prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvshare.tiers.shared_tier import SharedStore
 
 _MOST: Final = 100_000
 _PAGE: Final = 256
-_NEWS_S: Final = 30 * 86400  # after the last
+_NEWS_S: Final = 30 * 86400  # how long messages are kept after the last one
 
 
 class SegmentNews:
@@ -30,13 +30,13 @@ class SegmentNews:
 
     def __init__(self, store: SharedStore) -> None:
         self.store = store
-        self.num_damaged = 0  # messages that no vLLM with this key has written
+        self.num_damaged = 0  # messages that cannot be opened or read
         self._channel = f"{store.prefix}:segments"
-        self._after: str | None = None  # the last that was taken; None: none is known
-        self._before: str | None = None  # the first that was taken of what was there
+        self._after: str | None = None  # place of the newest message taken; None: none yet
+        self._before: str | None = None  # place of the oldest message that `take_earlier` took
 
     def announce(self, segment: Segment) -> None:
-        """Its value is there."""
+        """Tell the other vLLMs of a segment whose value is in the store."""
         store = self.store
         line = json.dumps(astuple(segment), separators=(",", ":")).encode()
         message, keep_s = store.seal.sealed(self._channel, line), max(_NEWS_S, store.keep_s)
@@ -44,9 +44,9 @@ class SegmentNews:
 
     def take(self, adopt: Callable[[list[Segment]], None]) -> bool:
         """
-        Give `adopt` what was announced since, as far as it can be read. It comes again if `adopt` raises.
+        Call `adopt` with the readable ones of the next page of new segments; if it raises, they come again.
 
-        Returns: whether there was anything new
+        Returns: whether there were new messages
         """
         backend, after = self.store.backend, self._after
         news = self.store.breaker.call(lambda: backend.news(self._channel, after=after, most=_PAGE))
@@ -57,7 +57,7 @@ class SegmentNews:
 
     def take_earlier(self, adopt: Callable[[list[Segment]], None]) -> bool:
         """
-        The same with what was announced before the first call, the newest first.
+        Do the same with a page of earlier segments, from the newest one at the first call backwards.
 
         Returns: whether there may be more
         """
@@ -69,7 +69,7 @@ class SegmentNews:
         return len(news) == _PAGE
 
     def those_there(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Those whose values have not ended, which are kept again from now on."""
+        """Return the segments whose values have not expired, and renew these values."""
         there = self.store.renew([self.store.segment_key(segment) for segment in segments])
         return [segment for segment, is_there in zip(segments, there, strict=True) if is_there]
 

@@ -1,4 +1,4 @@
-"""Opens the shared tier that the settings name. It connects when it is first used, and may fail then."""
+"""Opens the shared tier of the settings. It connects at its first use, and may fail only then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def open_shared_tier(
     settings: SharedTierSettings, form: ObjectForm, *, announces_segments: bool = False
 ) -> SharedTier:
-    """`announces_segments`: as vLLMs do, which know no prompts. Raises ConfigError, MissingExtraError."""
+    """`announces_segments`: for vLLMs, which know no prompts. Raises ConfigError, MissingExtraError."""
     store = open_shared_store(settings, form.fingerprint)
     how = "sealed" if store.seal.seals else "not sealed: who can read it reads prompts"
     log.info("KV is shared through a store, %s", how)
@@ -30,7 +30,7 @@ def open_shared_tier(
 
 
 def open_shared_store(settings: SharedTierSettings, fingerprint: str) -> SharedStore:
-    """`fingerprint`: of the form of its objects. Raises ConfigError, MissingExtraError."""
+    """`fingerprint`: that of the objects' `ObjectForm`. Raises ConfigError, MissingExtraError."""
     seal = checked_seal(settings)
     from kvshare.tiers.redis_backend import RedisBackend
 
@@ -38,7 +38,7 @@ def open_shared_store(settings: SharedTierSettings, fingerprint: str) -> SharedS
 
 
 def checked_seal(settings: SharedTierSettings) -> Seal:
-    """With the operator's key, if there is one. Raises ConfigError, MissingExtraError."""
+    """Make the seal, with the operator's key if there is one. Raises ConfigError, MissingExtraError."""
     require_modules("redis", what="shared_tier.url")
     key = read_key(settings.seal_key_file)
     if key is None and settings.is_exposed and not settings.trusted:
@@ -52,9 +52,8 @@ def checked_seal(settings: SharedTierSettings) -> Seal:
 
 def place_name(settings: SharedTierSettings, store: SharedStore) -> str:
     """
-    The same for all who keep KV of one form at this address, with one key. It tells nothing of the address.
-
-    A loopback address is another place on each machine.
+    Name the store: the name is the same for all that keep KV of one form at this address with the same key,
+    and without the key it does not reveal the address. A loopback address is another place on each machine.
     """
     assert settings.url is not None
     parts = urlsplit(settings.url)

@@ -3,10 +3,10 @@ Segments in a store that several servers use: what one has computed, others read
 
     <prefix>:o:<name>    one segment, as a file of the disk tier; sealed if the operator gives a key
 
-The prefix names the model and all on which its KV depends; the name is made of namespace and segment id, so
+The prefix names the model and all on which its KV depends; the name is made of namespace and segment id. So
 nothing crosses models or tenants. This server knows the segments that it has written, and those that others
-have reported (`shared_prompts.py`). What the store has lost meanwhile is a miss. Values end by themselves
-when they are not used: a server that vanishes leaves nothing behind that others must clean.
+have reported (`shared_prompts.py`). A segment that the store has lost since is a miss. Values that are not
+used expire: a server that vanishes leaves nothing behind that others must clean up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedStore:
     """The store as servers of one model see it: its values, their names, and how they are sealed."""
 
     def __init__(self, backend: SharedBackend, fingerprint: str, *, seal: Seal, keep_s: int) -> None:
-        """`fingerprint`: of the form of its objects. `keep_s`: a value that is not used for so long ends."""
+        """`fingerprint`: that of the objects' `ObjectForm`. `keep_s`: a value unused for so long expires."""
         self.backend, self.breaker, self.seal, self.keep_s = backend, Breaker(), seal, keep_s
         self.prefix = f"{PROTOCOL}:{seal.name_of(fingerprint.encode())}"
 
@@ -55,7 +55,7 @@ class SharedStore:
         return self.key("o", segment.namespace.encode(), b"%016x" % segment.segment_id)
 
     def put(self, key: str, value: bytes) -> None:
-        """Raises BackendError, as all that asks the store."""
+        """Seal and store a value. Raises BackendError, as do all methods that ask the store."""
         sealed = self.seal.sealed(key, value)
         self.breaker.call(lambda: self.backend.put(key, sealed, keep_s=self.keep_s))
 
@@ -70,12 +70,12 @@ class SharedStore:
         self.breaker.call(lambda: self.backend.delete(keys))
 
     def renew(self, keys: Sequence[str]) -> list[bool]:
-        """Keep them from now on. Returns which of them are there."""
+        """Restart the time of values. Returns for each key whether its value is there."""
         return self.breaker.call(lambda: self.backend.renew(keys, keep_s=self.keep_s))
 
 
 class SharedTier:
-    """A `LowerTier`. `drop` forgets here only; `remove` deletes in the store, for all."""
+    """A `LowerTier`. `drop` only makes this server forget segments; `remove` deletes them for all servers."""
 
     name = "shared"
     is_swept = True
@@ -89,12 +89,12 @@ class SharedTier:
         announce: Callable[[Segment], None] | None = None,
     ) -> None:
         """
-        `max_bytes`: of others' segments that this server knows of; without a disk also of its own.
-        `announce`: called with each segment that is there, before it counts as written. Raises BackendError.
+        `max_bytes`: of the others' segments that this server knows, and without a disk also of its own.
+        `announce`: called once a segment is stored, before it counts as written; raises BackendError.
         """
         self.store, self.form, self.max_bytes, self._announce = store, form, max_bytes, announce
-        self.num_bytes = 0  # of those that count
-        self.counts_own = True  # a disk above it limits them already
+        self.num_bytes = 0  # of the segments that count
+        self.counts_own = True  # whether this server's segments count; False: a disk above limits them
         self.counts: Counter[str] = Counter()
         self._segments: dict[SegmentId, Segment] = {}
         self._counted: set[SegmentId] = set()
@@ -106,7 +106,7 @@ class SharedTier:
 
     @property
     def problem(self) -> str | None:
-        """Return why the store did not do what it was asked last."""
+        """Return why the last call to the store failed; None: it succeeded."""
         return self.store.breaker.reason
 
     def ids(self) -> list[SegmentId]:
@@ -123,7 +123,7 @@ class SharedTier:
         return self._segments.get(segment_id)
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Others have written these; whether they are what they are said to be is seen when they are read."""
+        """Hold segments that others have written. `read` checks that they are what the others say."""
         self._hold(segments, is_counted=True)
 
     def takes_room(self, segment_id: object) -> bool:
@@ -131,7 +131,7 @@ class SharedTier:
         return segment_id in self._counted
 
     def finds(self, segment: Segment) -> bool:
-        """Whether the store has it, perhaps written by another server. Raises BackendError."""
+        """Return whether the store has a segment, perhaps of another server. Raises BackendError."""
         if segment.segment_id in self._segments:
             return True
         (is_there,) = self.store.renew([self.store.segment_key(segment)])
@@ -150,12 +150,12 @@ class SharedTier:
                     self.num_bytes += segment.num_bytes
 
     def takes(self, segment: Segment) -> bool:
-        """Return whether KV is exact. Other KV stays where it was computed."""
+        """Return whether the segment's KV is exact. Other KV stays where it was computed."""
         return segment.generation == 0
 
     def write(self, segment: Segment, rows: tuple[Rows, ...]) -> None:
-        """Raises BackendError, an OSError; nothing is held then. At once while the store is left alone."""
-        self.store.breaker.check()  # before the work that a value takes
+        """Store a segment. Raises BackendError (an OSError), at once while the breaker is open."""
+        self.store.breaker.check()  # before the work of building a value
         planes = self.form.planes(segment.num_tokens)
         header = Header(segment, self.form.fingerprint, planes, checks_of(rows))
         value = b"".join((header.to_bytes(), *(plane.data.cast("B") for plane in rows)))
@@ -204,7 +204,7 @@ class SharedTier:
         return [segment for segment in found if segment is not None]
 
     def remove(self, segments: Iterable[Segment]) -> None:
-        """Delete them in the store, so that no server reads them any more. Raises BackendError."""
+        """Delete segments in the store, so that no server reads them any more. Raises BackendError."""
         keys = [self.store.segment_key(segment) for segment in segments]
         if keys:
             self.store.delete(keys)
@@ -216,7 +216,7 @@ class SharedTier:
         return False
 
     def _opened(self, key: str, value: bytes, segment: Segment) -> tuple[Rows, ...]:
-        """Raises ObjectError, SealError."""
+        """Return the rows of a value that is this segment's object. Raises ObjectError, SealError."""
         raw = self.store.seal.opened(key, value)
         length = 8 + int.from_bytes(raw[:8], "little")
         if not 8 < length <= min(MOST_HEADER_BYTES, len(raw)) or length % PAGE_BYTES:
@@ -228,7 +228,7 @@ class SharedTier:
             raise ObjectError("it is another segment")
         if len(raw) != length + header.planes[-1].end:
             raise ObjectError("its bytes are not all there")
-        # A copy: tensors are made of it, which must be writable.
+        # Copied because the tensors made of it must be writable.
         every = np.frombuffer(raw, dtype=np.uint8, offset=length).copy()
         rows = tuple(every[plane.start : plane.end].reshape(plane.shape[0], -1) for plane in header.planes)
         if checks_of(rows) != header.checks:
@@ -241,8 +241,8 @@ class SharedTier:
 
 
 def remove_from_shared(tiers: Iterable[LowerTier], segment: Segment) -> None:
-    """Remove a segment from those of the tiers that other servers read, too."""
+    """Remove a segment from the shared ones of these tiers, for all servers; failures are ignored."""
     for tier in tiers:
         if isinstance(tier, SharedTier):
-            with suppress(OSError):  # then it ends by itself
+            with suppress(OSError):  # the value expires then
                 tier.remove([segment])

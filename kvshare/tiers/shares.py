@@ -1,4 +1,4 @@
-"""What of the segments of a stack lies where: for the budgets of a keeper, and for what reads take."""
+"""Which segments of a stack are where: for the budgets of a keeper, and to predict how long reads take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delta_tree import SegmentId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """A `Budget` of a stack, which `held` counts."""
+    """A `Budget` for one part of a stack. `held`: counts its bytes; `holds`: whether a segment is in it."""
 
     max_bytes: int
     held: Callable[[], int]

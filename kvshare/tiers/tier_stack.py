@@ -7,8 +7,8 @@ that.
     fetch    from memory, else from below, and into memory again, once it is whole
     drop     from all
 
-The keeper evicts prompts for several budgets: what is in memory only, what is on disk or will be, and what is
-known of a shared store.
+The keeper evicts prompts for several budgets: the KV in memory only, the KV on disk or due there, and the KV
+that is known to be in a shared store.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from kvshare.tiers.write_problem import WriteProblem
 
 log = logging.getLogger(__name__)
 
-_FLUSH_S = 20.0  # for what is not written when the process is stopped
-_MOST_SLOW = 3  # plans in a row; then nothing is read for a while
+_FLUSH_S = 20.0  # how long `close` writes what is due
+_MOST_SLOW = 3  # plans in a row with late reads; then the nearest tier is not read for `_PAUSE_S`
 _PAUSE_S = 10.0
-_RECENT_S = 60.0  # without late reads, after which they count as over
+_RECENT_S = 60.0  # how long after such a pause the status still says that reads are late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +87,12 @@ class TierStack:
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
+        """Return the bytes in memory."""
         return self._memory.num_bytes
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """Memory; and what is below, unless nothing can be written there now."""
+        """Return the budgets of memory and, unless nothing can be written there now, of the tiers below."""
         below = self._below_or_due if self._problem.reason is None else ()
         return (self._in_memory_only, *below)
 
@@ -100,7 +100,7 @@ class TierStack:
         return segment_id in self._memory or segment_id in self.below
 
     def put(self, segment: Segment, kv: SegmentKV) -> None:
-        """Store a segment, which the caller has made room for. Raises ValueError for one that is held."""
+        """Store a segment; the caller has made room for it. Raises ValueError if it is already held."""
         with self._lock:
             if segment.segment_id in self:
                 raise ValueError(f"segment {segment.segment_id} is already held")
@@ -111,7 +111,7 @@ class TierStack:
         self._writer.wake()
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Free segments in memory, and soon after that below; unknown ids are ignored."""
+        """Forget segments: their memory is free at once, the disk soon after. Unknown ids are ignored."""
         entries = list(segment_ids)
         with self._lock:
             for segment_id in entries:
@@ -122,8 +122,8 @@ class TierStack:
 
     def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
         """
-        The segments whose bytes match their checks. The others are missing, or late: not read in that time.
-        What comes late is in memory for the next request.
+        Return the segments whose bytes match their checks. The others are missing, or late: not read within
+        `within_s`. A read that has begun goes on, and the next request finds its segment in memory.
         """
         wanted = frozenset(segment_ids)
         with self._lock:
@@ -149,12 +149,12 @@ class TierStack:
         return Fetched(segments, missing, late, num_bytes, time.perf_counter() - began, is_slow=is_slow)
 
     def note_open(self) -> None:
-        """The disk could not be opened before, and was now."""
+        """Note that the disk, which could not be opened before, is open now."""
         self._problem.end()
         self._writer.wake()
 
     def close(self) -> None:
-        """Write what is due, for some seconds, and stop. What is not written then is lost."""
+        """Write what is due, for at most `_FLUSH_S`, and stop. What is not written by then is lost."""
         self._writer.close(within_s=_FLUSH_S)
         self._readers.close(waits=False)
         self.below.close()
@@ -204,7 +204,7 @@ class TierStack:
     def _read_all(
         self, entries: Iterable[SegmentId], within_s: float
     ) -> tuple[dict[SegmentId, SegmentKV], frozenset[SegmentId], bool]:
-        """What was read in time, what is late, and whether that is because reads take too long."""
+        """Return what was read in time, what is late, and whether the nearest tier was too slow."""
         nearest, is_paused = self.below.parts[0], time.monotonic() < self._reads_from
         paused = {entry for entry in entries if is_paused and entry in nearest}
         reads = {
@@ -222,7 +222,7 @@ class TierStack:
         return read, late | paused, is_slow
 
     def _into_memory(self, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> SegmentKV:
-        """Keep what was read from a tier below. Runs on a thread that reads."""
+        """Keep a segment that was read below, and return its KV. Runs on a reader's thread."""
         segment_id = segment.segment_id
         kv = SegmentKV.of_rows(self.below.form.layout, segment.num_tokens, rows)
         with self._lock:
@@ -238,7 +238,7 @@ class TierStack:
                 self._num_slow, self._reads_from = 0, time.monotonic() + _PAUSE_S
 
     def release(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Free memory of these segments, which may be whole below."""
+        """Free the memory of these segments only: the tiers below may hold them whole."""
         with self._lock:
             for segment_id in segment_ids:
                 self._memory.forget(segment_id)
@@ -247,7 +247,7 @@ class TierStack:
         return self._memory.num_due_bytes
 
     def write_due(self) -> int | None:
-        """Delete a file that belongs to nothing; where none does, write the segment that is due longest."""
+        """Delete a garbage file, else write the oldest due segment. Returns the bytes written; None: idle."""
         if not self.below.is_swept:
             self.below.sweep()
             return 0
@@ -263,10 +263,10 @@ class TierStack:
             self.below.write(segment, held.kv.rows())
         except OSError as exc:
             self._problem.note(exc)
-            with self._lock:  # one that can never be written must not keep the others from being
+            with self._lock:  # the others first: this one may never be writable
                 if segment.segment_id in self._to_write:
                     self._to_write.move_to_end(segment.segment_id)
-            return 0 if self.below.sweep() else None  # what belongs to nothing may be all that is in the way
+            return 0 if self.below.sweep() else None  # perhaps only garbage takes the space
         self._problem.end()
         if not self._written(segment.segment_id):  # dropped meanwhile
             self.below.drop([segment.segment_id])
@@ -274,7 +274,7 @@ class TierStack:
         return segment.num_bytes
 
     def write_again(self) -> None:
-        """Write what memory holds and the tier below has lost."""
+        """Mark as due what memory holds and the tier below has lost."""
         with self._lock:
             for segment_id, held in self._memory.items():
                 if segment_id not in self._memory.due and segment_id not in self.below:
@@ -284,7 +284,7 @@ class TierStack:
         self._writer.wake()
 
     def _written(self, segment_id: SegmentId) -> bool:
-        """Note that a segment is not in memory only any more. Returns whether it was."""
+        """Mark a segment as no longer due. Returns whether it was due (held in memory only) until now."""
         with self._lock:
             self._to_write.pop(segment_id, None)
             return self._memory.written(segment_id)

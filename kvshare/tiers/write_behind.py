@@ -1,4 +1,4 @@
-"""A thread that works while requests run: one piece after the other, at most so many bytes a second."""
+"""A thread that writes while requests run: one piece after the other, at most `bytes_per_s`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvshare.safe_logging import classes_and_places
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0  # without being woken: a disk may have space again
+_LOOK_EVERY_S = 1.0  # if nothing wakes the thread: a disk may have space again
 
 
 class WriteBehind:
     """
     `work` does one piece and returns its bytes; None: there is nothing that can be done now.
 
-    `bytes_per_s`: at most this much over time, except while it is closed.
+    `bytes_per_s`: the limit on average. While `close` runs there is none.
     """
 
     def __init__(self, work: Callable[[], int | None], *, bytes_per_s: float) -> None:
@@ -26,18 +26,18 @@ class WriteBehind:
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()
         self._is_woken = False
-        self._until: float | None = None  # when it must end; None: it is not closed
+        self._until: float | None = None  # when the thread must end; None: `close` was not called
         self._thread = threading.Thread(target=self._run, name="kvshare-disk-writer", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Wake the thread: there is something to do."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def close(self, *, within_s: float) -> None:
-        """Do what is left, for at most this long, and wait until the thread has ended."""
+        """Do what is left, for at most `within_s`, and wait for the thread's end, for a second more."""
         with self._changed:
             self._until = time.monotonic() + within_s
             self._changed.notify_all()

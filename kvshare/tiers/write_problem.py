@@ -6,18 +6,18 @@ import logging
 
 
 class WriteProblem:
-    """`reason` is None while the tier is written. For one thread that writes; any may read."""
+    """`reason` is None while writing works. One thread writes; any thread may read `reason`."""
 
     def __init__(
         self, log: logging.Logger, where: str, *, lost_with: str, prefix: str = "", reason: str | None = None
     ) -> None:
-        """For the log: `where` KV goes, and with what it is lost. `reason`: why not now, as logged."""
+        """For the log: `where` KV goes, and with what it is lost. `reason`: why it fails now; is logged."""
         self.reason = reason
         self._log, self._prefix = log, prefix
         self._where, self._lost_with = where, lost_with
 
     def note(self, exc: OSError) -> None:
-        """A write has failed."""
+        """Note that a write has failed. Only the first of several in a row is logged."""
         if self.reason is None:
             self.reason = exc.strerror or type(exc).__name__
             self._log.warning(
@@ -30,7 +30,7 @@ class WriteProblem:
             )
 
     def end(self) -> None:
-        """A write has succeeded."""
+        """Note that a write has succeeded."""
         if self.reason is not None:
             self.reason = None
             self._log.warning("%sKV is written to %s again", self._prefix, self._where)

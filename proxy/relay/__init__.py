@@ -1,1 +1,1 @@
-"""The /v1 routes in front of vLLM: requests are planned and forwarded, answers are passed on."""
+"""The /v1 routes in front of vLLM: requests are planned and forwarded, answers are relayed."""

@@ -1,4 +1,4 @@
-"""About how many tokens an answer has that passes unread: so long answers do not count as slow ones."""
+"""Estimates the tokens of an answer without parsing it, so that long answers do not count as slow ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _USAGE = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 
 
 class AnswerSize:
-    """Counts the events of a stream, which mostly have a token each; of another answer it reads the usage."""
+    """Counts the events of a stream, most of which have one token; in other answers it reads the usage."""
 
     def __init__(self) -> None:
         self._num_events = 0
@@ -23,6 +23,6 @@ class AnswerSize:
 
     @property
     def num_tokens(self) -> int:
-        """0 where the answer does not say."""
+        """The number of tokens so far; 0 if the answer does not say."""
         given = _USAGE.findall(self._tail)
         return int(given[-1]) if given else self._num_events

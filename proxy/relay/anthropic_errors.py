@@ -1,8 +1,8 @@
 """
 vLLM's errors on the routes of Anthropic's API, in that API's shape, types and words.
 
-vLLM 0.32 answers there in three shapes: OpenAI's where a body is not valid, Anthropic's with types of its own
-elsewhere, and FastAPI's for what is not a route. On all other routes its errors are passed on as they are.
+On these routes vLLM 0.32 has errors of three shapes: OpenAI's for an invalid body, FastAPI's for an unknown
+route, and otherwise Anthropic's, but with its own types. Errors of other routes are relayed unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_BODY = 256 * 1024  # bytes of an error that are read
 
 _EVENT = b"event: error\n"
 _END = b"\n\n"
-_STATUSES = {  # of the types in vLLM's error events; all others are the server's fault
+_STATUSES = {  # by type of vLLM's error events; all other types are the server's fault
     "BadRequestError": 400,
     "Bad Request": 400,
     "NotFoundError": 404,
@@ -55,12 +55,12 @@ def reply_of(status: int, raw: bytes) -> ErrorReply:
 
 
 class ErrorEvents:
-    """A stream of Messages events: those that report an error are written again, every other byte stays."""
+    """Relays a stream of Messages events. Events that report an error are rewritten; all other bytes stay."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-        self._held = b""  # what may be, or is, the beginning of an error event
-        self._is_within = False  # an event that is none
+        self._held = b""  # bytes that are, or may be, the beginning of an error event
+        self._is_within = False  # whether an event that is not an error has begun and not ended
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the bytes that can be sent on now."""
@@ -74,7 +74,7 @@ class ErrorEvents:
                 continue
             event, end, rest = held.partition(_END)
             self._is_within = not end
-            if not end and held.endswith(b"\n"):  # perhaps half of an end
+            if not end and held.endswith(b"\n"):  # perhaps the first half of an event's end
                 self._held = b"\n"
                 return out + held[:-1]
             out, held = out + event + end, rest
@@ -82,7 +82,7 @@ class ErrorEvents:
         return out
 
     def flush(self) -> bytes:
-        """The rest of a stream that is over."""
+        """Return the rest of a stream that has ended."""
         held, self._held = self._held, b""
         return held
 
@@ -111,7 +111,7 @@ def _type_and_message(raw: bytes) -> tuple[str, str]:
 
 
 def _words(message: str) -> str:
-    """A message as Anthropic's API would say it, where that is known: by these words agents make room."""
+    """Return a message in the words of Anthropic's API, if known: agents shorten prompts because of these."""
     if (found := _REQUESTED.search(message)) and int(found["tokens"]) < int(found["limit"]):
         tokens = f"{found['more'] or ''}{found['tokens']}"
         return (

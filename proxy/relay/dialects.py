@@ -1,11 +1,11 @@
 """
-The four routes of vLLM that generate: what differs between them, and the prompt of a request in tokens, or
-why it cannot be planned.
+The four routes of vLLM that generate: what differs between them, and how a request becomes a prompt in
+tokens, or why it cannot be planned.
 
-vLLM renders the very body into tokens; one that was started without its `/render` routes is asked by
-`/tokenize`, which reads less. An unusual request is not planned: vLLM gets it unchanged and reports what is
-wrong with it. A prompt that vLLM tokenizes differently in the end does no harm: the ticket's digest does not
-match then.
+vLLM itself renders the body into tokens. If it was started without its `/render` routes, `/tokenize` is
+used, which reads fewer members. An unusual request is not planned: vLLM gets it unchanged and reports what
+is wrong with it. If vLLM tokenizes a prompt differently in the end, no harm is done: the ticket's digest does
+not match then.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Dialect:
     """One generating route of vLLM."""
 
     path: str
-    tokenized: tuple[str, ...] = ()  # what `/tokenize` reads of a body, and alike
-    first_token: bytes = b""  # is in a stream as soon as there is a token; empty: its first byte says so
+    tokenized: tuple[str, ...] = ()  # members of a body that `/tokenize` reads in the same way
+    first_token: bytes = b""  # bytes that a stream has once it has a token; empty: any byte
     check: Callable[[Body], None] = lambda document: None  # raises Unplannable
     takes_rendered: Callable[[Body], bool] = lambda document: True  # see `ReadPrompt`
 
     def text_of(self, document: Body) -> PromptText:
-        """The text of a body, of which `kvshare.rules.texts` says where it is. Raises Unplannable."""
+        """Return the text of a body; `kvshare.rules.texts` says where it is. Raises Unplannable."""
         self.check(document)
         shape = SHAPES[self.path]
         if shape.messages is None:
@@ -68,16 +68,16 @@ class Dialect:
         return PromptText(last_user_turn=users[-1] if users else "", body=body)
 
     def broken_off(self, reply: ErrorReply, request_id: str) -> bytes:
-        """The end of a stream that breaks off, after a blank line, which ends what may be half an event."""
+        """Return the end of a stream that breaks off. It begins with a blank line, to end a partial event."""
         if self is MESSAGES:
             return b"\n\n" + named_events(reply.anthropic_body(request_id))
-        if self is RESPONSES:  # the openai client raises for a member `error`
+        if self is RESPONSES:  # with a member `error`, so that the openai client raises
             error = {"type": "error", "code": reply.code, "message": reply.message, "param": reply.param}
             return b"\n\n" + named_events({**error, **reply.body})
         return b"\n\n" + frames(reply.body) + DONE
 
 
-# Parts of a content, and where each has its text, if it has any. Other parts are not text: an image, a file.
+# Types of parts, and the member that has their text, if any. Parts of other types are images, files, ...
 _TEXT_AT = {
     **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text"),
     "refusal": "refusal",
@@ -89,7 +89,7 @@ _TEXT_AT = {
 
 
 def _text(content: object) -> str:
-    """The text of a content, in one or in parts. Raises Unplannable where it is more than text."""
+    """Return the text of a content, which may have parts. Raises Unplannable if it has more than text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Sequence):
@@ -105,11 +105,11 @@ def _check_response(document: Body) -> None:
     if document.get("previous_response_id") is not None:
         raise Unplannable(Reason.PREVIOUS_RESPONSE)  # vLLM has the rest of the prompt
     if document.get("background"):
-        raise Unplannable(Reason.BACKGROUND)  # it keeps running after its response has ended
+        raise Unplannable(Reason.BACKGROUND)  # it goes on after its response has ended
 
 
 def _check_completion(document: Body) -> None:
-    for reason in (Reason.PROMPT_EMBEDS, Reason.SUFFIX):  # named like the members
+    for reason in (Reason.PROMPT_EMBEDS, Reason.SUFFIX):  # these reasons have the names of the members
         if document.get(reason) is not None:
             raise Unplannable(reason)
     if document.get("echo") and document.get("logprobs") is not None:
@@ -117,13 +117,13 @@ def _check_completion(document: Body) -> None:
 
 
 def _thinks_as_rendered(document: Body) -> bool:
-    """False if thinking is disabled: then the route may have other tokens than `/render`, by its effort."""
+    """Return false if thinking is disabled: then the route may use other tokens than `/render` gives."""
     thinking = document.get("thinking")
     return not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled")
 
 
 def _only_prompt(document: Body) -> str | list[Any]:
-    """A completion's prompt, text or tokens; a list of one counts as that one. Raises Unplannable."""
+    """Return a completion's prompt, text or tokens, also from a list of one. Raises Unplannable."""
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
@@ -136,7 +136,7 @@ def _only_prompt(document: Body) -> str | list[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPrompt:
-    """A request's prompt. `rendered`: as vLLM wrote it, where its answer is the same if it is given back."""
+    """A request's prompt. `rendered`: what vLLM rendered, if its answer is the same when given that."""
 
     prompt: Prompt
     rendered: RenderedPrompt | None = None
@@ -176,7 +176,7 @@ async def prompt_of(document: Body, body: bytes, *, dialect: Dialect, engine: Vl
 
 
 def _given_tokens(document: Body) -> TokenIds | None:
-    """A prompt that comes as tokens needs no rendering, unless it is to be cut. Raises Unplannable."""
+    """Return a prompt that was sent as tokens and is not to be truncated; else None. Raises Unplannable."""
     prompt = _only_prompt(document)
     if isinstance(prompt, str) or document.get("truncate_prompt_tokens") is not None:
         return None
@@ -187,7 +187,7 @@ def _given_tokens(document: Body) -> TokenIds | None:
 
 
 def _check_usual(document: Body, engine: VllmEngine) -> None:
-    """Raises Unplannable where the KV is not the base model's, or vLLM computes all of it anyway."""
+    """Raise Unplannable if the KV is not the base model's, or vLLM computes all of it anyway."""
     model, served = document.get("model"), engine.fleet.models
     if model is not None and (served is None or model not in served.names):
         raise Unplannable(Reason.ADAPTER)  # or a model that is not there
@@ -231,7 +231,7 @@ COMPLETION = Dialect(
     check=_check_completion,
     takes_rendered=lambda document: False,
 )
-# A response begins with events that say so, at once.
+# A response begins at once with events that have no token.
 _FIRST_ITEM = b"event: response.output_item.added"
 RESPONSES = Dialect("/v1/responses", first_token=_FIRST_ITEM, check=_check_response)
 MESSAGES = Dialect("/v1/messages", takes_rendered=_thinks_as_rendered)

@@ -1,7 +1,7 @@
 """
-Where a body for vLLM says what its answer must follow, under vLLM's, OpenAI's and Anthropic's names.
+Finds the formats that an answer must follow in a body for vLLM, under vLLM's, OpenAI's and Anthropic's names.
 
-Only the place is found here; what has another type than expected is left for vLLM to refuse.
+Values are not checked: vLLM refuses those of a wrong type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOOL_SCHEMAS = ("parameters", "input_schema")
 
 
 def formats_of(document: Mapping[str, Any]) -> list[AnswerFormat]:
-    """All formats of a body; of tools only if they may be called. Raises RecursionError if nested deeply."""
+    """Return all formats of a body; of tools, if they may be called. RecursionError if nested too deeply."""
     return list(_formats(document))
 
 
@@ -45,7 +45,7 @@ def _of_format(given: object, param: str) -> Iterator[AnswerFormat]:
     given = _mapping(given)
     if given.get("type") == "structural_tag":
         yield from _given("structural_tag", given, param)
-    named = _mapping(given.get("json_schema"))  # as a rule the level of a name and a schema
+    named = _mapping(given.get("json_schema"))  # usually it has a name and a schema
     levels = [(given, "schema"), (named, "schema"), (named, "json_schema")]
     if named.keys().isdisjoint(("schema", "json_schema")):
         levels.append((given, "json_schema"))
@@ -62,7 +62,7 @@ def _of_tool(tool: object, param: str) -> Iterator[AnswerFormat]:
 
 
 def _given(kind: str, value: object, param: str) -> Iterator[AnswerFormat]:
-    """A format as text, however it was given."""
+    """Yield a format as text, whether it was sent as text or as JSON."""
     if isinstance(value, Mapping) or (isinstance(value, list) and kind == "choice"):
         yield AnswerFormat(kind, json.dumps(value), param)
     elif isinstance(value, str) and value:

@@ -1,9 +1,9 @@
 """
-Forwards one request: sends it to a replica, or to another if that does not answer, and passes its answer on.
+Forwards one request: sends it to a replica, or to another one if that does not answer; relays the answer.
 
 Status and body are vLLM's, byte for byte, and so are the headers, except hop-by-hop and CORS ones. Only
 errors on the routes of Anthropic's API are put into its words (`anthropic_errors.py`). If vLLM breaks off, an
-error event is appended: the client would take the end of the stream for success.
+error event is appended: otherwise the client would take the end of the stream for success.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from proxy.sse import KEEP_ALIVE, dump
 
 log = logging.getLogger(__name__)
 
-_MAX_ERROR = 16 * 1024  # bytes of vLLM's own error that are looked at
+_MAX_ERROR = 16 * 1024  # bytes of vLLM's own error that are read
 _WORD = re.compile(r"[\w.\[\]-]{1,60}")
-_TYPE = re.compile(r"[A-Za-z_]{1,40}(?: [A-Za-z]{1,20}){0,3}")  # also a status's phrase: "Bad Request"
+_TYPE = re.compile(r"[A-Za-z_]{1,40}(?: [A-Za-z]{1,20}){0,3}")  # also the phrase of a status: "Bad Request"
 
 
 @dataclass(eq=False)
@@ -57,17 +57,17 @@ class RelayedRequest:
     routed: RoutedRequest
     body: bytes  # sanitized
     is_json: bool = True
-    dialect: Dialect | None = None  # of a route that generates
-    _answer: web.StreamResponse | None = field(default=None, init=False)  # once its status line is out
-    _beginning: bytes = field(default=b"", init=False)  # of a stream without a token so far, or of an error
+    dialect: Dialect | None = None  # None: the route does not generate
+    _answer: web.StreamResponse | None = field(default=None, init=False)  # set once its status line is sent
+    _beginning: bytes = field(default=b"", init=False)  # of an error, or of a stream until its first token
     _size: AnswerSize = field(default_factory=AnswerSize, init=False)
-    _last: bytes = field(default=b"\n\n", init=False)  # what was written last
+    _last: bytes = field(default=b"\n\n", init=False)  # the last chunk that was written
 
     async def forward(self) -> web.StreamResponse:
         """
-        Plan and send the request, and pass its answer on until it ends. A drain waits for it.
+        Plan and send the request, and relay the answer until it ends. A drain of the server waits for that.
 
-        If the client leaves, the connection to vLLM is closed, and vLLM aborts the request.
+        If the client disconnects, the connection to vLLM is closed, and vLLM aborts the request.
         """
         try:
             async with self.request.app[SERVER].lifecycle.running():
@@ -79,7 +79,7 @@ class RelayedRequest:
             return await self._break_off(exc)
 
     async def _try_replicas(self, replica: Replica) -> web.StreamResponse:
-        """Try replicas until one takes the request; nothing has been sent to the client before."""
+        """Try replicas until one takes the request, and relay its answer. Only then the client gets bytes."""
         routed, tried = self.routed, [replica]
         while True:
             routed.progress.has_failed = False
@@ -149,7 +149,7 @@ class RelayedRequest:
         return answer
 
     async def _pass_on_body(self, response: aiohttp.ClientResponse, answer: web.StreamResponse) -> None:
-        """Raises EngineError where vLLM breaks off."""
+        """Relay the body of an answer. Raises EngineError if vLLM breaks it off."""
         is_messages = self._is_stream and is_anthropic(self.request.path)
         events = ErrorEvents(self.request[RECORD].request_id) if is_messages else None
         while chunk := await self._next_chunk(response):
@@ -172,7 +172,7 @@ class RelayedRequest:
             raise EngineError("The model server broke off this answer.") from exc
 
     async def _pass_on_error(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        """An error of vLLM's where the client's API has words of its own for it."""
+        """Relay an error of vLLM in the words of Anthropic's API."""
         raw = b""
         while len(raw) < MAX_BODY and (chunk := await self._next_chunk(response)):
             raw += chunk
@@ -198,7 +198,7 @@ class RelayedRequest:
             self._note_stages({"engine": progress.prefill_s})
 
     def _has_token(self, chunk: bytes) -> bool:
-        """Return whether the answer has a token by now. Most begin with one; see `Dialect.first_token`."""
+        """Return whether the answer has a token by now; see `Dialect.first_token`."""
         if self.dialect is None or not self.dialect.first_token or not self._is_stream:
             return True
         self._beginning += chunk
@@ -214,8 +214,8 @@ class RelayedRequest:
 
     async def _break_off(self, error: KVShareError) -> web.StreamResponse:
         """
-        Report to the client that its answer is incomplete, in the stream or by closing the connection. Raises
-        the error where the answer has not begun.
+        Report to the client that its answer is incomplete, in the stream or by closing the connection. If the
+        answer has not begun, raise the error instead.
         """
         if self._answer is None:
             raise error
@@ -234,7 +234,7 @@ class RelayedRequest:
 
 
 def _failure_of(body: bytes) -> RequestFailure:
-    """The error that vLLM answered. Its message may quote the prompt: only type and parameter are logged."""
+    """Describe an error of vLLM for the log: only type and parameter, as its message may quote the prompt."""
     try:
         document = json.loads(body)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Images in bodies: which can be planned, and how vLLM is asked to render them."""
+"""Images in bodies: which of them can be planned, and how vLLM renders them without tensors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from proxy.relay.sanitize import with_members
 
-_WITH_ADDRESS = ("image_url", "input_image")  # parts of contents, with the address under `image_url`
+_WITH_ADDRESS = ("image_url", "input_image")  # types of parts that have an address under `image_url`
 _DATA = "data:"
-_NO_TENSORS = {"mm_payload": b'"none"'}  # vLLM's own member of these bodies
+_NO_TENSORS = {"mm_payload": b'"none"'}  # a member that only vLLM's `/render` has
 
 
 def is_sent_image(part: Mapping[str, Any]) -> bool:
     """
-    Return whether a part of a content is an image that the body itself has.
+    Return whether a part of a content is an image whose data is in the body.
 
-    What an address stands for is not planned: vLLM would fetch it twice, for the plan and for the answer.
+    An image at an address is not planned: vLLM would fetch it twice, for the plan and for the answer.
     """
     kind = part.get("type")
     if kind in _WITH_ADDRESS:
@@ -28,7 +28,7 @@ def is_sent_image(part: Mapping[str, Any]) -> bool:
 
 
 def holds_images(value: object) -> bool:
-    """Return whether a body, or a part of one, has such an image."""
+    """Return whether a body, or a part of one, has an image whose data is in the body."""
     if isinstance(value, list):
         return any(map(holds_images, value))
     if not isinstance(value, Mapping):
@@ -38,5 +38,5 @@ def holds_images(value: object) -> bool:
 
 
 def without_tensors(body: bytes) -> bytes:
-    """A body for `/render` that asks for digests and places of media only, not for their tensors."""
+    """Return a body for `/render` that asks only for digests and places of media, not for their tensors."""
     return with_members(body, _NO_TENSORS)

@@ -1,13 +1,13 @@
 """
-Parts of contents, where clients put media: their ids are removed, and embeddings in their place are refused.
+Parts of contents, where clients put media: ids of media are removed, embeddings in their place are refused.
 
-For vLLM two media with one `uuid` are the same, also those of two clients. Embeddings it takes, with a
-connector, even if its operator did not allow that, and those of a wrong shape end it.
+vLLM takes two media with one `uuid` for the same, even if two clients sent them. With a connector, vLLM
+accepts embeddings even if its operator has not allowed them, and those of a wrong shape make it crash.
 
-A part is an object in a list, or in lists of lists, under the name `content` or `output`, of an object in one
+A part is an object in a list (or in lists of lists) under the name `content` or `output`, of an object in one
 of PROMPTS or of another part. vLLM's routes below /v1 read the media of chats, responses and rankings there,
-and nowhere else. So arguments and schemas of tools, `metadata` and a `state` keep a `uuid`, and texts say
-anything.
+and nowhere else. So a `uuid` in arguments and schemas of tools, `metadata` or a `state` stays, and so do all
+texts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PROMPTS = (
     *("messages", "input", "previous_input_messages"),
     *("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2"),
 )
-_OF_CHATS = ("messages",)  # their `documents` are texts of the client's, which only the template sees
+_OF_CHATS = ("messages",)  # the `documents` of a chat are texts that only the template reads
 _CHATS = ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/batch")
 _CONTENTS = frozenset({"content", "output"})  # of a message or a result, and of what a tool returned
-_EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # types of parts, and names in them
+_EMBEDDINGS = ("image_embeds", "audio_embeds", "video_embeds")  # types of parts, and members of parts
 _ID = "uuid"
 
 
 def without_media_ids(document: Mapping[str, Any], *, path: str) -> Mapping[str, Any]:
     """
-    A body to this route of vLLM whose parts of contents have no ids; the very object if none has one.
+    Return a body for this route of vLLM without ids in parts of contents; the same object if there are none.
 
     Raises RequestError for embeddings, RecursionError for a body that is nested too deeply.
     """
@@ -43,13 +43,13 @@ def without_media_ids(document: Mapping[str, Any], *, path: str) -> Mapping[str,
 
 
 def _clean(value: Any, *, param: str, are_parts: bool = False) -> Any:
-    """`are_parts`: whether objects in a list are parts. The same object if nothing in it has to go."""
+    """Remove ids. `are_parts`: objects in a list are parts. Returns the same object if nothing changes."""
     if isinstance(value, dict):
         return _clean_object(value, param=param, is_part=False)
     if not isinstance(value, list):
         return value
     found = value.copy()
-    for index, entry in enumerate(value):  # most of them are tokens, if they are many
+    for index, entry in enumerate(value):  # a long list usually has tokens, which are skipped
         if isinstance(entry, dict):
             found[index] = _clean_object(entry, param=param, is_part=are_parts)
         elif isinstance(entry, list):
@@ -58,7 +58,7 @@ def _clean(value: Any, *, param: str, are_parts: bool = False) -> Any:
 
 
 def _clean_object(value: dict[str, Any], *, param: str, is_part: bool) -> dict[str, Any]:
-    """A message, an item or a part. A part is one of embeddings by its type, or by any of its names."""
+    """Remove ids from a message, an item or a part. A part's type or any member marks embeddings."""
     for word in (value.get("type"), *value) if is_part else ():
         if word in _EMBEDDINGS:
             raise RequestError(f"Unsupported content: {word!r}. Send the media itself.", param=param)

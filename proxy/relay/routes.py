@@ -1,12 +1,11 @@
 """
-The /v1 routes in front of vLLM: those that generate are planned, everything else is passed through as it is.
+The /v1 routes in front of vLLM: requests that generate are planned, all others are relayed unchanged.
 
 1. read      the body, as bytes and parsed
-2. render    its prompt into tokens, by vLLM itself; that, and what differs between routes: `dialects.py`
-3. forward   plan, choose the replica, send the body with salt and ticket, pass on the answer's:
-             `forward.py`
+2. render    its prompt into tokens, by vLLM itself: `dialects.py`, which has what differs between routes
+3. forward   plan, choose the replica, send the body with salt and ticket, relay the answer: `forward.py`
 
-What cannot be planned, or fails to be, is forwarded without a plan.
+A request that cannot be planned, or whose planning fails, is forwarded without a plan.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ENGINE: web.AppKey[VllmEngine] = web.AppKey("vllm_engine", VllmEngine)
 def add_routes(
     app: web.Application, engine: VllmEngine, *, serves_clients: bool, serves_admins: bool
 ) -> None:
-    """All of /v1 and Azure's paths for clients, `/admin/explain` for admins, for both the list of models."""
+    """Add /v1 and Azure's paths for clients, `/admin/explain` for admins, and the list of models for both."""
     app[ENGINE] = engine
     app.router.add_get("/v1/models", models)
     if serves_clients:
@@ -77,7 +76,7 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """GET /v1/models/{model}: for Anthropic's clients from the list; else whatever vLLM says."""
+    """GET /v1/models/{model}: for Anthropic's clients from the list; else vLLM's answer."""
     if not speaks_anthropic(request):
         return await pass_through(request)
     name, cards = request.match_info["model"].rstrip("/"), await _listed(request)
@@ -87,14 +86,14 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def _listed(request: web.Request) -> list[Mapping[str, Any]]:
-    """The models of one replica: all serve the same. Raises NoReplicaError, UpstreamError."""
+    """List the models of one replica, as all serve the same. Raises NoReplicaError, UpstreamError."""
     async with request.app[SERVER].lifecycle.running():
         cards = await request.app[ENGINE].fleet.idlest().vllm.list_models()
     return [card for card in cards if isinstance(card.get("id"), str)]
 
 
 async def pass_through(request: web.Request) -> web.StreamResponse:
-    """Any other route under /v1, of vLLM's choice."""
+    """Relay any other route of vLLM under /v1."""
     path = openai_url(request).raw_path_qs
     check_path(path)
     if is_for_operators(path):
@@ -130,7 +129,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """POST to a route that generates: planned if its prompt is known."""
     dialect = DIALECTS[api_of(request)]
     body, document = await _read_json(request)
-    await _check_formats(request, document)  # before the body is rendered: vLLM reads all of it then
+    await _check_formats(request, document)  # before rendering, for which vLLM reads the whole body
     incoming, execution, prepared = _untokenized(request, document), Execution(), request[RECORD].preparation
     prepared.body_s = request[RECORD].duration_s
     prepared.mode, prepared.executed = incoming.mode, partial(_executed, execution)
@@ -144,7 +143,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _check_formats(request: web.Request, document: Mapping[str, Any]) -> None:
-    """Raises UnsupportedFormatError, OverloadedError; RequestError for a body that is nested too deeply."""
+    """Check a body's formats. Raises UnsupportedFormatError, OverloadedError, RequestError (too deep)."""
     try:
         formats = formats_of(document)
     except RecursionError:
@@ -154,7 +153,7 @@ async def _check_formats(request: web.Request, document: Mapping[str, Any]) -> N
 
 
 def _executed(execution: Execution) -> dict[str, Any]:
-    """Return the replica's report of a request, which may arrive after the answer's end."""
+    """Return the replica's report of a request, which may arrive after the end of the answer."""
     finished = execution.finished
     return {
         "replica": execution.replica,
@@ -212,10 +211,10 @@ async def _rendered(
 
 async def _read_json(request: web.Request) -> tuple[bytes, dict[str, Any]]:
     """
-    The body to send on, sanitized, and the parsed body. The operator's rules are applied to both.
+    Return the sanitized body to send on, and the parsed body. The operator's rules are applied to both.
 
-    Raises:  HttpError for another content type; RequestError for what is not a JSON object, as what cannot be
-             read cannot be searched
+    Raises:  HttpError for another content type; RequestError for a body that is not a JSON object, because it
+             could not be sanitized
     """
     document = await read_object(request)
     is_rewritten = bool(request[RECORD].body.rules) or is_of_deployment(request)

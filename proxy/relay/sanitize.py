@@ -1,10 +1,10 @@
 """
-Removes from a relayed request the headers and members that would give a client more than it may ask for, and
-adds the members that are the proxy's.
+Removes headers and members from a relayed request that would give a client more than it may ask for, and
+adds the proxy's own members.
 
-A client must not name KV itself (`kv_transfer_params`) nor choose whose prefix cache it shares: its
-`cache_salt` only divides its owner's, and vLLM gets that of the two together. Its key is not sent on. All of
-that is removed, on every route; so are ids of media, and embeddings in their place are refused (see
+A client must not name KV itself (`kv_transfer_params`), nor choose whose prefix cache it shares: its
+`cache_salt` only divides the cache of its owner, and vLLM gets a salt made of both. All of these are removed
+on every route, and the client's key, too. So are ids of media; embeddings in place of media are refused (see
 `media_parts.py`).
 """
 
@@ -26,11 +26,11 @@ _FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt"
 _XARGS = "vllm_xargs"  # vLLM merges its entries with `kv_transfer_params`
 _OWN = "kvshare"
 
-# Bodies without `cache_salt` in vLLM 0.32. All others get one: a route that does not know it lets it pass.
+# Routes of vLLM 0.32 that refuse `cache_salt`. All others get one: a route that does not know it ignores it.
 _ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _UNSALTED = ("/v1/messages/count_tokens", *_ADAPTERS)
 
-# RFC 9110, 7.6.1, and what is between one client and one server only.
+# RFC 9110, 7.6.1, and other headers that concern only one connection.
 _HOP_BY_HOP = frozenset(
     """
     connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
@@ -48,11 +48,11 @@ _CORS = "access-control-"
 
 def sanitized(raw: bytes | None, document: Mapping[str, Any], *, path: str = "") -> bytes:
     """
-    A body without what the client may not say. `raw`: the same as bytes, returned if nothing has to go; None
-    if `document` is no longer what the client sent, so that it must be written again. `path`: of its route,
-    if that is known.
+    Return a body without members that a client must not send. `raw`: the same body as bytes, returned if
+    nothing is removed; None if `document` is no longer what the client sent, so that it must be serialised.
+    `path`: its route, if known.
 
-    Raises RequestError for one that is nested too deeply to be written again, and for embeddings of media.
+    Raises RequestError for a body that is nested too deeply to be serialised, and for embeddings of media.
     """
     try:
         anonymous = without_media_ids(document, path=path)
@@ -68,7 +68,7 @@ def sanitized(raw: bytes | None, document: Mapping[str, Any], *, path: str = "")
 
 
 def with_members(raw: bytes, added: Mapping[str, bytes]) -> bytes:
-    """A JSON object with members at its end, whose values are JSON; every other byte stays."""
+    """Add members, whose values are JSON, to the end of a JSON object; every other byte stays."""
     if not added:
         return raw
     close = raw.rindex(b"}")
@@ -83,7 +83,7 @@ def takes_salt(raw_path: str) -> bool:
 
 
 def check_form(raw: bytes) -> None:
-    """Forms are passed on unchanged, so none may name what would be removed. Raises RequestError."""
+    """Check a form, which is relayed unchanged, for members that would be removed. Raises RequestError."""
     for name in _FORBIDDEN:
         if name.encode() in raw:
             raise RequestError(f"Unsupported parameter: '{name}'.", param=name)
@@ -91,7 +91,7 @@ def check_form(raw: bytes) -> None:
 
 def check_path(raw_path: str) -> None:
     """
-    Nothing but /v1 is passed on, however the path is written.
+    Check that a path is below /v1, however it is written: nothing else is relayed.
 
     Raises:  HttpError 400
     """
@@ -104,8 +104,8 @@ def check_path(raw_path: str) -> None:
 
 def is_for_operators(raw_path: str) -> bool:
     """
-    Whether a route needs an admin key. Adapters are read from files on the server; a rendered prompt contains
-    the salt of its owner, and no client needs it.
+    Return whether a route needs an admin key: adapters are read from files on the server, and a rendered
+    prompt contains the salt of its owner.
     """
     path = _path(raw_path).rstrip("/")
     return path in _ADAPTERS or path.rpartition("/")[2] in ("render", "derender")
@@ -113,23 +113,23 @@ def is_for_operators(raw_path: str) -> bool:
 
 def upstream_path(raw_path: str) -> str:
     """
-    The path to ask of vLLM, with its query. None of its routes ends with a slash: it answers that with a
-    redirect to its own address, which is not the clients'.
+    Return the path for vLLM, with its query, and without a slash at its end: vLLM would redirect that to its
+    own address, which clients may not reach.
     """
     path, mark, query = raw_path.partition("?")
     return path.rstrip("/") + mark + query
 
 
 def headers_to_upstream(headers: CIMultiDictProxy[str]) -> dict[str, str]:
-    """A client's headers, without what concerns only this connection, and without its key."""
+    """Return a client's headers without those that concern only this connection, and without its key."""
     named = _named_by_connection(headers)
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT_ON | named}
 
 
 def headers_to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """
-    vLLM's headers, without what concerns only the connection to it, and without the permissions that it gives
-    to web pages: by default those of any origin.
+    Return vLLM's headers without those that concern only the connection to it, and without CORS permissions:
+    by default vLLM permits web pages of any origin.
     """
     dropped = _HOP_BY_HOP | _named_by_connection(headers)
     return CIMultiDict(

@@ -1,9 +1,10 @@
 """
-Whether drafts are accepted as often with sharing as without, where the engine decodes speculatively.
+Whether drafts are accepted as often with sharing as without, if the engine decodes speculatively.
 
-Blocks of time compare how long requests take in all, of which a short answer's drafts are a small part. Here
-they compare the steps for each token of an answer: a first token that comes sooner does not excuse an answer
-that takes more steps. Answers of one block resemble each other, so that its mean counts as one figure.
+Elsewhere, blocks of time are compared by how long requests take in all, of which the drafts of a short answer
+are a small part. Here they are compared by the steps per token of answers: a first token that comes sooner
+does not excuse an answer that takes more steps. Answers of one block resemble each other, so the mean of a
+block counts as one figure.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from kvshare.sharing.control.blocks import Arm, TimeBlock
 from kvshare.sharing.control.contest import LEAST
 from kvshare.sharing.control.sequential import Finding, Moments, SequentialTest
 
-_FEWEST_TOKENS = 8  # of an answer, after its first: fewer say little
-_LEFT_OPEN = 2  # of the newest blocks: the last reports of their answers may be on their way
+_FEWEST_TOKENS = 8  # of an answer, after its first one; shorter answers say little
+_LEFT_OPEN = 2  # newest blocks that are not compared yet: reports of their answers may still come
 
 
 class Acceptance:
@@ -31,10 +32,10 @@ class Acceptance:
 
     def add(self, block: TimeBlock, num_tokens: int, num_steps: int) -> float | None:
         """
-        An answer of a block that is served alike, whose steps gave so many tokens after its first one.
+        Add an answer of a block: `num_steps` steps gave `num_tokens` tokens after the first one.
 
-        Returns: by what share answers take more steps with sharing, once that is sure and matters. It begins
-        again then.
+        Returns: by what share answers take more steps with sharing, once that is certain and matters; the
+        comparison begins again then. None before
         """
         if block.is_compared or num_steps < 1 or num_tokens < _FEWEST_TOKENS:
             return None

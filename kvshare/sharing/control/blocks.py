@@ -2,9 +2,8 @@
 Blocks of time: the unit of the experiment. All requests that arrive in one block are served the same way.
 
 Sharing harms mostly the requests that run at the same time: copies and saves slow all of them down, with and
-without sharing alike. So a comparison of single requests cannot see that; one of whole blocks can (a
-switchback experiment). Requests of one block resemble each other, so a block counts as one figure of each
-measure.
+without sharing alike. A comparison of single requests cannot see that; one of whole blocks can (a switchback
+experiment). Requests of one block resemble each other, so each measure gets one figure per block.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class BlockFigures(NamedTuple):
     times: float
 
     def less(self, other: BlockFigures) -> BlockFigures:
-        """The differences."""
+        """Subtract the figures of another block from these."""
         return BlockFigures(self.throughput - other.throughput, self.times - other.times)
 
     def towards(self, other: BlockFigures, share: float) -> BlockFigures:
-        """A share of the way to others."""
+        """Return the figures that lie a share of the way from these to others."""
         far = other.less(self)
         return BlockFigures(self.throughput + share * far.throughput, self.times + share * far.times)
 
@@ -57,14 +56,14 @@ class TimeBlock:
 
     arm: Arm
     rung: Rung
-    load: int  # the load level that its server had before it began
+    load: int  # the load level when it began
     epoch: int  # of the load level
     began: float
-    first_in_flight: int  # requests when it began, with its first one
-    token_s: float  # of an answer at this load, as learned before
-    counts: bool = True  # false: it prepares the store for the blocks after it
+    first_in_flight: int  # requests in flight when it began, with its first one
+    token_s: float  # seconds per token of an answer at this load, as learned before
+    counts: bool = True  # false: it only prepares the store for the blocks after it
     is_over: bool = False  # no further request will arrive
-    is_compared: bool = False  # by what drafts were worth
+    is_compared: bool = False  # by `Acceptance`
     num_running: int = 0
     num_arrived: int = 0
     sum_in_flight: int = 0
@@ -77,9 +76,9 @@ class TimeBlock:
 
     def add(self, seconds: float, full_s: float, num_output: int, *, counts: bool) -> None:
         """
-        A request that is complete. `full_s`: the expected seconds of its prefill without sharing.
+        Add a complete request. `full_s`: the expected seconds of its prefill without sharing.
 
-        `counts`: most of what was in flight when it arrived was of this block.
+        `counts`: when it arrived, at least half of the requests in flight belonged to this block.
         """
         self.answering_s += max(0.0, seconds - full_s)
         self.num_output += num_output

@@ -1,6 +1,5 @@
 """
-Compares more sharing with less, by throughput and by times: two sequential tests and what follows from
-both.
+Compares more sharing with less, by throughput and by times: two sequential tests, and their joint finding.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from kvshare.sharing.control.blocks import BlockFigures
 from kvshare.sharing.control.sequential import Finding, SequentialTest
 
 LEAST = 0.03  # a difference below 3 % does not matter
-_LEANS = 1.0  # standard errors
+_LEANS = 1.0  # standard errors from which on figures suggest a finding
 
 
 class Contest:
     """One comparison, from its first block to a finding, or until it is full; then it begins again."""
 
     def __init__(self, confidence: float) -> None:
-        """`confidence`: of the finding; each of the two tests needs more, as either may be wrong."""
+        """`confidence`: of the finding. Each of the two tests gets a higher one, as either may be wrong."""
         self._confidence = confidence
         self.last: float | None = None  # the difference when it last ended
         self.has_ended = False
@@ -30,7 +29,7 @@ class Contest:
 
     def add(self, figures: BlockFigures, *, shares_more: bool) -> Finding | None:
         """
-        Add a block. Returns what is sure now, and begins again then, so that old traffic is forgotten.
+        Add a block. Returns a finding once it is certain; the contest then begins again without old traffic.
 
         More sharing is slower if either measure says so: a higher throughput does not excuse slower
         answers. It is faster if one measure says so and the other does not contradict.
@@ -61,13 +60,13 @@ class Contest:
 
     @property
     def difference(self) -> float | None:
-        """The difference so far, or of the time before while too little is known."""
+        """The difference so far; while too little is known, that of the last contest."""
         current = self._difference
         return self.last if current is None else current
 
     @property
     def slower(self) -> float | None:
-        """The same as a share of the time: .1 is 10 % slower."""
+        """The difference as a share of the time: 0.1 means that more sharing is 10 % slower."""
         return None if (difference := self.difference) is None else math.expm1(difference)
 
     @property

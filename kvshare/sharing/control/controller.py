@@ -1,10 +1,10 @@
 """
 Watches whether sharing pays on this server, at each load, and reduces it where it does not.
 
-A small share of time, in blocks drawn at random, is served without sharing. Throughput and times of both
-are compared by a sequential test. Where sharing turns out slower less is shared, rung by rung; then a small
-share of time is served one rung higher, and sharing returns when that turns out faster. Nothing of this
-outlives the process: a server starts with everything shared.
+A small share of time, in blocks drawn at random, is served without sharing. A sequential test compares
+throughput and times of both. If sharing is slower, less is shared, rung by rung; then a small share of time
+is served one rung higher, and sharing returns when that is faster. Nothing of this outlives the process: a
+server starts with everything shared.
 
 Knows neither HTTP nor engines. Thread-safe.
 """
@@ -33,11 +33,11 @@ from kvshare.status import ControlStatus, LoadStatus
 
 log = logging.getLogger(__name__)
 
-_DURATIONS = 3  # blocks are at least as long as so many requests take, so that most of their own is in flight
+_DURATIONS = 3  # the least length of a block in durations of a request: most in flight belong to the block
 _MOST_BLOCK_S = 120.0
-_CROWD = 4  # a block ends early once more than twice its first requests in flight, and so many, are there
+_CROWD = 4  # a block ends early at more requests in flight than twice those at its start plus this
 _HIGHEST_LOAD = 13  # 4096 requests in flight, and more
-_DURATION_WEIGHT = 1 / 32  # of the newest request
+_DURATION_WEIGHT = 1 / 32  # weight of the newest request in the mean duration
 
 
 class Controller:
@@ -53,7 +53,7 @@ class Controller:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """
-        `full_s`: seconds that the prefill of so many tokens takes without sharing, by the learned costs.
+        `full_s`: the seconds of a prefill of so many tokens without sharing, by the learned costs.
         `break_even`: the shortest prompt, in tokens, for which sharing pays by them; infinite if none does.
         """
         self._settings = settings
@@ -62,21 +62,21 @@ class Controller:
         self._lock = threading.Lock()
         self._levels: dict[int, LoadLevel] = {}
         self._block: TimeBlock | None = None
-        self._duration_s = 0.0  # of a request, of late
+        self._duration_s = 0.0  # moving mean over requests
         self._num_requests: Counter[Arm] = Counter()
         self._num_running = 0
         self._changes = {"reduced": 0, "returned": 0}
         self._repeats = Repeats()
         self._acceptance = Acceptance(settings.confidence)
-        self._stopped_at = -math.inf  # since when nothing was shared for what drafts were worth
+        self._stopped_at = -math.inf  # when sharing was last stopped because of `Acceptance`
 
     @contextmanager
     def take(self, num_tokens: int, num_in_flight: int) -> Iterator[Treatment]:
         """
-        Decide how a request is served; inside it is in flight.
+        Decide how a request is served. It counts as in flight until the context ends.
 
-        `num_in_flight`: at the engine that is going to compute it, with this one; the mean if there are
-        several
+        `num_in_flight`: requests at the engine that is going to compute it, with this one; if several engines
+        may compute it, their mean
         """
         treatment = self._begin(num_tokens, num_in_flight)
         try:
@@ -85,7 +85,7 @@ class Controller:
             self._end(treatment)
 
     def may_save(self, treatment: Treatment, namespace: str, token_ids: TokenIds, *, num_reused: int) -> bool:
-        """Return whether the KV of a prompt is stored. `num_reused`: tokens of it that its plan copies."""
+        """Return whether to store the KV of a prompt. `num_reused`: tokens that its plan copies."""
         if treatment.refusal is not None:
             return False
         if treatment.saves_all:
@@ -95,15 +95,15 @@ class Controller:
 
     def note_steps(self, treatment: Treatment, num_tokens: int, num_steps: int) -> None:
         """
-        So many steps gave an answer so many tokens, where the engine decodes speculatively.
+        Note the tokens and steps of an answer, if the engine decodes speculatively.
 
-        Nothing is shared at any load that was seen, once it is sure that sharing takes more steps.
+        Once it is certain that answers take more steps with sharing, it stops at all loads seen so far.
         """
         if treatment.block is None or treatment.refusal is Reason.REDUCED:
             return
         now = self._clock()
         with self._lock:
-            # What began before it stopped says nothing new.
+            # A block that began before sharing was stopped says nothing new.
             if treatment.block.began <= self._stopped_at:
                 return
             more_steps = self._acceptance.add(treatment.block, num_tokens, num_steps)
@@ -137,10 +137,10 @@ class Controller:
             refusal = None
             if not rung.shares(num_tokens, self._break_even):
                 refusal = Reason.REDUCED
-            elif arm is Arm.UNSHARED:  # only what would be shared: requests of both kinds are alike
+            elif arm is Arm.UNSHARED:  # only requests that would be shared: both arms have the same kinds
                 refusal = Reason.EXPERIMENT
-            # At first most of what runs is from blocks before. Also where those were served the same way this
-            # request does not count, as it does not in other arms: loads rise and fall within a block.
+            # At first most requests in flight are from earlier blocks, and this one does not count, even if
+            # those were served alike: as loads change within a block, all arms must skip the same part of it.
             is_representative = 2 * block.num_running >= self._num_running
             block.num_running += 1
             block.num_arrived += 1
@@ -158,12 +158,12 @@ class Controller:
 
     def _current_block(self, now: float, num_in_flight: int) -> TimeBlock:
         """
-        The block of a request that arrives now. An idle server's next block begins with the next request.
+        Return the block of a request that arrives now. A block is only replaced when a request arrives.
         """
         block, load = self._block, _load_of(num_in_flight)
         if block is not None:
             age_s = now - block.began
-            # An arm that cannot keep up is left before the queue is long.
+            # If an arm cannot keep up, its block ends before the queue is long.
             is_crowded = num_in_flight > 2 * block.first_in_flight + _CROWD
             if age_s < self._block_s and not is_crowded:
                 return block
@@ -218,7 +218,7 @@ class Controller:
 
 
 def _load_of(num_in_flight: int) -> int:
-    """The number of its bits: 1, 2 to 3, 4 to 7, ..."""
+    """Return the load level, the number of bits: 1, 2 to 3, 4 to 7, ..."""
     return min(_HIGHEST_LOAD, num_in_flight.bit_length())
 
 

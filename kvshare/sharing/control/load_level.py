@@ -1,11 +1,11 @@
 """
 What is shared at one load: a state machine over the rungs.
 
-    usual blocks slower than unshared ones          -> one rung lower
-    trial blocks, one rung higher, faster           -> one rung higher
-    a trial that lost, or a return that was undone  -> the next trial of that rung waits twice as long
+    usual blocks are slower than unshared ones            -> one rung lower
+    trial blocks, one rung higher, are faster             -> one rung higher
+    a trial lost, or a return was undone                  -> the next trial of that rung waits twice as long
 
-A comparison that is sure, or full, begins again: what it learned of earlier traffic is forgotten.
+A comparison that is certain, or full, begins again, so that earlier traffic is forgotten.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvshare.sharing.control.contest import Contest
 from kvshare.sharing.control.rungs import Rung
 from kvshare.sharing.control.sequential import Finding
 
-_RAISED = 5  # times the share of an experiment while its result is open
-_MOST_SHARE = 0.25  # of the blocks, of a raised share
+_RAISED = 5  # factor on the share of an experiment while its result is open
+_MOST_SHARE = 0.25  # the highest raised share of the blocks
 _TRIAL_BLOCKS = 10
-_FILLING_BLOCKS = 5  # of a trial's: they store what the others may copy, and do not count
+_FILLING_BLOCKS = 5  # the first blocks of a trial store what the others may copy, and do not count
 _REST_S, _MOST_REST_S = 60.0, 6 * 3600.0  # between trials of one rung
-_REMEMBERED = 16  # usual blocks, that a block is measured against
+_REMEMBERED = 16  # usual blocks with which a block is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RungChange:
     load: int
     before: Rung
     after: Rung
-    slower: float  # by how much more sharing took longer, as a share; negative: it saved
+    slower: float  # by what share of the time more sharing was slower; negative: it was faster
 
 
 class LoadLevel:
@@ -44,12 +44,12 @@ class LoadLevel:
     def __init__(self, load: int, *, share: float, confidence: float) -> None:
         self.load = load
         self.rung = Rung.EVERYTHING
-        self.epoch = 0  # blocks of an earlier one were served on another rung
+        self.epoch = 0  # grows with each change of the rung
         self._share, self._confidence = share, confidence
-        self._num_lost: Counter[Rung] = Counter()  # how often a rung lost, as a trial too, since it last paid
+        self._num_lost: Counter[Rung] = Counter()  # how often a rung lost (also in trials) since it last paid
         self._tried_from: dict[Rung, float] = {}  # when a rung that lost may be tried again
-        self._trial_left = 0  # blocks of the trial in progress
-        self._answering_s, self._num_output = 0.0, 0.0  # seconds and tokens of answers, of late
+        self._trial_left = 0  # blocks that remain of the trial in progress
+        self._answering_s, self._num_output = 0.0, 0.0  # seconds and tokens of answers; old ones count less
         self._knows_answers = False
         self._begin()
 
@@ -57,7 +57,7 @@ class LoadLevel:
         self.against_nothing = Contest(self._confidence)  # usual blocks with unshared ones
         self.against_higher = Contest(self._confidence)  # trial blocks with usual ones
         self._baseline = BlockFigures(0.0, 0.0)  # the mean of the last usual blocks
-        self._num_usual = 0  # blocks of it
+        self._num_usual = 0  # the number of usual blocks so far
         self._trial_left = 0
 
     def arm(self, chance: Callable[[], float], now: float, *, may_experiment: bool) -> tuple[Arm, bool]:
@@ -78,14 +78,14 @@ class LoadLevel:
 
     @property
     def _unshared_share(self) -> float:
-        """More at first, and while sharing seems to harm: the sooner that is decided, the better."""
+        """Higher at first, and while sharing seems to harm, so that this is decided sooner."""
         if self.rung is Rung.NOTHING:
             return 0.0
         is_open = not self.against_nothing.has_ended or self.against_nothing.leans(Finding.SLOWER)
         return self._raised() if is_open else self._share
 
     def _trial_share(self, now: float) -> float:
-        """A trial may harm as what was reduced did, so there are more only while it seems to pay."""
+        """Return the share of trials: higher only while they seem to pay, as a trial may harm."""
         if self.rung is Rung.EVERYTHING or now < self._tried_from.get(self.rung.higher, now):
             return 0.0
         return self._raised() if self.against_higher.leans(Finding.FASTER) else self._share
@@ -95,10 +95,10 @@ class LoadLevel:
 
     def fold(self, block: TimeBlock, now: float) -> RungChange | None:
         """
-        Learn from a block whose requests are over, and move if it decides a comparison.
+        Learn from a block whose requests are over. If it decides a comparison, change the rung.
 
-        It is measured against the usual blocks before it, which follow slow changes of the traffic, and
-        which how it was served cannot have influenced.
+        The block is compared with the usual blocks before it: they follow slow changes of the traffic, and
+        the way in which this block was served cannot have influenced them.
         """
         figures = block.figures
         if figures is None or block.epoch != self.epoch:
@@ -112,14 +112,14 @@ class LoadLevel:
 
     @property
     def token_s(self) -> float:
-        """Seconds that a token of an answer takes at this load as usual, with all that it waits for."""
+        """Seconds per token of an answer in usual blocks at this load, including waits."""
         return self._answering_s / max(1.0, self._num_output)
 
     def _learn(self, block: TimeBlock, figures: BlockFigures) -> None:
         """
-        Only usual blocks teach what the next ones are measured with, or a trial would change its own measure.
+        Learn from a usual block what later blocks are compared with; a trial would change its own measure.
 
-        The first one teaches how long answers take, without which its figures say nothing.
+        The first block only teaches how long answers take: without that, its figures say nothing.
         """
         if self._knows_answers:
             self._num_usual += 1
@@ -131,7 +131,7 @@ class LoadLevel:
         self._knows_answers = True
 
     def _reduced(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
-        """One rung lower, if sharing as usual turns out slower than none."""
+        """Move one rung lower, if usual blocks turn out slower than unshared ones."""
         if arm is Arm.TRIAL or self.rung is Rung.NOTHING:
             return None
         found = self.against_nothing.add(own, shares_more=arm is Arm.USUAL)
@@ -143,7 +143,7 @@ class LoadLevel:
         return self._move(self.rung.lower, self.against_nothing)
 
     def _returned(self, arm: Arm, own: BlockFigures, now: float) -> RungChange | None:
-        """One rung higher, if that turns out faster."""
+        """Move one rung higher, if trial blocks turn out faster than usual ones."""
         if arm is Arm.UNSHARED or self.rung is Rung.EVERYTHING:
             return None
         found = self.against_higher.add(own, shares_more=arm is Arm.TRIAL)
@@ -154,7 +154,7 @@ class LoadLevel:
 
     def stop(self, now: float) -> bool:
         """
-        Nothing is shared from now on but in trials, whatever the times say. Returns whether that is new.
+        Share nothing from now on except in trials, whatever the times say. Returns whether the rung changed.
         """
         self._rest(Rung.NOTHING.higher, now)
         was_shared = self.rung is not Rung.NOTHING

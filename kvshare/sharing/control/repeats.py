@@ -1,5 +1,5 @@
 """
-Remembers which stretches of text came before, so that only prompts that are likely to be copied are stored.
+Remembers stretches of earlier prompts, so that only prompts that are likely to be copied are stored.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy.typing as npt
 from delta_tree import TokenIds, kgram_hashes
 
 _KGRAM = 16  # tokens
-_SAMPLED = 32  # one of so many stretches is remembered: those whose hash is a multiple
+_SAMPLED = 32  # one of so many stretches is remembered: those with a multiple of this as hash
 _NUM_BITS = 22
 _NUM_SLOTS = 2**_NUM_BITS
-_MOST_FILLED = 2**16  # above, the older of two tables is emptied: together 4 million tokens of prompts
+_MOST_FILLED = 2**16  # slots of one table; then the older table is emptied. Both have 4 million prompt tokens
 _HALF, _QUARTER = 0.5, 0.25  # of a prompt
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Repeats:
     """
-    Stretches of the prompts of late, as filled slots of two tables of 4 MiB. No token is kept. Thread-safe.
+    Stretches of recent prompts, as filled slots of two tables of 4 MiB. No token is kept. Thread-safe.
 
-    One stretch in 32 at most is taken for seen that was not.
+    At most one new stretch in 32 is taken for one that was seen before.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,16 @@ class Repeats:
 
     def is_worth_saving(self, namespace: str, token_ids: TokenIds, *, reused: float) -> bool:
         """
-        Whether a later prompt is likely to copy from this one. `reused`: the share of it that it copies.
+        Return whether a later prompt is likely to copy from this one, of which a share `reused` is copied.
 
-        Either it copies half of itself, so it is one of a family; or a quarter of it came before and is not
-        copied, so that is text that repeats and is not stored. What comes now is remembered.
+        It is likely if at least half of the prompt is copied: it is one of a family. Or if at least a quarter
+        occurred before and is not copied: such text repeats, but is not stored. A prompt of which less than
+        half is copied is remembered.
         """
         return reused >= _HALF or self._seen(_slots(namespace, token_ids)) - reused >= _QUARTER
 
     def _seen(self, slots: npt.NDArray[np.uint64]) -> float:
-        """The share of the slots that is filled; then all of them are."""
+        """Return the share of these slots that was filled, and fill all of them."""
         if not len(slots):
             return 0.0
         with self._lock:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 _FACTORS = {2: 2, 3: 4, 4: 8}
 _SHORTEST_TOKENS = (
-    512  # the least that counts as break-even: where the ladder is used, the learned one is too short
+    512  # the least break-even length that counts: at loads with a lower rung the learned one is too short
 )
 _TEXTS = {
     0: "everything is shared",
@@ -21,8 +21,8 @@ _TEXTS = {
 
 class Rung(IntEnum):
     """
-    How much is shared. The larger, the less; from `WANTED_SAVES` on only what is likely to be copied is
-    stored.
+    How much is shared: the larger the value, the less. From `WANTED_SAVES` on, only prompts that are likely
+    to be copied are stored.
     """
 
     EVERYTHING = 0
@@ -38,12 +38,12 @@ class Rung(IntEnum):
 
     @property
     def lower(self) -> Rung:
-        """The next rung, on which less is shared."""
+        """The next rung down, on which less is shared."""
         return Rung(min(self + 1, Rung.NOTHING))
 
     @property
     def higher(self) -> Rung:
-        """The rung before, on which more is shared."""
+        """The next rung up, on which more is shared."""
         return Rung(max(self - 1, Rung.EVERYTHING))
 
     @property

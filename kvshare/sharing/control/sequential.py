@@ -1,10 +1,9 @@
 """
-Compares two ways of serving while figures come in: a sequential test, which may be looked at after each one.
+Compares two ways of serving while figures come in: a sequential test, whose result may be read at any time.
 
-A usual test that is repeated after every figure finds a difference sooner or later, where none is. The
-mixture sequential probability ratio test (Johari et al., "Peeking at A/B tests", KDD 2017) does not: where
-both ways are alike, it finds a difference with at most the chance that was chosen, however often it is
-asked.
+An ordinary test that is repeated after every figure finds a difference sooner or later, even if there is
+none. The mixture sequential probability ratio test (Johari et al., "Peeking at A/B tests", KDD 2017) does
+not: if there is none, it finds one with at most the chosen probability, however often it is repeated.
 
 Knows neither requests nor rungs. Not thread-safe.
 """
@@ -16,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 _EXPECTED = 0.1  # the size of differences that the test finds soonest
-_FEWEST_TO_LEAN, _FEWEST = 3, 8  # figures in each group, before which nothing is said, and nothing is sure
+_FEWEST_TO_LEAN, _FEWEST = 3, 8  # figures in each group that a difference needs, and that a finding needs
 _MOST = 250  # figures in the smaller group, after which a comparison begins again: traffic changes
-_FARTHEST = 1.0  # a figure farther from the others counts as if it were this far
+_FARTHEST = 1.0  # a figure farther from 0 counts as if it were this far
 
 
 class Finding(Enum):
@@ -46,7 +45,7 @@ class Moments:
 @dataclass(slots=True)
 class SequentialTest:
     """
-    The difference of two groups' means: `more` shares more than `less`. BlockFigures are logarithms of times.
+    Tests the difference of two groups' means. `more` is the group that shares more. Figures are logarithms.
 
     `confidence`: 1 less the chance that a difference is found where there is none.
     `least`: a difference that is not larger does not matter.
@@ -58,7 +57,7 @@ class SequentialTest:
     less: Moments = field(default_factory=Moments)
 
     def add(self, figure: float, *, shares_more: bool) -> None:
-        """One figure that is independent of the others of its group."""
+        """Add a figure that is independent of the others of its group."""
         (self.more if shares_more else self.less).add(max(-_FARTHEST, min(_FARTHEST, figure)))
 
     @property
@@ -68,17 +67,17 @@ class SequentialTest:
 
     @property
     def is_full(self) -> bool:
-        """Return whether there was no result for so long that old figures say little of today's traffic."""
+        """Return whether there are so many figures that old ones say little about today's traffic."""
         return self.num_each >= _MOST
 
     @property
     def difference(self) -> float | None:
-        """Return the logarithm of how much longer `more` takes; None until that can be said."""
+        """Return the logarithm of how much longer `more` takes; None while there are too few figures."""
         return self.more.mean - self.less.mean if self.num_each >= _FEWEST_TO_LEAN else None
 
     @property
     def leaning(self) -> float:
-        """The difference so far in units of its standard error; 0 until that can be said."""
+        """The difference so far in units of its standard error; 0 while there are too few figures."""
         if (difference := self.difference) is None or (variance := self._variance()) <= 0:
             return 0.0
         return difference / math.sqrt(variance)
@@ -96,8 +95,8 @@ class SequentialTest:
         """
         Return whether the likelihood of this difference, over that of none, is above 1 / (1 - confidence).
 
-        Differences are taken as normal with a standard deviation of `_EXPECTED` about 0: the mixture.
-        Compared as logarithms, since the ratio itself overflows.
+        The mixture: differences are normally distributed about 0 with a standard deviation of `_EXPECTED`.
+        The logarithms are compared, because the ratio itself overflows.
         """
         variance = self._variance()
         if variance <= 0:
@@ -109,10 +108,10 @@ class SequentialTest:
 
     def _variance(self) -> float:
         """
-        Of the difference of the means.
+        Return the variance of the difference of the means.
 
-        The smaller group may by chance have seen none of the rare slow requests: it seems faster and
-        steadier than it is. So no group counts as steadier than both together.
+        By chance the smaller group may have none of the rare slow requests, and seem faster and steadier than
+        it is. So the variance of a group is at least that of both together.
         """
         groups = (self.more, self.less)
         both = sum(group.squares for group in groups) / (self.more.number + self.less.number - 2)

@@ -1,9 +1,9 @@
 """
-How many tokens each step of an answer gives, where vLLM decodes speculatively: what its drafts are worth.
+How many tokens each step of an answer gives, if vLLM decodes speculatively: what its drafts are worth.
 
-Only tokens that were accepted reach a request, all of a step at once, and between two steps that are planned
-vLLM hears of one. So a step is counted when the request has more tokens than before. The first token comes
-from the prompt, and its step drafts nothing yet.
+A request gets only accepted tokens, all tokens of a step at once. Before vLLM plans a step, it has read the
+results of at most one more. So a step is counted when the request has more tokens than before. The first
+token comes from the prompt, and its step has no drafts yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Answer:
 
 
 class AnswerSteps:
-    """Counts steps and tokens of answers to requests with a ticket, once on. On the scheduler's thread."""
+    """Counts steps and tokens of answers to requests with a ticket, if `is_on`. On the scheduler's thread."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -37,12 +37,12 @@ class AnswerSteps:
             self._running.setdefault(request.request_id, _Answer(request, ticketed))
 
     def look(self) -> None:
-        """Note what the last step gave. Called before each step."""
+        """Count the tokens of the last step. Called before each step."""
         for answer in self._running.values():
             _note(answer)
 
     def end(self, request: Request) -> None:
-        """The request has ended. Its last tokens have been noted."""
+        """Forget a request that has ended. The caller has called `look` before."""
         self._running.pop(request.request_id, None)
 
 

@@ -2,13 +2,13 @@
 Segments that still lie in vLLM's own KV blocks: copies of them are made on the device, not from host memory.
 
     place     the blocks that a segment's request had when it was saved, each with the hash that vLLM's prefix
-              cache gave it. A block that is not full, and one without a hash, is not part of a place
+              cache gave it; blocks that are not full have none, and are never read
     copied    the same rows in the blocks of a request that copied them, see `copied_rows.py`
-    valid     while a block has that very hash. vLLM removes it before it gives the block to another request
+    valid     while a block has that same hash. vLLM removes it before it gives the block to another request
     pinned    a load reads these blocks: they count as used, so that vLLM does not give them away
 
-No reference outlives the copies of a load. While one keeps blocks from being free, vLLM waits for it instead
-of preempting a request. Without prefix caching blocks have no hashes, and nothing is found here.
+A load pins blocks only until its copies are made. While pinned blocks would otherwise be free, vLLM waits for
+them instead of preempting a request. Without prefix caching blocks have no hashes, and nothing is found here.
 
 Everything runs on the scheduler's thread.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 _MANY = 16
-_PLACES_OF_POOL = 2  # places, and copied rows, have at most so many blocks as the pool has, times this
+_PLACES_OF_POOL = 2  # limit of the blocks of all places, and of all copied rows: the pool's blocks times this
 
 
 class BlockDonors:
@@ -40,18 +40,18 @@ class BlockDonors:
 
     def __init__(self) -> None:
         self.can_be_copied = True  # by the workers
-        self._moved: tuple[list[SegmentId], list[SegmentId]] = [], []  # to blocks, and from there
+        self._moved: tuple[list[SegmentId], list[SegmentId]] = [], []  # segments that came, that left
         self._pool: BlockPool | None = None
         self._block_size = 0
         self._places: OrderedDict[SegmentId, BlockPlace] = OrderedDict()  # the newest last
         self._num_blocks = 0  # of all places
         self._copied = CopiedRows()
-        self.num_steps = 0  # that were planned
-        self._num_ended = 0  # of these
-        # Of each place the last full block, which vLLM gives away first, and its hash.
+        self.num_steps = 0  # planned steps
+        self._num_ended = 0  # the number of the last step that has ended
+        # The last full block of each place, which vLLM gives away first, and its hash.
         self._last: dict[SegmentId, tuple[KVCacheBlock, BlockHashWithGroupId]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}  # by the request whose load reads them
-        self._num_pins: Counter[int] = Counter()  # by block
+        self._num_pins: Counter[int] = Counter()  # loads that read a block
 
     @property
     def are_found(self) -> bool:
@@ -63,11 +63,11 @@ class BlockDonors:
         return bool(self._pinned)
 
     def bind(self, pool: BlockPool, *, block_size: int) -> None:
-        """The pool of vLLM's only group of blocks, and how many tokens a block of it has."""
+        """Use the pool of vLLM's only group of blocks; `block_size`: tokens of a block."""
         self._pool, self._block_size = pool, block_size
 
     def note(self, segment_id: SegmentId, span: Span, block_ids: Sequence[int]) -> None:
-        """A request with these blocks holds the segment, at these positions. Their rows are computed."""
+        """Note that the blocks of a request hold a segment at the positions `span`, computed by then."""
         place = self._place_in(span, block_ids) if self.are_found else None
         self._forget_places([segment_id])
         if place is not None and place.last_full is not None:
@@ -81,7 +81,7 @@ class BlockDonors:
 
     def note_again(self, segment_id: SegmentId, span: Span, block_ids: Sequence[int]) -> None:
         """
-        The same, where more blocks may be full now.
+        Note a place again, as more of its blocks may be full now.
 
         Nothing changes if the request was preempted meanwhile and has computed rows a second time.
         """
@@ -91,14 +91,14 @@ class BlockDonors:
             self.note(segment_id, span, block_ids)
 
     def note_copied(self, copies: Iterable[WireCopy], block_ids: Sequence[int]) -> None:
-        """A request with these blocks holds them, and has computed none of their tokens again."""
+        """Note that the blocks of a request hold what these copies wrote, none of it computed again."""
         if self.are_found:
             assert self._pool is not None, "something can be found in it"
             most = _PLACES_OF_POOL * self._pool.num_gpu_blocks
             self._copied.note(copies, block_ids, self._pool, self._block_size, most_blocks=most)
 
     def forget(self, segment_ids: Collection[SegmentId]) -> None:
-        """They are dropped. Copies under way go on."""
+        """Forget dropped segments. Copies under way go on."""
         self._copied.forget(segment_ids)
         self._forget_places(segment_ids)
 
@@ -109,7 +109,7 @@ class BlockDonors:
                 self._leave([segment_id])
 
     def clear(self) -> None:
-        """The weights have changed."""
+        """Forget all places, because the weights have changed."""
         self._leave(tuple(self._last))
         self._places.clear()
         self._copied.clear()
@@ -117,16 +117,16 @@ class BlockDonors:
 
     @property
     def are_short(self) -> bool:
-        """Return whether less than half of the pool is free: blocks that are kept might be missing soon."""
+        """Whether less than half of the pool is free, so that blocks kept for a save might soon be missed."""
         return self._pool is not None and 2 * self._pool.get_num_free_blocks() < self._pool.num_gpu_blocks
 
     @property
     def num_in_pool(self) -> int:
-        """Blocks."""
+        """The number of vLLM's blocks; 0 before `bind`."""
         return self._pool.num_gpu_blocks if self._pool is not None else 0
 
     def num_full(self, block_ids: Sequence[int], num_tokens: int) -> int:
-        """Return how many of a request's first tokens lie in full blocks, of which vLLM has hashes."""
+        """Return how many of a request's first tokens lie in full blocks with hashes."""
         size = self._block_size
         full = range(num_tokens // size)
         return next((n for n in full if self._hash(block_ids[n], (n + 1) * size) is None), len(full)) * size
@@ -135,28 +135,28 @@ class BlockDonors:
         return place.block_ids if (place := self._places.get(segment_id)) is not None else ()
 
     def note_end(self, number: int) -> None:
-        """A step has ended, and with it all earlier ones."""
+        """Note that a step has ended, and with it all earlier ones."""
         self._num_ended = max(self._num_ended, number)
 
     def has(self, segment_id: SegmentId, span: Span) -> bool:
-        """Return whether these tokens of it lie in blocks now."""
+        """Return whether these tokens of a segment lie in blocks now."""
         return self.find(segment_id, span) is not None
 
     def whole(self, segment_id: SegmentId) -> tuple[tuple[int, ...], Span] | None:
-        """Blocks that have all of it now, and its positions in them."""
+        """Return the blocks that hold a whole segment now, and its positions in them; else None."""
         place = self._places.get(segment_id)
         if place is None or self._own(place, Span(0, place.num_tokens)) is None:
             return None
         return place.block_ids, Span(place.before, place.before + place.num_tokens)
 
     def take_left(self) -> list[SegmentId]:
-        """Return the segments of which vLLM has given away blocks since the last call."""
+        """Return the segments whose last full block vLLM has given away since the last call."""
         left = [each for each, (block, known) in self._last.items() if block.block_hash is not known]
         self._leave(left)
         return left
 
     def take_moved(self) -> Moved | None:
-        """Return the segments that came and left, once one came or many left; else None."""
+        """Return the segments that came to blocks and left them, if any came or many left; else None."""
         came, left = self._moved
         if not came and len(left) < _MANY:
             return None
@@ -164,7 +164,7 @@ class BlockDonors:
         return Moved(tuple(each for each in dict.fromkeys(came) if each in self._last), tuple(left))
 
     def next_given_away(self, count: int) -> set[int]:
-        """Return so many of the free blocks, those that vLLM gives away first."""
+        """Return the `count` free blocks that vLLM gives away first."""
         assert self._pool is not None
         found: set[int] = set()
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
@@ -174,7 +174,7 @@ class BlockDonors:
         return found
 
     def renew(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Others are about to copy from them: vLLM gives their free blocks away last."""
+        """Let vLLM give the free blocks of these segments away last: requests are about to copy from them."""
         if self._pool is None:
             return
         for segment_id in segment_ids:
@@ -185,11 +185,10 @@ class BlockDonors:
 
     def pin(self, request_id: str, copies: Mapping[WireCopy, Span]) -> Mapping[WireCopy, BlockSource]:
         """
-        Where the copies of a request's load can be read now, of those that lie in blocks as a whole.
+        Return where copies of a request's load can be read in blocks; only copies that lie there as a whole.
 
-        They stay there until `unpin`, which must follow.
-
-        Units:  spans in tokens of the segment: what is read of each copy
+        The blocks are pinned until `unpin`, which must follow.
+        Units:  spans of what each copy reads, in tokens of its segment
         """
         found = {
             copy: source
@@ -206,7 +205,7 @@ class BlockDonors:
         return found
 
     def unpin(self, request_ids: Iterable[str]) -> None:
-        """The copies of these loads are made: blocks that no request uses are free, and reused last."""
+        """Unpin blocks of loads whose copies are made. Those that no request uses are free, reused last."""
         for request_id in request_ids:
             if (blocks := self._pinned.pop(request_id, None)) is not None:
                 assert self._pool is not None, "something was found in it"
@@ -215,8 +214,8 @@ class BlockDonors:
 
     def reuse_first(self, block_ids: Sequence[int], *, stored: Iterable[Span]) -> None:
         """
-        A request with a private salt ends: no other finds its blocks in vLLM's prefix cache. So vLLM is to
-        reuse them before those of donors, but for the blocks of what is `stored` of it.
+        Let vLLM reuse the blocks of an ending request with a private salt before those of donors, except for
+        blocks with `stored` tokens: no other request can find them in vLLM's prefix cache.
         """
         if self._pool is None or not self._pool.enable_caching:
             return
@@ -227,14 +226,14 @@ class BlockDonors:
 
     @property
     def would_free(self) -> bool:
-        """Return whether blocks will be free when copies are made, because no request uses them."""
+        """Whether some pinned blocks are used by no request, so that they are free when copies are made."""
         if self._pool is None:
             return False
         blocks = self._pool.blocks
         return any(blocks[block_id].ref_cnt == count for block_id, count in self._num_pins.items())
 
     def find(self, segment_id: SegmentId, span: Span) -> BlockSource | None:
-        """Return the place where these tokens of it lie now, as a whole."""
+        """Return where these tokens of a segment lie now, as a whole; else None."""
         if self._pool is None:
             return None
         place = self._places.get(segment_id)

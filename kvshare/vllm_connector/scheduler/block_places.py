@@ -1,4 +1,4 @@
-"""Runs of tokens in vLLM's blocks, and whether they still lie there."""
+"""Where runs of tokens lie in vLLM's blocks, and whether they still do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BlockPlace:
     """
     Blocks of a request, each with the hash that vLLM's prefix cache gave it, or None.
 
-    before      how many tokens of the first block come before the first token of the run
-    num_tokens  of the run
-    step        the rows are computed when the step with this number has ended
+    before      the number of tokens in the first block before the run
+    num_tokens  the length of the run
+    step        the number of the step after which the rows are computed
     """
 
     before: int
@@ -32,19 +32,19 @@ class BlockPlace:
 
     @property
     def last_full(self) -> tuple[int, BlockHashWithGroupId] | None:
-        """The last block that has a hash."""
+        """The last block that has a hash, with the hash; None if no block has one."""
         pairs = zip(reversed(self.block_ids), reversed(self.hashes), strict=True)
         return next(((block_id, known) for block_id, known in pairs if known is not None), None)
 
     def is_gone(self, pool: BlockPool) -> bool:
-        """True if every block has other tokens now, or was not full. Such a place is never found again."""
+        """Return whether no block has its hash any more. Such a place is never found again."""
         pairs = zip(self.block_ids, self.hashes, strict=True)
         return not any(
             known is not None and pool.blocks[block_id].block_hash is known for block_id, known in pairs
         )
 
     def is_part_of(self, other: BlockPlace) -> bool:
-        """Return whether the other one has the same rows, and perhaps more of them."""
+        """Return whether another place has the same blocks, with the same hashes and perhaps more."""
         return self.block_ids == other.block_ids and all(
             mine is None or mine is its for mine, its in zip(self.hashes, other.hashes, strict=True)
         )
@@ -54,8 +54,8 @@ class BlockPlace:
         first = self.before + span.start
         blocks = slice(first // block_size, -(-(self.before + span.end) // block_size))
         own, hashes = self.block_ids[blocks], self.hashes[blocks]
-        # The very same object: vLLM makes one each time a block is filled. An equal one may be of rows that
-        # were computed a second time, which can differ where they come from approximate KV.
+        # The same object, not only an equal hash: vLLM makes one each time a block is filled. Rows with an
+        # equal hash may have been computed a second time, and can differ if they come from approximate KV.
         is_valid = len(own) == blocks.stop - blocks.start and all(
             known is not None and pool.blocks[block_id].block_hash is known
             for block_id, known in zip(own, hashes, strict=True)
@@ -66,7 +66,7 @@ class BlockPlace:
 def place_in(
     pool: BlockPool, span: Span, block_ids: Sequence[int], *, block_size: int, step: int = 0
 ) -> BlockPlace:
-    """The place of these positions of a request that has these blocks."""
+    """Return the place of these positions of a request with these blocks."""
     first, end = span.start // block_size, -(-span.end // block_size)
     own = tuple(block_ids[first:end])
     hashes = tuple(hash_of(pool, each, (first + n + 1) * block_size) for n, each in enumerate(own))
@@ -74,6 +74,6 @@ def place_in(
 
 
 def hash_of(pool: BlockPool, block_id: int, num_tokens: int) -> BlockHashWithGroupId | None:
-    """Return the hash of a block if it is full, its last token being number `num_tokens` of its prompt."""
+    """Return the hash of a block that is full with the first `num_tokens` of its prompt; else None."""
     block = pool.blocks[block_id]
     return block.block_hash if block.block_hash_num_tokens == num_tokens else None

@@ -2,7 +2,7 @@
 The control server: four JSON routes next to the scheduler, for the proxy and `kvshare doctor`.
 
 It answers from memory; only `/drop` changes anything. If KVSHARE_VLLM_TOKEN is set, every route requires it,
-because the journal holds generated token ids. Without it no web page may ask, only programs of this machine.
+because the journal holds generated token ids. If not, only programs of this machine may ask, and no web page.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ControlServer(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port it listens on; a free one if it was given as 0."""
+        """The port on which it listens; also if it was started with port 0, which means any free one."""
         return int(self.server_address[1])
 
     def close(self) -> None:
@@ -65,13 +65,13 @@ class ControlServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that closes its connection is not an error."""
+        """Log a failed connection for debugging only: clients may close theirs at any time."""
         if (exc := sys.exception()) is not None:
             log.debug("a control connection failed: %s", class_and_place(exc))
 
 
 class _Readers:
-    """Notes which proxy reads the journal. Two that take turns are logged once."""
+    """Notes which proxy reads the journal, and warns once if two proxies take turns."""
 
     def __init__(self) -> None:
         self._current = ""
@@ -79,7 +79,7 @@ class _Readers:
         self._lock = threading.Lock()
 
     def note(self, proxy: str) -> None:
-        """`proxy`: its random id, new after a restart; empty for others, such as `kvshare doctor`."""
+        """`proxy`: its random id, new after a restart; empty for other readers, such as `kvshare doctor`."""
         with self._lock:
             if proxy in ("", self._current):
                 return

@@ -1,8 +1,8 @@
 """
-Rows of segments in the blocks of requests that copied them: while one user's answer is decoded, another's
+Rows of segments in the blocks of requests that copied them. While one request is decoded, another
 near-duplicate of the same donor is copied from its blocks, not from host memory.
 
-Only rows that were not moved: these are the segment's own, byte for byte.
+Only rows that were not moved count: these equal the segment's rows, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvshare.vllm_protocol.messages import WireCopy
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_KEPT = 8  # of each segment: as many requests as copy from one donor at once
+_KEPT = 8  # runs of each segment: about as many requests copy from one donor at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class CopiedRows:
         *,
         most_blocks: int,
     ) -> None:
-        """A request with these blocks, of `size` tokens each, holds what was copied, as it was copied."""
+        """Note that the blocks of a request, of `size` tokens each, hold what these copies wrote."""
         for copy in copies:
             if copy.shift == 0:
                 span = Span(copy.offset, copy.offset + copy.length)
@@ -59,7 +59,7 @@ class CopiedRows:
             self._remove(next(iter(self._by_age)))
 
     def find(self, segment_id: SegmentId, span: Span, pool: BlockPool, size: int) -> BlockSource | None:
-        """Return the place of these tokens of the segment as a whole. The newest copy comes first."""
+        """Return where these tokens of a segment lie as a whole, by the newest copy that has them, if any."""
         for run in tuple(reversed(self._runs.get(segment_id, ()))):
             if run.place.is_gone(pool):
                 self._remove(run)
@@ -70,7 +70,7 @@ class CopiedRows:
         return None
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """They are dropped."""
+        """Forget dropped segments."""
         for segment_id in segment_ids:
             for run in tuple(self._runs.get(segment_id, ())):
                 self._remove(run)

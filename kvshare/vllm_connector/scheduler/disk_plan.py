@@ -28,7 +28,7 @@ from kvshare.vllm_protocol.places import DiskProblem, OnDiskOnly
 
 log = logging.getLogger("vllm.kvshare")
 
-_LONGEST_S = 10.0  # that a load waits for the disk
+_LONGEST_S = 10.0  # the longest time that a load waits for the disk
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class DiskPlan:
     drops: Drops
     events: EventLog
     is_on: bool = False
-    has_files: bool = False  # a disk of its own, whatever else
+    has_files: bool = False  # this vLLM has its own disk, with or without a shared store
     problem: DiskProblem = field(default_factory=DiskProblem)  # of now; any thread may read it
     shared: dict[SegmentId, Segment] = field(default_factory=dict)  # in the shared store, as announced there
     _is_given_up: bool = False
@@ -48,7 +48,7 @@ class DiskPlan:
     _adopting: threading.Lock = field(default_factory=threading.Lock)  # nothing is adopted after `give_up`
 
     def begin(self, found: Iterable[Segment]) -> None:
-        """The workers have a disk, with these segments of an earlier process."""
+        """Begin to plan for the workers' disk, which has these segments of an earlier process."""
         self.is_on = True
         for each in found:
             held = HeldSegment(each.namespace, each.num_tokens, each.num_bytes, each.first_position)
@@ -87,7 +87,7 @@ class DiskPlan:
             self.drops.drop(leaving)
 
     def note_ended(self, segments: Iterable[Segment]) -> None:
-        """The shared store has them no more. On any thread."""
+        """Note that the shared store does not have these segments any more. On any thread."""
         ended = [each.segment_id for each in segments]
         for segment_id in ended:
             self.shared.pop(segment_id, None)
@@ -96,7 +96,7 @@ class DiskPlan:
             self.segments.disk.drop(ended)
 
     def known_shared(self) -> list[Segment]:
-        """What is in the shared store, of what is held here. The rest is forgotten."""
+        """Return the held segments that are in the shared store; forget others that are there."""
         for segment_id in [each for each in list(self.shared) if each not in self.segments]:
             self.shared.pop(segment_id, None)
         return list(self.shared.values())
@@ -107,7 +107,7 @@ class DiskPlan:
         return self.is_on and (bool(self._saved) or bool(self.drops.pending))
 
     def note_saved(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Host memory has them whole."""
+        """Note that host memory has these segments as a whole, so that they are written."""
         if self.is_on and not self._is_given_up:
             self._saved.update(dict.fromkeys(segment_ids))
 
@@ -161,7 +161,7 @@ class DiskPlan:
         return frozenset(index for index in indices if ticket.copies[index].segment_id not in without_room)
 
     def with_reads(self, load: LoadRequest, disk_s: float) -> LoadRequest:
-        """The load, which waits for the disk if it must."""
+        """Return the load with a limit for its reads from disk, if it has any."""
         self._loading[load.request_id] = load.stored_ids
         if not self.segments.must_be_read(load.stored_ids):
             return load
@@ -175,7 +175,7 @@ class DiskPlan:
     def without_dropped(
         self, loads: Iterable[LoadRequest], drops: Collection[SegmentId]
     ) -> tuple[LoadRequest, ...]:
-        """The loads of a step whose workers drop these first, and must not adopt them again."""
+        """Return the loads of a step without shared segments that it drops, which workers must not adopt."""
         gone = frozenset(drops)
         return tuple(
             replace(load, shared=tuple(each for each in load.shared if each.segment_id not in gone))
@@ -195,7 +195,7 @@ class DiskPlan:
             self.drops.note(late)
 
     def _note_problem(self, problem: DiskProblem) -> None:
-        """Proxies learn of a change. One that lasts is the last."""
+        """Report a change of the problem to proxies, unless the current one is lasting."""
         if problem != self.problem and not self.problem.is_lasting:
             self.problem = problem
             self.events.append(problem)

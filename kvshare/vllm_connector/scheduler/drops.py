@@ -1,6 +1,6 @@
 """
-Drops segments: from the index at once, from the workers with the next step, in the proxy by an event. What
-leaves memory and stays on disk goes the same way.
+Drops segments: from the index at once, from the workers with the next step, in the proxy by an event.
+Evictions of segments that stay on disk go the same way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Drops:
 
     def __init__(self, segments: SegmentIndex, events: EventLog) -> None:
         self._segments, self._events = segments, events
-        self._pending: list[SegmentId] = []  # for the workers
-        self._evicted: list[SegmentId] = []  # from memory only
+        self._pending: list[SegmentId] = []  # drops that the workers do not know yet
+        self._evicted: list[SegmentId] = []  # evictions from memory that the workers do not know yet
         self._lock = threading.Lock()
 
     @property
@@ -29,13 +29,13 @@ class Drops:
         return tuple(self._pending)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> int:
-        """Returns how many were held."""
+        """Drop segments. Returns how many were held."""
         removed = self._segments.drop(segment_ids)
         self._note_dropped(removed)
         return len(removed)
 
     def note(self, segment_ids: Sequence[SegmentId]) -> None:
-        """They have left the index's memory: those that are not on disk are dropped."""
+        """Note segments that have left memory in the index; those that are not on disk are dropped."""
         evicted = [segment_id for segment_id in segment_ids if segment_id in self._segments.disk]
         if evicted:
             with self._lock:
@@ -50,7 +50,7 @@ class Drops:
         return taken
 
     def take_evicted(self) -> tuple[SegmentId, ...]:
-        """The same, of those that stay on disk."""
+        """Return the evictions from memory that no step has had yet, of segments that stay on disk."""
         with self._lock:
             taken, self._evicted = tuple(self._evicted), []
         return taken

@@ -22,7 +22,7 @@ class EventLog:
 
     @property
     def last(self) -> int:
-        """Number of the newest event; 0 before the first."""
+        """The number of the newest event; 0 before the first one."""
         return self._last
 
     def append(self, event: JournalEvent) -> None:
@@ -32,7 +32,7 @@ class EventLog:
             self._changed.notify_all()
 
     def read(self, after: int, *, wait_s: float = 0.0) -> Journal:
-        """The events after number `after`. If there are none yet, it waits up to `wait_s` for the first."""
+        """Return the events after number `after`. If there are none, wait up to `wait_s` for the first."""
         with self._changed:
             if after == self._last and wait_s > 0:
                 self._changed.wait_for(lambda: self._last > after, timeout=wait_s)

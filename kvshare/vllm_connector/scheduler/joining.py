@@ -9,9 +9,9 @@ placeholders before that step's forward pass.
                 A joins at once, as its copies fit into what step 8 still takes
                 B does not, but they fit into steps 8 and 9: it is announced to vLLM with step 9
 
-While the copies of a load that joins are on their way vLLM's thread waits, and the GPU too if they come late.
-So the time that is left is taken from the shortest of like steps, and that of the copies from the slowest of
-like loads, with a margin. What the GPU waits all the same is measured, and added to the margin.
+While the copies of a load that joins are on their way, vLLM's thread waits; if they are late, so does the
+GPU. So the time left is estimated by the shortest of similar steps, and the time of the copies by the slowest
+of the last loads, with a margin. If the GPU still has to wait, that time is measured and added to the margin.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from kvshare.vllm_connector.metadata import LoadResult
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 
-_SEEN = 8  # of like steps, and of loads
-_MARGIN = 1.25
-_MARGIN_S = 0.002  # the host's part: to plan a step and to launch it
+_SEEN = 8  # times that are remembered for each size of steps, and for loads
+_MARGIN = 1.25  # factor on the time of copies
+_MARGIN_S = 0.002  # for the host, which plans and launches a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _StepInFlight:
 
 @dataclass(slots=True)
 class _LoadUnderWay:
-    """`is_announced`: it is announced to vLLM as arrived, or was. `may_join`: if that is allowed at all."""
+    """`may_join`: whether it may join a step at all. `is_announced`: it was announced to vLLM as arrived."""
 
     num_bytes: int
     num_placeholders: int
@@ -50,25 +50,25 @@ class _LoadUnderWay:
 @dataclass(eq=False)
 class Joining:
     """
-    Used on the scheduler's thread. `step_tokens`: the most placeholders of loads that join one step; 0 where
-    vLLM has one step in flight only: then nothing is gained.
+    Used on the scheduler's thread. `step_tokens`: the most placeholders of loads that join one step; 0 if
+    vLLM has only one step in flight, because joining would gain nothing.
     """
 
     step_tokens: int = 0
     due: list[str] = field(default_factory=list)  # loads that join the next step
     _in_flight: deque[_StepInFlight] = field(default_factory=deque)
     _seconds: dict[int, deque[float]] = field(default_factory=dict)  # of steps, by the size of the step
-    _ended_at: float = 0.0  # the last step
-    _per_byte: deque[float] = field(default_factory=lambda: deque(maxlen=_SEEN))  # of loads
+    _ended_at: float = 0.0  # when the last step ended
+    _per_byte: deque[float] = field(default_factory=lambda: deque(maxlen=_SEEN))  # seconds, of the last loads
     _late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_SEEN))
     _loads: dict[str, _LoadUnderWay] = field(default_factory=dict)
-    _num_joining: int = 0  # placeholders of those that join the step that is planned
+    _num_joining: int = 0  # placeholders of loads that join the step being planned
     _has_failed: bool = False
 
     def take(self, num_bytes: int, num_placeholders: int) -> bool:
         """
-        Whether a load that begins now joins the step that is planned: if it will have arrived when the GPU
-        reaches that step.
+        Return whether a load that begins now joins the step being planned: it does if it will have arrived
+        when the GPU reaches that step.
         """
         joins = self._has_room(num_placeholders) and self._fits(self._arrives_at(num_bytes))
         self._num_joining += num_placeholders if joins else 0
@@ -83,18 +83,18 @@ class Joining:
         may_join: bool,
         follows_steps: bool = False,
     ) -> None:
-        """A load begins with the next step. `follows_steps`: it may copy what those in flight compute."""
+        """Note a load that begins with the next step. `follows_steps`: it waits for the steps in flight."""
         arrives_at = self._arrives_at(num_bytes) + (self._left_s() if follows_steps else 0.0)
         self._loads[request_id] = _LoadUnderWay(num_bytes, num_placeholders, arrives_at, may_join)
 
     def note_step(self, number: int, num_tokens: int) -> None:
-        """A step is planned."""
+        """Note a planned step, of `num_tokens` of vLLM."""
         self._num_joining = 0
         if num_tokens:
             self._in_flight.append(_StepInFlight(number, num_tokens, time.perf_counter()))
 
     def take_arriving(self) -> tuple[str, ...]:
-        """The loads that may be announced as arrived with the step that was just planned."""
+        """Return the loads to announce as arrived with the step that was just planned."""
         arriving = []
         for request_id, load in self._loads.items():
             if load.may_join and not load.is_announced and self._has_room(load.num_placeholders):
@@ -104,7 +104,7 @@ class Joining:
         return tuple(arriving)
 
     def take_due(self, requests: Mapping[str, TicketedRequest]) -> tuple[str, ...]:
-        """The loads that join the step that is planned, if their requests still need them."""
+        """Return the loads that join the step being planned, if their requests still need them."""
         due, self.due = self.due, []
         joining = []
         for request_id in due:
@@ -117,12 +117,12 @@ class Joining:
         return tuple(joining)
 
     def note_due(self, request_ids: Collection[str]) -> None:
-        """They join the step that is planned."""
+        """Note that loads join the step being planned: their placeholders need no room in later ones."""
         for request_id in request_ids:
             self._loads[request_id].num_placeholders = 0
 
     def note_end(self, number: int) -> None:
-        """vLLM has read what a step sampled, so it and all earlier ones have ended."""
+        """Note that vLLM has read what a step sampled: this step and all earlier ones have ended."""
         now = time.perf_counter()
         while self._in_flight and self._in_flight[0].number <= number:
             step = self._in_flight.popleft()
@@ -138,12 +138,12 @@ class Joining:
             self._per_byte.append(seconds / load.num_bytes)
 
     def note_result(self, request_id: str, result: LoadResult) -> None:
-        """A load has ended."""
+        """Note the end of a load, and how long the GPU waited for it."""
         if self._loads.pop(request_id, None) is not None:
             self._late_s.append(result.late_s)
 
     def note_failure(self) -> None:
-        """A load that had joined a step failed, which vLLM cannot hear of: none joins any more."""
+        """Let no load join any more: one that had joined a step failed, which cannot be reported to vLLM."""
         self._has_failed = True
 
     def _has_room(self, num_placeholders: int) -> bool:
@@ -151,19 +151,19 @@ class Joining:
         return not self._has_failed and self._num_joining + announced + num_placeholders <= self.step_tokens
 
     def _arrives_at(self, num_bytes: int) -> float:
-        """After the loads under way. Copies from vLLM's own blocks take next to nothing."""
+        """Estimate when a load of so many bytes from host memory arrives: after all loads under way."""
         begins = max([time.perf_counter(), *(load.arrives_at for load in self._loads.values())])
         if not num_bytes:
             return begins
         return begins + _MARGIN * max(self._per_byte, default=float("inf")) * num_bytes
 
     def _fits(self, arrives_at: float) -> bool:
-        """Return whether the GPU computes the steps in flight until then."""
+        """Return whether the GPU will still compute the steps in flight then."""
         needed_s = arrives_at - time.perf_counter() + _MARGIN_S + max(self._late_s, default=0.0)
         return needed_s < self._left_s()
 
     def _left_s(self) -> float:
-        """Return the least seconds that the steps in flight still take."""
+        """Return the least time that the steps in flight still take."""
         if not self._in_flight:
             return 0.0
         began = max(self._in_flight[0].planned_at, self._ended_at)
@@ -171,6 +171,6 @@ class Joining:
         return max(0.0, until - time.perf_counter())
 
     def _least_s(self, num_tokens: int) -> float:
-        """The shortest of the last steps of at least half as many tokens, or of fewer if there were none."""
+        """Return the time of the shortest of the last steps of about this size, or of the next smaller."""
         sizes = [size for size in self._seconds if size <= num_tokens.bit_length()]
         return min(self._seconds[max(sizes)]) if sizes else 0.0

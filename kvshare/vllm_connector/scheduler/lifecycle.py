@@ -1,7 +1,7 @@
 """
 Start and shutdown of the scheduler side: segment index, event log, control server and `ConnectorScheduler`.
 
-Sharing starts when every worker has reported a passed self-test. Until then, and where something is not
+Sharing starts when every worker has reported a passed self-test. Until then, or if something is not
 supported, vLLM serves requests unshared.
 """
 
@@ -41,7 +41,7 @@ _NO_ADDRESS = "the control server cannot listen on {}:{} ({}): set another --con
 
 class SchedulerSide:
     """
-    One per engine (a vLLM with data parallelism has several). `scheduler` takes tickets once all is well.
+    One per engine (a vLLM with data parallelism has several). `scheduler` takes tickets once sharing starts.
     """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings, unsupported: Sequence[str]) -> None:
@@ -115,13 +115,13 @@ class SchedulerSide:
             self.scheduler.disk.begin(workers[0].on_disk)
             self._share_store(workers[0].shared_form)
         self.scheduler.times.steps.is_on = bool(method_of(self._config))
-        assert self._control is not None  # or its address would be among the reasons
+        assert self._control is not None  # otherwise its address would be among `_unsupported`
         self.scheduler.share()
         backend, port = workers[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 
     def _share_store(self, form: str) -> None:
-        """`form`: fingerprint of what the workers write to a shared store; empty: they use none."""
+        """Follow a shared store. `form`: fingerprint of what workers write there; empty: they use none."""
         settings = self._connector.shared_tier
         if settings is None or not form:
             return
@@ -138,7 +138,7 @@ class SchedulerSide:
             self._control.close()
 
     def info(self) -> ReplicaInfo:
-        """The answer to `GET /info`. Thread-safe."""
+        """Return the answer to `GET /info`. Thread-safe."""
         config, names = self._config, self._config.model_config.served_model_name
         news = self.scheduler.news
         unsupported = tuple(self._unsupported)
@@ -220,6 +220,6 @@ class SchedulerSide:
 
 
 def _named(devices: Iterable[str]) -> str:
-    """Each device once, with the number of ranks that have one if those are several."""
+    """Name each kind of device once, with the number of ranks that have one if there are several."""
     counted = Counter(devices)
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())

@@ -1,4 +1,4 @@
-"""Where what a load copies lies now: in host memory, or still in vLLM's own blocks."""
+"""From where a load copies: from host memory, or from vLLM's own blocks if segments still lie there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoadSources:
     disk: DiskPlan
 
     def readable(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
-        """Copies of held segments, but for those whose rows were given away before they were saved."""
+        """Return the copies of held segments, except those whose blocks were given away before a save."""
         held = self.segments.held_copies(ticket, end=end)
         return frozenset(index for index in held if self.unsaved.is_readable(ticket.copies[index]))
 
@@ -37,7 +37,7 @@ class LoadSources:
         )
 
     def may_join(self, ticket: Ticket, copies: Sequence[WireCopy], start: int) -> bool:
-        """True if a load of these may be done before the next forward pass: no step waits for a disk."""
+        """Return whether a load of these may join a step: not if it waits for a disk or for earlier steps."""
         if self.segments.must_be_read(copy.segment_id for copy in copies if copy.target.end > start):
             return False
         if ticket.from_memory:
@@ -46,7 +46,7 @@ class LoadSources:
         return not any(source is not None and source.follows_steps for source in sources)
 
     def with_room(self, ticket: Ticket, indices: Iterable[int], start: int) -> frozenset[int]:
-        """Return the copies that can be loaded from `start` on. Makes room for those on disk only."""
+        """Return which copies a load from `start` on can have. Makes room for those on disk only."""
         held = frozenset(indices)
         from_memory = {
             index
@@ -57,7 +57,7 @@ class LoadSources:
         return held - from_memory | self.disk.make_room(ticket, from_memory)
 
     def pinned(self, load: LoadRequest) -> LoadRequest:
-        """Add the blocks that replace reads from host memory. vLLM has allocated the load's own blocks."""
+        """Pin the blocks from which a load copies, and add them to it. Its target blocks are allocated."""
         spans = {copy: _read_span(copy, target) for copy, target in load.targets()}
         return replace(load, sources=self.donors.pin(load.request_id, spans))
 
@@ -67,6 +67,6 @@ class LoadSources:
 
 
 def _read_span(copy: WireCopy, target: Span) -> Span:
-    """The tokens of a segment that are copied to a part of the copy's target."""
+    """Return which tokens of its segment a copy reads for a part of its target."""
     start = copy.offset + target.start - copy.target_start
     return Span(start, start + len(target))

@@ -1,4 +1,4 @@
-"""What of a ticket lies in the positions that are loaded."""
+"""The parts of a ticket that lie in the positions that are loaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvshare.vllm_protocol.messages import Ticket, WireCopy
 
 
 def num_placeholders(copies: Iterable[WireCopy], loaded: Span) -> int:
-    """The positions that no copy covers."""
+    """Count the loaded positions that no copy covers."""
     parts = (copy.target.end - max(copy.target_start, loaded.start) for copy in copies)
     return len(loaded) - sum(max(0, length) for length in parts)
 
 
 def order_within(ticket: Ticket, loaded: Span) -> RepairOrder | None:
-    """The part of its repair order."""
+    """Return the part of a ticket's repair order in the loaded positions; None if there is none."""
     if ticket.order is None:
         return None
     parts = (stretch.span.intersection(loaded) for stretch in ticket.order.stretches)
@@ -38,7 +38,7 @@ def load_request(
         block_ids=tuple(block_ids),
         start=start,
         end=end,
-        # A head that drafts reads the token that follows the last one.
+        # A drafting head also reads the token after the last one.
         token_ids=ticketed.token_ids[: end + 1 if order is None else ticket.num_tokens],
         copies=tuple(copy for copy in copies if copy.target.end > start),
         order=order,

@@ -2,7 +2,7 @@
 The media of a request, and which parts of its prompt may be shared with them.
 
 vLLM's own prefill turns a medium into embeddings, the connector's pass does not: so no placeholder of a load
-lies in a medium. A load ends before the first one that is not held as a whole; one that loses a medium fails.
+lies in a medium. A load ends before the first medium that is not held as a whole. If it loses one, it fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MediaRules:
     """
-    What this vLLM's model allows. `tokens`: ids that mark places of media, if the model takes them. A prompt
-    may hold one next to its media, and models may give it other positions then.
+    What this vLLM's model allows. `tokens`: ids that mark places of media, if the model takes media. If the
+    text of a prompt has such an id, models may give it other positions.
     """
 
     tokens: Set[int] = field(default_factory=frozenset)
-    are_shared: bool = False  # positions are those of tokens, and all that a token attends to is before it
+    are_shared: bool = False  # media have plain token positions, and no token attends to later ones
 
     def media_of(self, request: Request, token_ids: TokenIds) -> tuple[Medium, ...] | None:
         """
-        The media of a request's prompt (T,), ascending.
+        Return the media of a request's prompt, ascending. Shapes:  token_ids (T,)
 
-        Returns: None if they, or ids that mark media and stand in the text, forbid to share the prompt
+        Returns: None if the prompt must not be shared: because of its media, or of marking ids in its text
         """
         media = tuple(
             Medium(Span(place.offset, place.offset + place.length), feature.identifier)
@@ -55,8 +55,8 @@ class MediaRules:
 
 def end_of_copies(copies: Sequence[WireCopy], media: Sequence[Span], num_local: int) -> int:
     """
-    Where the last one ends before the first medium that they, and the `num_local` tokens that vLLM has, do
-    not cover; 0 without one.
+    Return the end of the last copy before the first medium that is neither copied as a whole nor among the
+    `num_local` tokens that vLLM has; 0 if there is no such copy.
     """
     end = max((copy.target.end for copy in copies), default=0)
     if not media or not end:

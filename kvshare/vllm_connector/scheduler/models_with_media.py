@@ -1,4 +1,4 @@
-"""Which of a model's prompts with media can be shared: by its configuration, as vLLM reads it."""
+"""Whether prompts with media can be shared, by the configuration of the model as vLLM reads it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _MEDIA_TOKEN = re.compile(
 
 def media_rules(model: ModelConfig) -> MediaRules:
     """
-    Media are shared where they have the positions of their tokens, and attend to what is before them.
+    Return the rules of a model. Media are shared if they have the positions of their tokens, and attend only
+    to earlier tokens.
 
-    With M-RoPE positions follow an image's rows and columns; in a model with a prefix of media each part of
-    an image attends to all of it. Requests with media pass unshared there, those of text do not.
+    With M-RoPE, positions follow an image's rows and columns; in a model with a prefix of media, each part of
+    an image attends to all of it. For such models only requests without media are shared.
     """
     plain = not (model.uses_mrope or model.is_mm_prefix_lm)
     return MediaRules(media_tokens(model), are_shared=model.is_multimodal_model and plain)
@@ -35,7 +36,7 @@ def media_settings(model: ModelConfig) -> str:
 
 
 def media_tokens(model: ModelConfig) -> frozenset[int]:
-    """Ids of the tokens that mark places of media, in a configuration and the parts of it; none for text."""
+    """Return the ids of tokens that mark places of media, from a configuration and its parts."""
     found: set[int] = set()
     parts: list[PretrainedConfig] = [model.hf_config] if model.is_multimodal_model else []
     while parts:

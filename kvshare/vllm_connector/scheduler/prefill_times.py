@@ -1,9 +1,9 @@
 """
-How long the prefills of requests take in vLLM: from their first blocks to their first token, with their loads
-and without waiting for blocks before. `answer_steps.py` counts what comes after it.
+How long the prefills of requests take in vLLM: from their first blocks to their first token, including loads
+but not the wait for blocks. `answer_steps.py` counts the steps after the first token.
 
-The proxy sees the first token of a streamed answer only; this is for the others. vLLM plans its next step
-when it has read what the last one sampled: with the token, or with the end of the request, comes its time.
+The proxy sees the first token only if an answer is streamed; this is for the others. vLLM plans its next step
+when it has read what the last one sampled, so the time is taken before a step, or at the end of the request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefillTimes:
         self.steps = AnswerSteps()
 
     def begin(self, request: Request, ticketed: TicketedRequest) -> None:
-        """Note that a request got blocks. If it had some before, it was preempted and is computed twice."""
+        """Note that a request got blocks. If it had some before, it was preempted, and is not measured."""
         self.steps.begin(request, ticketed)
         if ticketed.was_admitted:
             self._running.pop(request.request_id, None)
@@ -43,7 +43,7 @@ class PrefillTimes:
             self._running[request.request_id] = _Prefill(request, ticketed, time.perf_counter())
 
     def look(self) -> None:
-        """Note the times of those that have their first token by now. Called before each step."""
+        """Note the times of requests that have their first token by now. Called before each step."""
         self.steps.look()
         now = time.perf_counter()
         done = [each for each in self._running.values() if each.request.num_output_tokens]
@@ -52,7 +52,7 @@ class PrefillTimes:
             each.ticketed.first_token_s = now - each.began
 
     def end(self, request: Request) -> None:
-        """The request has ended, maybe with its first token, maybe without one."""
+        """Forget a request that has ended, with or without a first token."""
         self.look()
         self.steps.end(request)
         self._running.pop(request.request_id, None)

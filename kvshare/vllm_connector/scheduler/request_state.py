@@ -1,11 +1,11 @@
 """
-The state of one request with a ticket, and which copies its slots hold. What is retained of it, and when that
-is saved, is a state of its own: `retention.py`.
+The state of one request with a ticket, and which copies its slots hold. `retention.py` has another state:
+what is retained of the request, and when that is saved.
 
-While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. It looks
-a request up when that has no blocks, and may admit it in a later step, or never. A request whose load joins a
-step may run in it (`joined`). Until that step is reported it may be preempted, but is not looked up, and if
-it ends (`closing`) its blocks stay. A request that is `done` is reported to the proxy and forgotten.
+While a load is under way, vLLM keeps the request's blocks, does not run it and does not preempt it. vLLM
+looks up a request that has no blocks, and may admit it in a later step, or never. A request whose load joins
+a step may run in that step (`joined`). Until that step is reported it may be preempted, but is not looked up,
+and if it ends (`closing`), its blocks stay. A request that is `done` is reported to the proxy and forgotten.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ class TicketedRequest:
 
     ticket: Ticket
     unshared: Reason | None  # why its plan is not carried out
-    is_first: bool  # of the n choices with this ticket; only the first is retained and reported
+    is_first: bool  # the first of the n choices with this ticket; only that is retained and reported
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32), repr=False)  # of its prompt
     media: tuple[Span, ...] = ()  # of its prompt
     state: State = State.WAITING
     num_found: int = 0  # prompt tokens in vLLM's own prefix cache at its last lookup
-    joins: bool = False  # its load joins a step, by its last lookup
+    joins: bool = False  # decided at its last lookup: its load joins a step
     num_local: int = 0  # `num_found` at the last admission
     num_first_local: int | None = None  # `num_found` at the first admission; None before it
     placed: frozenset[int] = frozenset()  # copies whose KV is in the slots
-    is_mixed: bool = False  # some copy's slots hold only partly the segment's KV: nothing is retained
+    is_mixed: bool = False  # some slots of a copy hold other KV than the segment's: nothing is retained
     load_failed: bool = False  # vLLM computes everything from here on
     repaired: tuple[Span, ...] = ()  # tokens of placed copies that were computed again
     num_prompt: int = 0  # known at the end
     retention: RequestRetention = field(default_factory=RequestRetention)
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    num_from_blocks: int = 0  # tokens of its load that are not copied from host memory
-    disk_bytes: int = 0  # of its load, read from disk before
-    was_late: bool = False  # that
-    num_answer_steps: int = 0  # after the first token, where vLLM decodes speculatively
-    num_answer_tokens: int = 0  # that they gave
+    num_from_blocks: int = 0  # tokens of its load that are copied from vLLM's blocks
+    disk_bytes: int = 0  # bytes of its load that are read from disk first
+    was_late: bool = False  # some of these bytes were not read in time
+    num_answer_steps: int = 0  # steps after the first token, if vLLM decodes speculatively
+    num_answer_tokens: int = 0  # tokens that these steps gave
     first_token_s: float | None = None  # since it got blocks; None if it was preempted meanwhile
 
     @property
@@ -101,7 +101,7 @@ class TicketedRequest:
 
     @property
     def may_save_prompt(self) -> bool:
-        """Once, while it runs: by then it is known what its slots hold."""
+        """Whether to save its prompt now: while it runs, when it is known what its slots hold, and once."""
         return self.may_retain and (self.state, self.retention.state) == (
             State.RUNNING,
             RetentionState.NONE,
@@ -121,20 +121,19 @@ class TicketedRequest:
         return self.ticket.copies[index]
 
     def look_up(self, num_found: int) -> None:
-        """vLLM found `num_found` of its tokens in its own prefix cache, and has no blocks for it yet."""
+        """Note a lookup: vLLM found `num_found` tokens in its own prefix cache, and has no blocks for it."""
         self._advance(Event.LOOKED_UP)
         self.num_found, self.joins = num_found, False
 
     def admit(self, held: Collection[int], *, loads: bool) -> None:
         """
-        vLLM allocated its blocks. Up to `num_local` they are from vLLM's prefix cache; after that the `held`
-        copies are written, if it `loads`.
+        Note that vLLM allocated its blocks. Up to `num_local` they come from vLLM's prefix cache; after that
+        the `held` copies are written, if it `loads`.
 
             position of a copy    whether it is placed now
-            before num_local      as before: these are the request's own blocks, from before a preemption
+            before num_local      if it was before: these are the request's blocks from before a preemption
             after num_local       if it is loaded now
-            across num_local      if it is loaded now; if it was placed before and is not now, or the reverse,
-                                  its slots are mixed
+            across num_local      if it is loaded now; if that differs from before, its slots are mixed
         """
         requested = Event.LOAD_JOINED if self.joins else Event.LOAD_REQUESTED
         self._advance(requested if loads else Event.ADMITTED)
@@ -158,7 +157,7 @@ class TicketedRequest:
         self.repaired = ()
 
     def note_load(self, result: LoadResult) -> None:
-        """Lost copies after `num_local` were computed instead; a lost copy across it leaves mixed slots."""
+        """Note the end of a load. Lost copies were computed; one across `num_local` leaves mixed slots."""
         self._advance(Event.LOAD_REPORTED)
         self.load_failed = self.load_failed or result.failed
         loaded = (index for index in self.placed if self.copy(index).target.end > self.num_local)
@@ -179,7 +178,7 @@ class TicketedRequest:
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def note_prompt_saved(self) -> Prefilled:
-        """The event for the proxy."""
+        """Note that the prompt is saved, and return the event for the proxy."""
         self.retention.note_prompt_saved()
         return Prefilled(
             self.ticket.ticket_id,
@@ -189,11 +188,11 @@ class TicketedRequest:
         )
 
     def join(self) -> None:
-        """Its load is complete before the forward pass of the next step, and vLLM may run it."""
+        """Note that its load joins the step being planned: vLLM may run it there."""
         self._advance(Event.LOAD_JOINED)
 
     def close(self) -> None:
-        """Note an end before the load was reported. What is saved is decided after that report."""
+        """Note its end before its load was reported. After that report it is decided what is saved."""
         self._advance(Event.CLOSED)
 
     def end(self, *, num_prompt: int) -> None:
@@ -209,7 +208,7 @@ class TicketedRequest:
         self.retention.note_saved(lost=lost, keeps_prompt=keeps_prompt)
 
     def finished(self) -> FinishedReport:
-        """The event for the proxy."""
+        """Return the event for the proxy."""
         num_local = self.num_first_local or 0
         targets = (self.copy(index).target for index in self.placed)
         num_placed = sum(max(0, target.end - max(target.start, num_local)) for target in targets)
@@ -245,7 +244,7 @@ class TicketedRequest:
         self.state = following
 
     def _note_mixed(self) -> None:
-        """Exact KV is never mixed: it is the same wherever it came from."""
+        """Note mixed slots; not if the plan is exact, because exact KV is the same wherever it came from."""
         self.is_mixed = self.is_mixed or not self.ticket.is_exact
 
     def _is_whole(self, copies: Collection[int], unreadable: Collection[SegmentId]) -> bool:

@@ -19,23 +19,23 @@ def end_of_prompt(ticketed: TicketedRequest) -> int:
 
 
 def unrepaired_copies(ticketed: TicketedRequest) -> list[WireCopy]:
-    """The copies in its slots of which no token was computed again."""
+    """Return the copies in its slots of which no token was computed again."""
     copies = (ticketed.copy(index) for index in ticketed.placed)
     return [copy for copy in copies if not any(copy.target.intersection(s) for s in ticketed.repaired)]
 
 
 def first_retained_approximate(ticketed: TicketedRequest, copies: Iterable[int]) -> int:
-    """Start of the first retained approximate copy: tokens after it were computed from approximate KV."""
+    """Return the start of the first retained approximate copy: later tokens attended to approximate KV."""
     starts, exact = (ticketed.copy(index).target_start for index in copies), ticketed.ticket.exact_length
     return min((start for start in starts if start >= exact), default=ticketed.ticket.num_tokens)
 
 
 def num_retained_of(request: Request, ticketed: TicketedRequest) -> int:
     """
-    Leading tokens whose KV is in the slots; 0 if nothing may be retained.
+    Return how many leading tokens have their KV in the slots; 0 if nothing may be retained.
 
-    The last sampled token is never computed. A preempted request has lost its slots, and one that was aborted
-    in prefill has not filled them. One whose load has not begun has empty slots.
+    The last sampled token is never computed. A preempted request has lost its slots, one that was aborted in
+    prefill has not filled them, and one whose load has not begun has empty slots.
     """
     if ticketed.state is not State.RUNNING:
         return 0

@@ -1,8 +1,8 @@
 """
 What is retained of one request, and how far its saves are: the second state machine of a request.
 
-Its prompt is saved while it runs, so that others can copy from it early. After its end the answer is saved,
-or both together if the prompt was not saved before.
+The prompt is saved while the request runs, so that others can copy from it early. After its end the answer is
+saved, or both together if the prompt was not saved before.
 
     none      no save was requested
     skipped   its prompt was not saved while it ran: it is saved with the answer
@@ -14,8 +14,8 @@ or both together if the prompt was not saved before.
     retained  all of that is saved
     lost      nothing is retained
 
-A request that is `none` or `skipped` at its end retains nothing. One that ends during a load is forgotten
-when that is reported: as a `donor`, if its prompt was saved before.
+A request that is still `none` or `skipped` when it is done retains nothing. A request that ends during a load
+is forgotten when the load is reported: as a `donor`, if its prompt was saved before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RequestRetention:
     """Each method that changes the state is an event of the table; AssertionError if that forbids it."""
 
     state: RetentionState = RetentionState.NONE
-    copies: frozenset[int] = frozenset()  # of the ticket, in the retained KV
+    copies: frozenset[int] = frozenset()  # copies of the ticket that are part of the retained KV
     prompt: tuple[StoredSegment, ...] = ()  # new segments, saved while it ran
     rest: tuple[StoredSegment, ...] = ()  # new segments, saved after its end
     output_ids: tuple[int, ...] = ()  # generated tokens whose KV is in `rest`
@@ -82,7 +82,7 @@ class RequestRetention:
 
     @property
     def has_pending_end(self) -> bool:
-        """Return whether it has ended, and its blocks must stay until a save is reported."""
+        """Whether the request has ended, and its blocks must stay until a save is reported."""
         return self.state in (RetentionState.BOTH, RetentionState.ANSWER, RetentionState.WHOLE)
 
     def request_prompt(
@@ -107,7 +107,7 @@ class RequestRetention:
     def request_answer(
         self, stored: tuple[StoredSegment, ...] = (), output_ids: tuple[int, ...] = ()
     ) -> None:
-        """Note the answer's save; also without segments, as the prompt's save may still need the blocks."""
+        """Note the save of the answer; also one without segments, if the prompt's save needs the blocks."""
         self._advance(RetentionEvent.ANSWER_REQUESTED)
         self.rest, self.output_ids = stored, output_ids
 
@@ -115,7 +115,7 @@ class RequestRetention:
         self._advance(RetentionEvent.PROMPT_SAVED)
 
     def note_prompt_lost(self) -> None:
-        """While it runs, it forgets that prompt, which may still be saved with the answer."""
+        """Note that the prompt's save failed. While the request runs, it may be saved with the answer."""
         self._advance(RetentionEvent.PROMPT_LOST)
         if self.state is RetentionState.SKIPPED:
             self.copies, self.prompt = frozenset(), ()

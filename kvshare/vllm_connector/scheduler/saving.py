@@ -4,8 +4,8 @@ Decides what of a request is retained: which of its tokens become new segments, 
 The prompt is saved one step after its prefill, while the request runs; the rest when it has ended. What does
 not fit is not retained. `retention.py` has the states that a request goes through.
 
-While others wait, nothing is saved then: what lies in full blocks is retained there, see `unsaved.py`, and no
-block is kept for it after the request. None is kept either where less than half of the pool is free.
+While requests wait, nothing is saved at once: tokens in full blocks are retained there (`unsaved.py`), and no
+block is kept for them after the request. The same applies at its end if less than half of the pool is free.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Saving:
         self.unsaved = UnsavedSegments(self.drops, self.donors, self.waiting, self.disk)
 
     def _stays(self, save: SaveRequest) -> bool:
-        """Return whether what is retained now stays in blocks, none of which is kept for it."""
+        """Return whether retained KV stays in blocks for now, without keeping these for it."""
         is_in_the_way = self.waiting.is_any or (save.has_ended and self.donors.are_short)
         return is_in_the_way and self.donors.are_found
 
@@ -65,7 +65,7 @@ class Saving:
         return tuple(self._requested)
 
     def take(self, drops: Sequence[SegmentId]) -> tuple[SaveRequest, ...]:
-        """The saves to request in this step, without segments that are dropped before they are saved."""
+        """Return the saves to request in this step, without segments that are dropped before that."""
         saves, self._requested = self._requested, []
         self.unsaved.forget(drops)
         self.unsaved.note_left(self.donors.take_left())
@@ -96,9 +96,9 @@ class Saving:
 
     def save_ended(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> bool:
         """
-        Request a save of an ended request, or of what is not saved of it yet.
+        Request a save of an ended request: of all that is retained of it and not saved yet.
 
-        Returns: whether nothing has to be waited for; `note_saved` must follow then
+        Returns: whether no save must be awaited; then `note_saved` must follow
         """
         num_retained = num_retained_of(request, ticketed)
         output_ids = tuple(request.output_token_ids[: max(0, num_retained - request.num_prompt_tokens)])
@@ -108,12 +108,12 @@ class Saving:
         return bool(num_retained) and self._save_whole(ticketed, save, output_ids)
 
     def release_unless_saved(self, request_id: str, block_ids: tuple[int, ...]) -> None:
-        """vLLM frees the blocks of an ended request when a save is reported, if only one of nothing."""
+        """Request an empty save if there is none: vLLM frees an ended request's blocks when one is over."""
         if not any(save.request_id == request_id and save.has_ended for save in self._requested):
             self._requested.append(SaveRequest(request_id, block_ids))
 
     def note_prompt_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
-        """The save of a prompt has ended; it is reported to the proxy, unless it failed."""
+        """Note that the save of a prompt has ended. It is reported to the proxy, unless it failed."""
         stored = ticketed.retention.prompt
         if request_id in report.failed_saves or not self._are_held(ticketed, stored):
             self.drops.drop(segment.segment_id for segment in stored)
@@ -123,7 +123,7 @@ class Saving:
             self.events.append(ticketed.note_prompt_saved())
 
     def note_saved(self, request_id: str, ticketed: TicketedRequest, report: WorkerReport) -> None:
-        """The save of an ended request has ended."""
+        """Note that the last save of an ended request is over."""
         retention = ticketed.retention
         lost = Reason.SAVE_FAILED if request_id in report.failed_saves else retention.lost
         if lost is None and not self._are_held(ticketed, retention.stored):
@@ -139,7 +139,7 @@ class Saving:
         self.drops.drop(segment.segment_id for segment in leaving)
 
     def _save_prompt(self, ticketed: TicketedRequest, save: SaveRequest) -> None:
-        """Request the prompt's save. If there is no room now, the save of the answer tries it again."""
+        """Request the prompt's save. If there is no room now, it is tried again with the answer."""
         made = self._segments_for(ticketed, save, ticketed.ticket.num_tokens)
         if isinstance(made, Reason):
             ticketed.retention.skip_prompt()
@@ -166,7 +166,7 @@ class Saving:
         return made.stay
 
     def _save_answer(self, ticketed: TicketedRequest, save: SaveRequest, output_ids: tuple[int, ...]) -> bool:
-        """Request a save of the answer. Its prompt's save may still be under way, and needs the blocks."""
+        """Request a save of the answer. Returns whether no save must be awaited, not even the prompt's."""
         answer: tuple[StoredSegment, ...] = ()
         retention, num_prompt, stays = ticketed.retention, ticketed.ticket.num_tokens, self._stays(save)
         is_prompt_saved = retention.is_reported
@@ -190,7 +190,7 @@ class Saving:
     def _segments_for(
         self, ticketed: TicketedRequest, save: SaveRequest, num_tokens: int
     ) -> NewSegments | Reason:
-        """Make room for all of the first tokens that no stored segment covers, or say why that cannot be."""
+        """Make segments for all of the first tokens that no stored segment covers, or say why not."""
         copies = self._retained_copies(ticketed)
         if not ticketed.ticket.is_exact and not ticketed.placed <= copies:
             return Reason.SEGMENTS_GONE  # copied KV must not be stored as if it had been computed
@@ -199,7 +199,7 @@ class Saving:
         if ticketed.ticket.order is not None:  # all tokens of a segment have the same generation
             computed = merge([*computed, *ticketed.repaired])
             computed = cut(computed, first_retained_approximate(ticketed, copies))
-        computed = cut(computed, ticketed.ticket.num_tokens)  # answers have own segments
+        computed = cut(computed, ticketed.ticket.num_tokens)  # prompt and answer share no segment
         in_blocks = self._in_full_blocks(save, computed, targets) if self._stays(save) else None
         stored = self._add(ticketed, computed if in_blocks is None else in_blocks, copies)
         if stored is None:
@@ -210,7 +210,7 @@ class Saving:
     def _in_full_blocks(
         self, save: SaveRequest, computed: Sequence[Span], targets: Sequence[Span]
     ) -> Sequence[Span] | None:
-        """The computed spans without what lies in no full block; None if that leaves a gap, or nothing."""
+        """Return the parts of computed spans in full blocks; None if there are none, or they leave a gap."""
         end = self.donors.num_full(save.block_ids, max(span.end for span in computed))
         parts = [part for span in computed if (part := Span(span.start, max(span.start, min(span.end, end))))]
         retained = [*targets, *parts]
@@ -233,7 +233,7 @@ class Saving:
     def _add(
         self, ticketed: TicketedRequest, computed: Iterable[Span], copies: Iterable[int]
     ) -> tuple[StoredSegment, ...] | None:
-        """Add segments for computed spans to the index; others are dropped for them. None if no room."""
+        """Add segments for computed spans to the index, and drop others for room. None if there is none."""
         spans = split(computed, segment_tokens(budget_of(self.segments.max_bytes) // self.bytes_per_token))
         stored = tuple(
             StoredSegment(new_segment_id(), span.start, len(span), len(span) * self.bytes_per_token)
@@ -255,7 +255,7 @@ class Saving:
 
     def _retained_copies(self, ticketed: TicketedRequest) -> frozenset[int]:
         """
-        The copies that are part of the retained prompt.
+        Return the copies that are part of the retained prompt.
 
         Exact KV is the same wherever it came from: a prompt that was in vLLM's own prefix cache can refer to
         the stored segments as well.
@@ -276,7 +276,7 @@ class Saving:
 class NewSegments:
     """The segments of which a retained request will consist."""
 
-    copies: frozenset[int]  # of its ticket
-    stored: tuple[StoredSegment, ...]  # everything between them
-    end: int  # of both
-    stay: bool  # in blocks, for now
+    copies: frozenset[int]  # copies of its ticket
+    stored: tuple[StoredSegment, ...]  # new segments for all tokens that no copy covers
+    end: int  # the end of the last copy or segment
+    stay: bool  # whether the new segments stay in blocks for now

@@ -72,8 +72,8 @@ class ConnectorScheduler:
 
     def use(self, workers: Sequence[WorkerHandshake], *, step_tokens: int = 0) -> None:
         """
-        Plan with what these workers, one for each rank, can do together. `step_tokens`: the most that loads
-        that join one step may compute.
+        Plan for these workers, one for each rank: only what all of them can do. `step_tokens`: the most
+        tokens that loads that join one step may compute.
         """
         self.joining.step_tokens = step_tokens
         self.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
@@ -102,8 +102,8 @@ class ConnectorScheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         """
-        How many tokens after the `num_local` in vLLM's prefix cache can be loaded, and whether other steps go
-        on meanwhile. None while it is not known what its slots hold: vLLM asks again.
+        Return how many tokens after the `num_local` in vLLM's prefix cache can be loaded, and whether vLLM
+        goes on with other steps meanwhile. None while it is not known what the slots hold: vLLM asks again.
         """
         ticketed = self._requests.get(request.request_id)
         if ticketed is None:
@@ -129,9 +129,9 @@ class ConnectorScheduler:
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external: int) -> None:
         """
-        vLLM allocated the request's blocks, and `num_external` tokens are to be loaded into them.
+        Begin a load: vLLM allocated the request's blocks, and wants `num_external` tokens loaded into them.
 
-        vLLM 0.33 may call it in a later step than the lookup, with the tokens counted as computed, and may
+        vLLM 0.33 may call this in a later step than the lookup, with the tokens counted as computed, and may
         want fewer tokens than were offered.
         """
         self._waiting.admit(request.request_id, loads=num_external > 0)
@@ -167,7 +167,7 @@ class ConnectorScheduler:
             self.joining.due.append(request.request_id)
 
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
-        """All requests since the last call; `step` is what vLLM itself has scheduled."""
+        """Return all work for the workers since the last call. `step`: what vLLM itself has scheduled."""
         self.times.look()
         self._waiting.arrive(step.preempted_req_ids or ())
         self.saving.save_prompts(self._requests, step)
@@ -179,7 +179,7 @@ class ConnectorScheduler:
         loads, self._loads = self.disk.without_dropped(self._loads, drops), []
         cancelled, self._cancelled = tuple(self._cancelled), []
         has_forward = step.total_num_scheduled_tokens > 0
-        joins = has_forward or self.donors.has_pinned  # it may be those that everybody waits for
+        joins = has_forward or self.donors.has_pinned  # vLLM may be waiting for the pinned blocks
         joining = self.joining.take_due(self._requests) if joins else ()
         self._num_steps += 1
         self.donors.num_steps = self._num_steps
@@ -199,7 +199,7 @@ class ConnectorScheduler:
         )
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """The request has ended or was aborted. Returns whether its blocks must stay until they are saved."""
+        """Note a request that has ended or was aborted. Returns whether its blocks must stay for now."""
         self.times.end(request)
         self._waiting.end(request.request_id)
         ticketed = self._requests.get(request.request_id)
@@ -212,14 +212,14 @@ class ConnectorScheduler:
         if ticketed.state is State.LOADING:
             self._cancelled.append(request.request_id)
             ticketed.end(num_prompt=request.num_prompt_tokens)
-            return request.request_id in self.joining.due  # or vLLM knows that its blocks must stay
+            return request.request_id in self.joining.due  # otherwise vLLM itself keeps blocks of loads
         self._end(ticketed, request, block_ids)
         self._publish_if_done(request.request_id, ticketed)
         return ticketed.state is State.SAVING
 
     def _end(self, ticketed: TicketedRequest, request: Request, block_ids: Sequence[int]) -> None:
-        del self._requests[request.request_id]  # if that fails, it is forgotten
-        stays = self.saving.save_ended(ticketed, request, block_ids)  # in blocks, of which none is kept
+        del self._requests[request.request_id]  # so that the request is forgotten if the save raises
+        stays = self.saving.save_ended(ticketed, request, block_ids)  # no save must be awaited
         if ticketed.placed and not ticketed.ticket.is_exact:
             stored = [segment.span for segment in ticketed.retention.stored]
             self.donors.reuse_first(block_ids, stored=stored)
@@ -285,7 +285,7 @@ class ConnectorScheduler:
 
     def reset_cache(self) -> None:
         """The weights may have changed: drop all segments, and retain nothing of running requests."""
-        self.disk.give_up()  # first: what is adopted after the drop would be of the old weights
+        self.disk.give_up()  # before the drop: segments adopted after it would be of the old weights
         self.drop(self.segments.ids())
         self.donors.clear()
         for ticketed in self._requests.values():

@@ -1,9 +1,9 @@
 """
 An index of the segments that the workers hold, in memory and on disk. The bytes are in the workers; every
-rank drops the same segments, so one index serves all ranks. Imports no vLLM.
+rank drops the same segments, so one index serves all ranks. Does not import vLLM.
 
-Normally the proxy, which knows the prompts, has segments dropped before memory is full. If it does not, the
-least recently used ones are dropped here: docs/decisions/0001-who-orders-evictions.md.
+Normally the proxy, which knows the prompts, orders drops before memory is full. If it does not, the least
+recently used segments are dropped here: docs/decisions/0001-who-orders-evictions.md.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class SegmentIndex(SegmentTable[HeldSegment]):
     """
     Drops the least recently used segments first. Thread-safe: the control server reads and drops, too.
 
-    The table is that of memory. `disk`: those whose files are whole, most of which are in memory, too.
+    The table has the segments in memory. `disk` has those whose files are whole; they may be in memory, too.
     """
 
     def __init__(self, max_bytes: int, *, max_disk_bytes: int = 0) -> None:
         super().__init__(max_bytes)
         self.disk = DiskIndex(max_disk_bytes)
-        self._arriving: set[SegmentId] = set()  # in memory once a read from disk is over
+        self._arriving: set[SegmentId] = set()  # being read from disk; they count as in memory
 
     def __contains__(self, segment_id: object) -> bool:
         return segment_id in self._entries or segment_id in self.disk
@@ -45,7 +45,7 @@ class SegmentIndex(SegmentTable[HeldSegment]):
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
         entries = list(segment_ids)
-        on_disk = self.disk.drop(entries)  # first: nothing is to look as if only the disk had it
+        on_disk = self.disk.drop(entries)  # before memory, so that no segment looks as if on disk only
         return list(dict.fromkeys([*self.evict(entries), *on_disk]))
 
     def evict(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
@@ -69,28 +69,28 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         )
 
     def being_read(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Return the segments of which a read from disk has begun."""
+        """Return those of these segments that are being read from disk."""
         return [segment_id for segment_id in segment_ids if segment_id in self._arriving]
 
     def begin_read(self, segment_ids: Iterable[SegmentId]) -> None:
-        """They count as in memory from now on; the caller has made room."""
+        """Count segments as in memory from now on, because reads begin. The caller has made room."""
         for segment_id in segment_ids:
             if (entry := self.disk.find(segment_id)) is not None:
                 self.add(segment_id, entry)
                 self._arriving.add(segment_id)
 
     def note_read(self, segment_ids: Iterable[SegmentId]) -> None:
-        """A load that read them has ended."""
+        """Note that a load that read these segments has ended."""
         self._arriving.difference_update(segment_ids)
 
     def note_written(self, segment_ids: Iterable[SegmentId]) -> list[SegmentId]:
-        """Their files are whole. Returns those for which the disk has no room any more."""
+        """Note that files of segments are whole. Returns segments for which the disk has no room any more."""
         with self._lock:
             entries = {each: entry for each in segment_ids if (entry := self._entries.get(each)) is not None}
         return self.disk.note_written(entries, staying=self._arriving)
 
     def in_memory(self, segment_id: SegmentId) -> HeldSegment | None:
-        """Return a segment that memory has and the disk does not."""
+        """Return a segment that is in memory and not on disk; else None."""
         return None if segment_id in self.disk else self._entries.get(segment_id)
 
     def _find(self, segment_id: SegmentId) -> HeldSegment | None:
@@ -102,7 +102,7 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         return entry is not None and entry.namespace == namespace and end <= entry.num_tokens
 
     def held_copies(self, ticket: Ticket, *, end: int | None = None) -> frozenset[int]:
-        """Indices of a ticket's copies whose segments are held; with `end`, of those that end by then."""
+        """Return the indices of a ticket's copies whose segments are held; only copies that end by `end`."""
         return frozenset(
             index
             for index, copy in enumerate(ticket.copies)
@@ -111,7 +111,7 @@ class SegmentIndex(SegmentTable[HeldSegment]):
         )
 
     def bytes_of(self, segment_ids: Iterable[SegmentId]) -> int:
-        """Return the bytes of these segments, as far as they are held, over all ranks."""
+        """Return the bytes of those of these segments that are held, over all ranks."""
         held = (self._find(segment_id) for segment_id in frozenset(segment_ids))
         return sum(entry.num_bytes for entry in held if entry is not None)
 
@@ -125,10 +125,10 @@ class SegmentIndex(SegmentTable[HeldSegment]):
 
     def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
         """
-        Let segments leave memory until `num_bytes` fit, but none of those in `in_use`: first those that are
-        on disk, too, each time the least recently used ones.
+        Evict segments from memory until `num_bytes` fit: first those that are also on disk, then others, each
+        time the least recently used ones; none of those `in_use`.
 
-        Returns: those that left memory; None if not enough can (then none does)
+        Returns: the evicted segments; None if that would not be enough, then none is evicted
         """
         staying = frozenset([*in_use, *self._arriving])
         with self._lock:
@@ -157,16 +157,16 @@ class DiskIndex(SegmentTable[HeldSegment]):
         return self._entries.get(segment_id)
 
     def touch(self, segment_id: SegmentId) -> None:
-        """Mark it as the most recently used."""
+        """Mark a segment as the most recently used."""
         with self._lock:
             if (entry := self._entries.pop(segment_id, None)) is not None:
                 self._entries[segment_id] = entry
 
     def note_earlier(self, entries: Mapping[SegmentId, HeldSegment]) -> dict[SegmentId, HeldSegment]:
         """
-        The same, of what was used before all that is held, the last one first. Nothing leaves for them.
+        Add segments that were used before all that are held, the last used first. Nothing leaves for them.
 
-        Returns: those that there was room for, and were not held; the least recently used first
+        Returns: the segments that were new and for which there was room, the least recently used first
         """
         with self._lock:
             taken: dict[SegmentId, HeldSegment] = {}
@@ -183,7 +183,7 @@ class DiskIndex(SegmentTable[HeldSegment]):
     def note_written(
         self, entries: Mapping[SegmentId, HeldSegment], *, staying: Container[SegmentId] = ()
     ) -> list[SegmentId]:
-        """Returns the least recently used ones that must leave for them, but for those `staying`."""
+        """Add segments. Returns the least recently used ones that must leave for them; none of `staying`."""
         with self._lock:
             for segment_id, entry in entries.items():
                 if segment_id not in self._entries:

@@ -1,14 +1,14 @@
 """
 What other vLLMs have written to the shared store, and what must leave it.
 
-    start     what the store still has is found, the newest first: for some seconds, the rest later
-    learned   a vLLM has written a segment: it can be read here, as from disk (`disk_plan.py`)
-    dropped   the proxy has it dropped: what is known here is deleted there, for all; also if it is written
-              only after that. What is not known, or not deleted when vLLM ends, ends by itself
-    renewed   what is known here does not end there; what has ended is forgotten
+    start     segments that the store still has are listed, the newest first: for some seconds, the rest later
+    learned   another vLLM has written a segment: it can be read here, as from disk (`disk_plan.py`)
+    dropped   the proxy has dropped a segment: if it is known here, now or later, it is deleted in the store,
+              for all. If it is not known, or not deleted when vLLM ends, it expires in the store
+    renewed   segments known here are kept from expiring; those that have expired are forgotten
 
-It has a thread of its own: neither steps nor requests wait for the store, and a store that hangs costs
-nothing but what is in it. Imports no vLLM.
+It has a thread of its own: neither steps nor requests wait for the store. If the store hangs, only what is in
+it is missing. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
 
 log = logging.getLogger("vllm.kvshare")
 
-START_S: Final = 5.0  # how long a start looks at what is there; the rest is learned later
+START_S: Final = 5.0  # how long a start lists the store; the rest is listed later
 _LOOK_EVERY_S: Final = 0.5
-_DELETE_AGAIN_S: Final = 30.0  # after a failure: news and renewals go on
-_RENEWALS: Final = 4  # in the time for which a value is kept
+_DELETE_AGAIN_S: Final = 30.0  # pause of deletions after a failure; learning and renewals go on
+_RENEWALS: Final = 4  # in the time after which a value expires
 _MOST_DROPPED: Final = 100_000
 _BATCH: Final = 256  # keys
 
@@ -41,14 +41,14 @@ class SharedNews:
     """One per scheduler. `note_dropped` may be called from any thread."""
 
     def __init__(self, store: SharedStore, disk: DiskPlan, *, place: str) -> None:
-        """`place`: a name of the store that those who share it have in common."""
+        """`place`: a name of the store; all that share the store use the same name."""
         self.place = place
-        self.is_listing = True  # what was there at the start may not all be known yet
+        self.is_listing = True  # not all segments that were there at the start are known yet
         self._store, self._disk, self._news = store, disk, SegmentNews(store)
-        self._dropped: OrderedDict[SegmentId, None] = OrderedDict()  # they are not taken up again
+        self._dropped: OrderedDict[SegmentId, None] = OrderedDict()  # never adopted again
         self._leaving: OrderedDict[SegmentId, Segment] = OrderedDict()  # to be deleted in the store
         self._renewed_at = time.monotonic()
-        self._delete_from = 0.0  # not before, after a failure
+        self._delete_from = 0.0  # no deletion before this time, after a failure
         self._problem: str | None = None
         self._delete_problem: str | None = None
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class SharedNews:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wrong with the store now, for who asks."""
+        """The current problems of the store, for `/info`."""
         problem, undeleted = self._problem, self._delete_problem
         return (
             *((f"the shared store cannot be used now: {problem}",) if problem is not None else ()),
@@ -65,7 +65,7 @@ class SharedNews:
         )
 
     def begin(self) -> None:
-        """Find what is there, for about `START_S` at most, and listen from then on."""
+        """List the store, for about `START_S` at most, then go on in the thread."""
         until = time.monotonic() + START_S
         while self.is_listing and time.monotonic() < until and not self._store.breaker.is_open:
             if not self._looked():
@@ -73,7 +73,7 @@ class SharedNews:
         self._thread.start()
 
     def note_dropped(self, segment_ids: Iterable[SegmentId]) -> None:
-        """The proxy has them dropped."""
+        """Note that the proxy has dropped segments: delete them in the store, and never adopt them again."""
         with self._lock:
             for segment_id in segment_ids:
                 self._dropped[segment_id] = None
@@ -84,7 +84,7 @@ class SharedNews:
                     each.popitem(last=False)
 
     def close(self) -> None:
-        """What is not deleted by then ends by itself."""
+        """Stop. Segments that are not deleted by then expire in the store."""
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join(_LOOK_EVERY_S)
@@ -97,7 +97,7 @@ class SharedNews:
         self._delete()
 
     def _looked(self) -> bool:
-        """One piece of work. Returns whether there may be more at once."""
+        """Do one piece of work, and note problems. Returns whether there may be more work at once."""
         try:
             has_more = self._look()
         except BackendError as exc:
@@ -110,7 +110,7 @@ class SharedNews:
         return has_more
 
     def _look(self) -> bool:
-        """Raises BackendError; what was not done is done with the next look."""
+        """Do one piece of work. Raises BackendError; the next call does what was not done."""
         if self.is_listing:
             self.is_listing = self._news.take_earlier(self._take_earlier)
         has_more = self._news.take(self._take)
@@ -121,7 +121,7 @@ class SharedNews:
         return has_more or self.is_listing
 
     def _take(self, segments: Sequence[Segment], *, is_earlier: bool = False) -> None:
-        # Under the lock to the end: what is dropped meanwhile is looked for in what was adopted.
+        # The lock is held to the end, so that a later `note_dropped` sees what was adopted.
         with self._lock:
             self._leaving.update((each.segment_id, each) for each in segments if self._is_dropped(each))
             self._disk.adopt([each for each in segments if not self._is_dropped(each)], is_earlier=is_earlier)
@@ -133,7 +133,7 @@ class SharedNews:
         return segment.segment_id in self._dropped
 
     def _delete(self) -> None:
-        """If it fails it is tried again, later."""
+        """Delete dropped segments in the store; after a failure, try again later."""
         try:
             while self._leaving:
                 with self._lock:

@@ -1,4 +1,4 @@
-"""Reads the tickets that requests bring along, and says which plans must not be carried out."""
+"""Reads the tickets in requests, and says which plans must not be carried out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_SEEN = 4096  # tickets
 
 class ReadTicket(NamedTuple):
     ticket: Ticket
-    is_first: bool  # of the choices of a request with n > 1, which sends its ticket n times
+    is_first: bool  # the first choice of a request with n > 1, which sends its ticket n times
 
 
 class TicketReader:
@@ -34,7 +34,7 @@ class TicketReader:
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def read(self, request: Request) -> ReadTicket | None:
-        """The request's ticket; None if it has none, or one that cannot be read."""
+        """Return the request's ticket; None if it has none, or one that cannot be read."""
         document = (request.kv_transfer_params or {}).get(TICKET_KEY)
         if document is None:
             return None
@@ -59,8 +59,8 @@ def why_unshared(
     media: Sequence[Medium] | None = (),
 ) -> Reason | None:
     """
-    Why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt; `media`: those
-    of it, None if they must not be shared.
+    Return why a ticket's plan must not be carried out, or None. `token_ids`: the request's prompt. `media`:
+    the media of the prompt; None if they must not be shared.
     """
     if request.lora_request is not None:
         return Reason.LORA

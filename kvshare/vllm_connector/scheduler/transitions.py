@@ -1,4 +1,4 @@
-"""Transitions of a state machine, from the table that people read: rows are events, columns are states."""
+"""Reads the transitions of a state machine from a table for people: rows are events, columns are states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Event = TypeVar("_Event", bound=StrEnum)
 def transitions(
     table: str, states: type[_State], events: type[_Event]
 ) -> Mapping[tuple[_State, _Event], _State]:
-    """{(state, event): the next state}. `-` is none; the text after the last column is a comment."""
+    """Return {(state, event): next state}. `-` means none; text after the last column is a comment."""
     header, *rows = [line.split() for line in table.strip().splitlines()]
     return {
         (states(state), events(event)): states(following)

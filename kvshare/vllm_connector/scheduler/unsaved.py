@@ -1,12 +1,12 @@
 """
 Segments that lie in vLLM's blocks only: they can be copied from at once, and are saved to host memory later.
 
-    unsaved   its blocks are those of its request, which may have ended: vLLM may give them away
+    unsaved   it lies in blocks of its request, which may have ended: vLLM may give them away
     saving    a copy to host memory is under way, from blocks that vLLM may give away meanwhile
-    saved     the copy is whole, and at its end the blocks were still those: host memory has the segment
-    lost      they were given away before: the segment is dropped
+    saved     the copy is complete, and the blocks still had the segment then: host memory has it
+    lost      the blocks were given away before that: the segment is dropped
 
-No save holds a block. What is saved when:
+No save keeps a block from being given away. What is saved depends on who waits:
 
     no request waits          the oldest ones, a few at a time
     requests wait for loads   only what others copy from, once its blocks are about to be given away
@@ -28,7 +28,7 @@ from kvshare.vllm_connector.scheduler.waiting import Waiting
 from kvshare.vllm_protocol.messages import WireCopy
 
 _UNDER_WAY = 8  # an eighth of the pool's blocks is saved at a time
-_LEAVING = 4  # a quarter of them, the next ones to be given away, are about to leave
+_LEAVING = 4  # the quarter of the pool's blocks that vLLM gives away next counts as about to leave
 
 
 class UnsavedSegments:
@@ -48,35 +48,35 @@ class UnsavedSegments:
 
     @property
     def are_due(self) -> bool:
-        """Return whether vLLM is to take steps although it has no requests."""
+        """Whether vLLM should take steps even without requests, so that saves go on."""
         return bool(self._ids) and not self._waiting.is_any
 
     def add(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Their places are known, and all of their tokens lie in full blocks."""
+        """Add segments whose places are noted, and all of whose tokens lie in full blocks."""
         for segment_id in segment_ids:
             self._ids[segment_id] = len(self._donors.block_ids(segment_id))
 
     def forget(self, segment_ids: Iterable[SegmentId]) -> None:
-        """They are dropped."""
+        """Forget segments, because they are dropped or saved."""
         for segment_id in segment_ids:
             self._ids.pop(segment_id, None)
             self._used.discard(segment_id)
 
     def is_readable(self, copy: WireCopy) -> bool:
-        """Return whether host memory has its segment, or else blocks have its tokens."""
+        """Return whether a copy can be read: its segment is not unsaved, or blocks have its tokens."""
         span = Span(copy.offset, copy.offset + copy.length)
         return copy.segment_id not in self._ids or self._donors.has(copy.segment_id, span)
 
     def note_use(self, segment_ids: Iterable[SegmentId]) -> None:
-        """A request is to copy from these."""
+        """Note that a request is about to copy from segments."""
         self._used.update(segment_id for segment_id in segment_ids if segment_id in self._ids)
 
     def note_left(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Their blocks were given away."""
+        """Drop unsaved segments whose blocks were given away."""
         self._drops.drop([segment_id for segment_id in segment_ids if segment_id in self._ids])
 
     def take_due(self) -> Iterator[SaveRequest]:
-        """The saves to request in this step, without those that are under way."""
+        """Yield the saves to request in this step, besides those that are under way."""
         if not self._ids:
             return
         room = self._donors.num_in_pool // _UNDER_WAY
@@ -94,7 +94,7 @@ class UnsavedSegments:
             yield SaveRequest(name, block_ids, ((segment_id, span),), has_ended=False)
 
     def note_saved(self, report: WorkerReport) -> None:
-        """Saves that have ended. What was read is right if the blocks are still those of the segment."""
+        """Note saves that have ended. What was read is right if the blocks still have the segment."""
         for name in report.saved_prompts & self._saving.keys():
             segment_id = self._saving.pop(name)
             if segment_id not in self._ids:

@@ -1,7 +1,7 @@
 """
-Who waits in vLLM's scheduler, for blocks or for a load. Saves to host memory wait meanwhile.
+Which requests wait in vLLM's scheduler, for blocks or for a load. Saves to host memory are put off meanwhile.
 
-    for blocks    from its arrival, or its preemption, until vLLM allocates its blocks
+    for blocks    from a request's arrival, or preemption, until vLLM allocates its blocks
     for a load    from then until the workers report its load
 """
 
@@ -26,7 +26,7 @@ class Waiting:
         return bool(self._for_blocks)
 
     def arrive(self, request_ids: Iterable[str]) -> None:
-        """They are new, or preempted."""
+        """Note requests that are new or preempted."""
         self._for_blocks.update(request_ids)
 
     def admit(self, request_id: str, *, loads: bool) -> None:

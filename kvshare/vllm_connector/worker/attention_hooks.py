@@ -1,4 +1,4 @@
-"""What is called in each layer of a pass: before its cache is used, and after its attention."""
+"""Hooks in each layer of a pass: before the layer's cache is used, and after its attention."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def hooked(
     impls: Sequence[Any], await_layer: Callable[[int], None] | None, watch: Watch | None
 ) -> Iterator[None]:
     """
-    Wrap the kernels of all layers that write the cache and attend to it; of some backends one does both.
+    Wrap the kernels of all layers that write the cache and attend to it; some backends have one for both.
 
     This works with compiled models, because vLLM calls kernels through opaque operators. `await_layer` is
-    called once with each layer's number, before anything of its cache is written or read; `watch` when its
-    attention is computed, and the cache has been written.
+    called once for each layer, before its cache is read or written; `watch` is called after its attention,
+    when the cache has been written.
     """
     begun = set[int]()
 
@@ -57,7 +57,7 @@ def hooked(
     try:
         yield
     finally:
-        for impl, own in zip(impls, before, strict=True):  # the class's own methods are in effect again
+        for impl, own in zip(impls, before, strict=True):  # the methods from before are in effect again
             for name in _WRAPPED:
                 vars(impl).pop(name, None)
             vars(impl).update({name: own[name] for name in _WRAPPED if name in own})

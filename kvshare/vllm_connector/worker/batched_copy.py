@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_SYMBOL, _VERSION = b"cuMemcpyBatchAsync", 12080  # of the ABI: CUDA 13's has no place of the failed copy
+_SYMBOL, _VERSION = b"cuMemcpyBatchAsync", 12080  # the ABI's version: CUDA 13's does not name the failed copy
 _IN_STREAM_ORDER, _AT_ANY_TIME = 1, 3  # CUmemcpySrcAccessOrder
-_NO_COPY = ctypes.c_size_t(-1).value  # the error is not that of a single copy
+_NO_COPY = ctypes.c_size_t(-1).value  # the error does not belong to one copy
 
 
 class _Location(ctypes.Structure):
@@ -52,7 +52,7 @@ BatchFunction = Callable[..., int]
 
 
 def find_batch_function(driver: Any = None) -> BatchFunction | None:
-    """The driver's function, or None if it has none. `driver`: libcuda, loaded if it is not given."""
+    """Return the driver's function, or None if it has none. `driver`: libcuda, loaded by default."""
     try:
         driver = driver or ctypes.CDLL("libcuda.so.1")
         find = driver.cuGetProcAddress_v2
@@ -74,10 +74,10 @@ def copy_all(
     is_stable: bool,
 ) -> None:
     """
-    Copy each source to its target, in a stream. Their order among each other is undefined.
+    Copy each source to its target, in a stream. The order of these copies is undefined.
 
-    `stream`: the handle of torch's current stream, not the default one. `is_stable`: nothing launched before
-    still writes the sources, as with host memory at rest, so that they may be read before their turn.
+    `stream`: the handle of torch's current stream, which must not be the default one. `is_stable`: no earlier
+    work of the stream writes the sources, so that they may be read before their turn.
 
     Shapes:  targets and sources of the same sizes and dtype, contiguous; host memory must be registered
     Raises:  ValueError for tensors of another form; RuntimeError if the driver refuses
@@ -115,7 +115,7 @@ def _check(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _joined(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
-    """(3, copies): addresses of targets and of sources, bytes. Neighbours in both are joined."""
+    """(3, copies): addresses of targets and of sources, and sizes. Copies adjacent in both are joined."""
     pairs = zip(targets, sources, strict=True)
     places = [(t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in pairs if s.nbytes]
     each = np.array(places, np.uint64).reshape(-1, 3)

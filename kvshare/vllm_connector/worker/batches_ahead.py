@@ -1,4 +1,4 @@
-"""The batches of copies that a GPU was asked for and has not made yet."""
+"""The batches of copies that are launched on a GPU and not finished."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 from kvshare.vllm_connector.worker.gpu import Event, Gpu
 
-_MOST = 8  # at a time: what comes next is decided late
+_MOST = 8  # at a time, so that the next batch is chosen late
 
 
 class BatchesAhead:
@@ -23,5 +23,5 @@ class BatchesAhead:
         return len(self._ends) < _MOST
 
     def add(self, end: Event) -> None:
-        """A batch that ends with this event."""
+        """Add a launched batch that ends with this event."""
         self._ends.append(end)

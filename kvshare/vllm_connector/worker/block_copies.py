@@ -1,11 +1,11 @@
 """
-Copies from blocks of vLLM's cache to others, keys rotated to their new positions: nothing leaves the device.
+Copies from blocks of vLLM's cache to other blocks, with rotated keys: nothing leaves the device.
 
     load    [rows from other blocks] then [rows from host memory]
-    CPU     the thread that copies makes them, a batch after the other
-    GPU     it asks for them in stream BLOCKS, after vLLM's mark, for which no copy from host memory waits
+    CPU     the copying thread copies, one batch after the other
+    GPU     it launches copies in stream BLOCKS, after vLLM's mark; copies from host memory do not wait for it
 
-There are no sums: the bytes are those that vLLM itself would read.
+There are no checksums: the bytes are those that vLLM itself would read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvshare.vllm_connector.worker.gpu import Event, Gpu, Stream
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_protocol.stages import BLOCKS
 
-_HOST_BATCH_BYTES = 32 * 1024**2  # of rows that are read before they are written
-_GPU_BATCH_BYTES = 256 * 1024**2  # of a launch: the GPU does nothing else meanwhile
+_HOST_BATCH_BYTES = 32 * 1024**2  # rows that are read before any of them is written
+_GPU_BATCH_BYTES = 256 * 1024**2  # rows of one launch, during which the GPU does nothing else
 
 
 FindBlockCopies = Callable[[], Sequence[BlockCopy]]
@@ -46,7 +46,7 @@ class HostBlockCopies:
             self._seconds += lap()
 
     def wait_until_read(self) -> None:
-        """All is done."""
+        """Do nothing: everything has been read."""
 
     def finish(self) -> Mapping[str, float]:
         return {BLOCKS: self._seconds}
@@ -56,7 +56,7 @@ class GpuBlockCopies:
     """On a GPU."""
 
     def __init__(self, gpu: Gpu, cache: PagedCache, find_copies: FindBlockCopies, mark: Event) -> None:
-        """Rows are read and written after the mark of vLLM."""
+        """`mark`: of vLLM's stream; rows are read and written after it."""
         self._gpu, self._cache = gpu, cache
         self._find_copies, self._mark = find_copies, mark
         self._begin: Event | None = None
@@ -79,12 +79,12 @@ class GpuBlockCopies:
             self._begin = self._begin or self._gpu.record(Stream.BLOCKS)
             try:
                 self._gpu.copy_blocks(self._cache, batch)
-            finally:  # what was begun ends before the load does
+            finally:  # after an error, too, the load ends only after what was launched
                 self._end = self._gpu.record(Stream.BLOCKS)
                 self._ahead.add(self._end)
 
     def wait_until_read(self) -> None:
-        """Blocks that are read stay until the load is reported."""
+        """Do nothing: blocks that are read are not reused until the load is reported."""
 
     def finish(self) -> Mapping[str, float]:
         if self._begin is None or self._end is None:
@@ -93,7 +93,7 @@ class GpuBlockCopies:
 
 
 def _batches(cache: PagedCache, copies: Sequence[BlockCopy], max_bytes: int) -> Iterator[Sequence[BlockCopy]]:
-    """Of some size, each of at least one block. Long copies are cut, at blocks where they can be."""
+    """Yield batches of `max_bytes`, at least one block each. Long copies are cut where a batch is full."""
     size = cache.block_size
     room = max_tokens = max(1, max_bytes // cache.kv_layout.bytes_per_token // size) * size
     batch: list[BlockCopy] = []

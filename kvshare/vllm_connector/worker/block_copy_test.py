@@ -21,7 +21,7 @@ from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 _ROWS = 24  # tokens, in the first blocks
-_STAY, _MOVED = Span(1, 12), Span(9, 23)  # of which these are copied
+_STAY, _MOVED = Span(1, 12), Span(9, 23)  # the rows that are copied: as they are, and moved
 _SHIFT = 3
 
 
@@ -29,7 +29,7 @@ class BlockCopyTest:
     """A test of copies between blocks. It overwrites blocks."""
 
     def __init__(self, cache: PagedCache, device: Device, *, block_ids: Sequence[int]) -> None:
-        """`block_ids`: free ones, which hold all rows and their copies."""
+        """`block_ids`: free blocks with room for all rows and their copies."""
         self._cache, self._device = cache, device
         self._block_ids = tuple(block_ids)
         self._is_moving = cache.kv_layout.can_move

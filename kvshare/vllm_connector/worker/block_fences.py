@@ -1,8 +1,8 @@
 """
-Blocks that something still uses on vLLM's stream when vLLM may give them to another request: those of passes
-over placeholders, which vLLM does not know of, and of saves of preempted requests.
+Blocks that are still in use on vLLM's stream when vLLM may give them to another request: blocks of passes
+over placeholders, of which vLLM does not know, and of saves of preempted requests.
 
-A load into such a block is written after that. All others are written while the GPU computes.
+A load into such a block waits until the use is over. All other loads are written while the GPU computes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class BlockFences:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._fences: deque[_Fence] = deque()  # that are not past, the oldest first
-        self._of_block: dict[int, _Fence] = {}  # the newest one
+        self._fences: deque[_Fence] = deque()  # fences that are not past, the oldest first
+        self._of_block: dict[int, _Fence] = {}  # the newest fence of each block
         self._start = device.mark()  # after the self-test
 
     def add(self, block_ids: Collection[int]) -> None:
-        """They are used until now."""
+        """Note that blocks are used by the work of vLLM's stream up to now."""
         self._forget_past()
         number = self._fences[-1].number + 1 if self._fences else 0
         fence = _Fence(number, self._device.mark(), block_ids)
@@ -38,7 +38,7 @@ class BlockFences:
         self._of_block.update(dict.fromkeys(block_ids, fence))
 
     def mark_for(self, block_ids: Iterable[int]) -> Any:
-        """The mark after which these blocks may be written."""
+        """Return the mark after which these blocks may be written."""
         self._forget_past()
         known = [fence for block_id in block_ids if (fence := self._of_block.get(block_id)) is not None]
         return max(known, key=lambda fence: fence.number).mark if known else self._start

@@ -29,11 +29,12 @@ _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 def copy_rows(caches: Sequence[torch.Tensor], table: SlotTable, movements: MovementTable) -> None:
     """
     Copy rows from slots to slots in all layers, rotated to their new positions in float32. One launch, and
-    three for the angles if anything moves. No slot is written twice, and none is read that is written.
+    three for the angles if anything moves. The caller makes sure that no slot is written twice, or both read
+    and written.
 
     Shapes:  caches L of (B, H, N, 2 D)
     Raises:  ValueError for caches that cannot be addressed, for slots that they do not have, and if rows are
-             to move where that is not known or not possible
+             to move in a layer whose movement is unknown, or cannot be rotated
     """
     num_blocks, num_heads, size, _ = caches[0].shape
     table.check(num_slots=num_blocks * size)

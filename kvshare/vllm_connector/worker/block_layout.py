@@ -1,7 +1,7 @@
 """
-How K and V lie inside a block of vLLM's KV cache, (H, N, 2 D) in memory of any strides.
+The layout of K and V inside a block of vLLM's KV cache, (H, N, 2 D) with any strides.
 
-The layout is determined by writing random rows through vLLM: the right one reads them back.
+It is determined by writing random rows through vLLM: the right layout reads them back.
 
     content     [..., :D] is K, [..., D:] is V                   FlashAttention, Triton, FlashInfer
     transposed  per head N*D elements of K as (D, N), then V     CPU, vector kernels
@@ -30,8 +30,8 @@ ADDRESSABLE = "content"  # the layout that our kernels read and write, with any 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """
-    Reads contiguous copies of blocks: K and V, by one function each. `reads_views`: blocks in any memory, as
-    views of it.
+    Reads K and V from contiguous copies of blocks, by one function each. `reads_views`: it reads blocks with
+    any strides, and returns views of them.
 
     Shapes:  blocks (B, H, N, 2 D) -> (B, N, H, D), views or copies
     """
@@ -61,7 +61,7 @@ _KNOWN = tuple(
 
 def find_layout(block: torch.Tensor, write: WriteRows) -> BlockLayout | None:
     """
-    The layout that reads back what `write` writes into `block`, or None. The block is overwritten.
+    Return the layout that reads back what `write` writes into `block`, or None. The block is overwritten.
 
     Shapes:  block (H, N, 2 D), a view into the cache
     """
@@ -98,13 +98,13 @@ def _learn(block: torch.Tensor, write: WriteRows, shape: tuple[int, int, int]) -
         place = torch.full((count,), -1, dtype=torch.int64, device=block.device)
         place[number_there[where].clamp(max=count - 1)] = where
         if len(where) != count or int(place.min()) < 0:
-            return None  # no permutation: changed, or not stored
+            return None  # not a permutation: some elements are changed or not stored
         places.append(place.view(shape))
     return BlockLayout("learned", (_gathered(places[0]), _gathered(places[1])))
 
 
 def _gathered(places: torch.Tensor) -> ReadRows:
-    """Reads each element from its place in a flattened block. Shapes:  places (N, H, D)"""
+    """Return a function that reads each element from its place in a flattened block. Shapes:  (N, H, D)"""
     flat = places.flatten()
 
     def rows(blocks: torch.Tensor) -> torch.Tensor:
@@ -128,9 +128,10 @@ def _landed(marks: torch.Tensor, block: torch.Tensor, write: WriteRows, *, is_ke
 
 def by_block(span: Span, size: int) -> Iterator[tuple[slice, slice]]:
     """
-    The blocks of a span in order, and the tokens in each. Whole blocks stand together.
+    Yield the blocks of a span in order, each with a slice of its tokens; neighbouring whole blocks as one.
 
-    Rows of whole blocks can be copied at once, from where they lie; in one line they would be copied twice.
+    So rows of whole blocks are copied at once from where they lie; to put them in one row first would copy
+    them twice.
     """
     start = span.start
     while start < span.end:

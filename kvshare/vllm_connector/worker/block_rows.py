@@ -1,4 +1,4 @@
-"""Rows that are copied from blocks of vLLM's cache to other blocks: with torch and vLLM's own kernels."""
+"""Copies rows from blocks of vLLM's cache to other blocks, with torch and vLLM's own kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
     """
-    Rows in blocks of the cache, the slots that they are copied to, and by how many positions they move.
+    Rows in blocks of the cache, the slots to which they are copied, and by how many positions they move.
 
-    Shapes:  slots (len(source),), none of which is read by a copy of the same load
-    Units:   source in tokens from the begin of the first block; shift in tokens, may be negative
+    Shapes:  slots (len(source),); no copy of the same load reads one of these
+    Units:   source in tokens from the start of the first block; shift in tokens, may be negative
     """
 
     block_ids: tuple[int, ...]

@@ -5,7 +5,7 @@ Where the positions of a request lie in vLLM's paged cache, by its block table.
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-The blocks are the scheduler's. Kernels may use smaller ones, of which each of them has some.
+The blocks are those of the scheduler. Kernels may use smaller ones: then each block consists of several.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class BlockSlots:
         self._device = device
 
     def kernel_blocks(self, block_ids: Sequence[int], span: Span) -> list[int]:
-        """The kernel blocks of a span."""
+        """Return the numbers of a span's kernel blocks."""
         ratio = self.block_size // self.kernel_block_size
         blocks = self._blocks_of(block_ids, span)
         return [block_id * ratio + part for block_id in blocks for part in range(ratio)]
 
     def _blocks_of(self, block_ids: Sequence[int], span: Span) -> Sequence[int]:
-        """The blocks of a span only: a long prompt has hundreds of spans and thousands of blocks."""
+        """Return only a span's blocks: a long prompt has hundreds of spans and thousands of blocks."""
         return block_ids[span.start // self.block_size : -(-span.end // self.block_size)]
 
     def slots(self, block_ids: Sequence[int], span: Span) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """
-The numbers in vLLM's cache: the model's own, or of 8 bits with a fixed scale for each layer, or each head.
+The dtype of vLLM's cache: that of the model, or 8 bits with a fixed scale for each layer or each head.
 
     stored x scale = the number         fp8, fp8_e4m3: float8_e4m3fn; fp8_e5m2: float8_e5m2
 
-vLLM allocates such a cache as bytes. Copies take the bytes as they are. A rotation needs no scale: both
-numbers of a pair have the same, so  rotated(stored) x scale = rotated(stored x scale).
+vLLM allocates a cache of 8 bits as bytes. Copies take the bytes as they are. A rotation does not need the
+scale: both numbers of a pair have the same one, so  rotated(stored) x scale = rotated(stored x scale).
 
 Alphabet: T tokens, H kv heads of this rank, D head dim.
 """
@@ -18,13 +18,13 @@ import torch
 
 _OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 EIGHT_BITS = frozenset(_OF_NAME.values())
-# Times a number that is stored without rounding: less than half a step further from zero. Kernels that round
-# to the nearest and those that cut off (vLLM 0.32's on a CPU) then store the same byte, with any scale.
+# Factor on a number that can be stored without rounding: it moves less than half a step away from zero. Then
+# kernels that round to the nearest and kernels that cut off (vLLM 0.32 on a CPU) store the same byte.
 _NUDGE = 1 + 2**-6
 
 
 def stored_dtype(layer: Any) -> torch.dtype:
-    """Return the stored dtype of an attention module's cache; that of its memory if not quantised."""
+    """Return the dtype in which an attention module's cache stores numbers; its memory may be raw bytes."""
     memory: torch.dtype = layer.kv_cache.dtype
     if memory.itemsize != 1:
         return memory
@@ -38,23 +38,23 @@ def scale_of(layer: Any, name: str) -> torch.Tensor:
 
 
 def as_numbers(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Stored rows as what they stand for, in float32. Shapes:  rows (..., H, D); scale (1,) or (H,)"""
+    """Convert stored rows to numbers, in float32. Shapes:  rows (..., H, D); scale (1,) or (H,)"""
     return rows.float() * scale.to(rows.device)[:, None]
 
 
 def as_stored(numbers: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers as a cache stores them, rounded to the nearest that fits. Shapes:  as of `as_numbers`"""
+    """Convert numbers to stored rows, rounded to the nearest. Shapes:  as of `as_numbers`"""
     limits = torch.finfo(dtype)
     return (numbers.float() / scale.to(numbers.device)[:, None]).clamp(limits.min, limits.max).to(dtype)
 
 
 def to_be_stored(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that vLLM's kernels store as these rows. Shapes:  as of `as_numbers`"""
+    """Return numbers that vLLM's kernels store as exactly these rows. Shapes:  as of `as_numbers`"""
     return (as_numbers(rows, scale) * _NUDGE).to(dtype)
 
 
 def random_rows(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Make random rows as stored. None is negative zero, which vLLM's kernels store without its sign."""
+    """Make random stored rows. None of 8 bits is negative zero: vLLM's kernels store it without its sign."""
     rows = torch.randn(list(shape), generator=generator).to(dtype)
     return (rows.float() + 0.0).to(dtype) if dtype in EIGHT_BITS else rows
 

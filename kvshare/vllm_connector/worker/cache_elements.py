@@ -20,13 +20,13 @@ class CacheElements:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # by strides, which layers have in common
 
     def offsets(self, strides: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
-        """Return offsets of K and V in slots of a cache with these strides. Shapes:  (P,) -> (2, P, H, D)"""
+        """Return the offsets of the K and V of slots in a cache. Shapes:  (P,) -> (2, P, H, D)"""
         blocks, inside = slots // self._sizes[1], slots % self._sizes[1]
         return (blocks * strides[0])[:, None, None] + self._in_block(strides[1:])[:, inside]
 
     def read(self, cache: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor) -> None:
         """
-        Copy elements. Copying the whole blocks of a few rows would move megabytes.
+        Copy single elements. To copy the whole blocks of a few rows would move megabytes.
 
         Shapes:  into as offsets, contiguous
         """
@@ -38,7 +38,7 @@ class CacheElements:
         _memory(cache).view(bits)[offsets] = rows.contiguous().view(bits)
 
     def _in_block(self, strides: tuple[int, ...]) -> torch.Tensor:
-        """Offset of each element of K and V from the first of its block, (2, N, H, D)."""
+        """(2, N, H, D) the offset of each element of K and V from the first element of its block."""
         if strides not in self._known:
             sizes = zip(self._sizes, strides, strict=True)
             h, n, d = (torch.arange(size, device=self._device) * step for size, step in sizes)
@@ -48,6 +48,6 @@ class CacheElements:
 
 
 def _memory(cache: torch.Tensor) -> torch.Tensor:
-    """All of it, up to the last element."""
+    """Return the cache's memory as one flat view, up to its last element."""
     last = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
     return cache.as_strided((last + 1,), (1,))

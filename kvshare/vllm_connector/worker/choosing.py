@@ -9,12 +9,12 @@ Choose repairs during a load: a first pass with probes, the choice, and a second
                                                         '-> results
     vLLM's thread   launches it ... other steps ...              the choice, launches the second pass
 
-Results go to the host while the first pass goes on. So the second one is launched before the first has ended,
-and a GPU does not wait for the choice.
+Results go to the host while the first pass goes on. So the second pass is launched before the first one has
+ended, and a GPU does not wait for the choice.
 
 The tail is computed twice, the first time to see what it attends to; vLLM computes its last token a third
-time. Where attention cannot be watched, or the tail is long (then the load ends at the last copy), there are
-no probes: repairs are chosen by position, and one pass computes all.
+time. If attention cannot be watched, or the tail is long (then the load ends at the last copy), there are no
+probes: repairs are chosen by position, and one pass computes everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvshare.vllm_connector.worker.ranks import num_ranks, summed
 
 
 class Choosing:
-    """The repair order of one load, whose copies are written. `choice`: None until it is made."""
+    """Carries out the repair order of one load. `choice`: None until it is made."""
 
     def __init__(
         self, load: LoadRequest, order: RepairOrder, unreadable: frozenset[SegmentId], *, can_listen: bool
@@ -56,7 +56,7 @@ class Choosing:
 
     @property
     def first_spans(self) -> tuple[Span, ...]:
-        """Return what the first pass computes: placeholders, and probes or, without a second one, repairs."""
+        """The spans of the first pass: placeholders, last rows, and probes, or repairs chosen by place."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         last_rows = (Span(place, place + 1) for place in self._last_rows)
@@ -64,7 +64,7 @@ class Choosing:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Last rows of copies that the first pass does not compute for the target."""
+        """Positions of last rows of copies that the first pass computes for the drafting head only."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         computed = merge([*probes, *repairs])
@@ -72,19 +72,19 @@ class Choosing:
 
     @property
     def listens(self) -> bool:
-        """Return whether there will be a choice by what a first pass finds."""
+        """Whether repairs are still to be chosen by what the first pass measures."""
         return self.choice is None
 
     @property
     def max_second(self) -> int:
-        """Return how many tokens the second pass computes at most, while the choice is not made."""
+        """The most tokens that a second pass may compute; 0 once the choice is made."""
         return 0 if self.choice is not None else self._order.num_tokens + MAX_LISTENERS + MAX_RENEWED
 
     def first_pass(self, cache: PagedCache, device: Device, *, is_early: bool = False) -> list[Run]:
         """
-        Begin to listen, unless the choice is made. Probes are copied, to be restored.
+        Begin to listen, unless the choice is made, and keep the probes' rows to restore them later.
 
-        `is_early`: what the copies write is not there yet, so `keep` must be called for each layer.
+        `is_early`: the copies have not arrived yet, so the caller calls `keep` for each layer that has.
         """
         if self.choice is None:
             layout = cache.kv_layout
@@ -102,12 +102,12 @@ class Choosing:
         return runs_of(self._load, self.first_spans, kept=self.kept, listener=self._listener)
 
     def keep(self, layer: int) -> None:
-        """Copy the probes of a layer that has arrived, before the early first pass writes it."""
+        """Keep the probes' rows of a layer that has arrived, before the early first pass overwrites them."""
         if self._probed is not None:
             self._probed.keep(layer)
 
     def _read(self, device: Device) -> None:
-        """Read what the first pass found, in its middle. On all ranks in the same layer."""
+        """Send the measurements of the first pass to the host, during the pass. At one layer on all ranks."""
         assert self._listener is not None
         attended = self._listener.attended_there / num_ranks()
         squares = attended.new_zeros(len(attended), 0)  # of the changes at the probes
@@ -119,7 +119,7 @@ class Choosing:
         self._reading = device.read(attended.contiguous(), squares.contiguous())
 
     def end_first_pass(self) -> Reading:
-        """Restore the probes, as they are not repairs. Returns what the pass found. May be called again."""
+        """Restore the probes' rows, which are not repairs. Returns the measurements. May be called again."""
         assert self._reading is not None, "all listeners are in the pass"
         if self._probed is not None:
             self._probed.restore()
@@ -128,8 +128,8 @@ class Choosing:
 
     def second_pass(self, reading: Reading) -> list[Run]:
         """
-        Choose, from what was read: the same on every rank. Returns the runs of repairs and of what attends
-        to them; none where nothing was probed and nothing is repaired, as then the first pass stands.
+        Choose by the measurements, alike on every rank. Returns the runs of repairs and of renewed
+        placeholders; none if nothing was probed and nothing is repaired: then the first pass is enough.
         """
         attended, squares = reading.arrays()
         self.choice = choose(

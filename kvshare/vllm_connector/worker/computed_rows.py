@@ -1,6 +1,6 @@
 """
-The rows that vLLM's model computes, before its cache quantises them. The self-test compares: what is stored
-must be these numbers, and how rows move is seen better without the error of 8 bits.
+The rows that vLLM's model computes, before its cache quantises them. The self-test compares stored rows with
+them, and uses them to see how rows move, without the error of 8 bits.
 
 Alphabet: L layers, T tokens, H kv heads of this rank, D head dim.
 """
@@ -27,7 +27,7 @@ class ComputedRows:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Stand in for the attention kernels of all layers, which are given K and V."""
+        """Wrap the attention kernels of all layers, which receive K and V."""
         impls = [layer.impl for layer in self._cache.layers.values()]
         for index, impl in enumerate(impls):
             impl.forward = self._standing_in(index, impl.forward)
@@ -54,7 +54,7 @@ class ComputedRows:
         return SegmentKV(tuple(torch.stack(list(self._of_plane(plane))) for plane in layout.planes))
 
     def _of_plane(self, plane: Plane) -> Iterator[torch.Tensor]:
-        """(T, H, D) of each layer."""
+        """Yield the rows of each layer of a plane, (T, H, D)."""
         for layer in plane.layers:
             k, v = (torch.cat(rows) for rows in zip(*self._found[layer], strict=True))
             yield (k if plane.name == "k" else v).view(-1, plane.num_heads, plane.dim).cpu()

@@ -1,6 +1,6 @@
 """
-Copies that are made one after the other, as one job: rows from blocks first, and each part of a cache whose
-layers differ in shape.
+Copies that are made one after the other as one job: first from blocks, then from segments; for each part of a
+cache whose layers differ in shape.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvshare.vllm_connector.worker.under_way import PendingLoad, PendingSave
 
 
 class CopiesInTurn:
-    """A work that is several."""
+    """Several pieces of work as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
-        self._current = works[0]  # whose batches are made
+        self._current = works[0]  # the work whose batches are being made
 
     @property
     def has_room(self) -> bool:
@@ -38,7 +38,7 @@ class CopiesInTurn:
 
     def batches(self) -> Iterator[None]:
         for number, work in enumerate(self._works):
-            self._current = work  # before it is waited for
+            self._current = work  # before the yield, after which `has_room` is asked
             if number:
                 yield
             yield from work.batches()
@@ -55,9 +55,9 @@ class CopiesInTurn:
 
 
 class LoadsInTurn(CopiesInTurn):
-    """A load that is several, perhaps after copies from blocks."""
+    """Several loads as one, perhaps after copies from blocks."""
 
-    arrivals = None  # no pass begins before all of it is there
+    arrivals = None  # no pass begins before all of it has arrived
 
     def __init__(self, loads: Sequence[LoadWork], *, blocks: Sequence[Work] = ()) -> None:
         super().__init__([*blocks, *loads])
@@ -68,10 +68,10 @@ class LoadsInTurn(CopiesInTurn):
         return set().union(*(load.damaged for load in self._loads))
 
     def rush(self) -> None:
-        """No pass waits for its layers."""
+        """Do nothing: no pass waits for its layers."""
 
     def written_s(self, since: Any) -> float:
-        """No pass begins before it is done."""
+        """Return 0: no pass begins before the load is done."""
         return 0.0
 
 
@@ -79,8 +79,10 @@ def load_work(
     device: Device, cache: PagedCache, load: PendingLoad, reads: Reads | None, *, mark: Any, is_asleep: bool
 ) -> LoadWork:
     """
-    Of all parts of the cache, nothing while vLLM sleeps. Blocks are written after the mark; what is in blocks
-    that are read may be computed by the steps in flight. `reads`: from disk, which come before copies.
+    Make the load of all parts of the cache; while vLLM sleeps, one without copies.
+
+    Blocks are written after the mark. If steps in flight still compute what blocks hold, these are read after
+    those steps. `reads`: from disk, before the copies.
     """
     request, blocks = load.request, list[Work]()
     find = partial(row_copies, cache, request, load.held, reads)

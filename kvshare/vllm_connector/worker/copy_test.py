@@ -1,11 +1,11 @@
 """
 The part of the self-test that saves and loads: what comes back is what was there, bit for bit.
 
-It goes the way of every request, with the copies and kernels of this machine. A GPU compiles its kernels now,
-so that the first request does not wait for it.
+It uses the same copies and kernels as every request on this machine. On a GPU, kernels are compiled here, so
+that the first request does not wait for that.
 
-    rows --save--> a segment: its rows and sums        --load, some of it moved--> other blocks
-    a sum of the segment is changed                    --load--> it is noticed
+    rows --save--> a segment: its rows and sums        --load, some of it moved--> the same blocks, emptied
+    a sum of the segment is changed                    --load--> the damage is noticed
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 
 _SEGMENT = SegmentId(1)
-_NUM_TOKENS = 40  # no multiple of a block
-_STAY, _MOVED = Span(1, 19), Span(23, 40)  # what is loaded: at its position, and moved
+_NUM_TOKENS = 40  # not a multiple of a block
+_STAY, _MOVED = Span(1, 19), Span(23, 40)  # the tokens that are loaded: at their position, and moved
 _SHIFT = 3
 _POLL_S = 0.0005
-_ROUNDINGS = 8  # by which rows may differ, of their dtype
-_ROUNDED_OTHERWISE = 0.01  # share of numbers of 8 bits
+_ROUNDINGS = 8  # rows may differ by so many times the epsilon of their dtype
+_ROUNDED_OTHERWISE = 0.01  # share of 8-bit numbers that may differ, by one step
 
 
 class CopyTest:
@@ -49,8 +49,8 @@ class CopyTest:
         part: int = 0,
     ) -> None:
         """
-        `block_ids`: free ones, which hold `_NUM_TOKENS` tokens and a few more. `part`: of the segments, which
-        the layers of `cache` are.
+        `block_ids`: free blocks with room for `_NUM_TOKENS` tokens and a few more. `part`: the number of the
+        part of segments that has the layers of `cache`.
         """
         self._cache, self._store, self._device, self._part = cache, store, device, part
         self._block_ids = block_ids
@@ -103,7 +103,7 @@ class CopyTest:
             elsewhere = (there[:, : _STAY.start], there[:, _STAY.end : _MOVED.start + _SHIFT])
             if any(bool((part != 0).any()) for part in elsewhere):
                 return "a load writes to slots that are not its own"
-        # As if a bit of a row had flipped. The row itself may be another rank's, too, which reads it now.
+        # As if a bit of a row had flipped. The row itself is not changed: another rank may be reading it.
         assert stored.sums is not None, "it was just compared"
         stored.sums[-1, -1] ^= 1
         if not self._load(stored, can_move=False):
@@ -111,7 +111,7 @@ class CopyTest:
         return None
 
     def _load(self, stored: Stored, *, can_move: bool) -> bool:
-        """Into empty slots. Returns whether the segment was found damaged."""
+        """Load the segment into emptied slots. Returns whether it was found damaged."""
         self._write(SegmentKV(tuple(torch.zeros_like(rows) for rows in self._rows.planes)))
         spans = [(_STAY, 0), (_MOVED, _SHIFT)] if can_move else [(_STAY, 0)]
         copies = [
@@ -131,7 +131,7 @@ class CopyTest:
 
 
 def wrongly_moved(there: torch.Tensor, moved: torch.Tensor) -> str | None:
-    """Return what is wrong with rows that were moved to other slots; None if only rounding is."""
+    """Return what is wrong with rows that were moved to other slots; None if they differ by rounding only."""
     if there.dtype in EIGHT_BITS:
         steps = steps_apart(there, moved)
         share = float((steps > 0).float().mean())
@@ -145,7 +145,7 @@ def wrongly_moved(there: torch.Tensor, moved: torch.Tensor) -> str | None:
 
 
 def make(work: Work) -> None:
-    """All of it, here and now."""
+    """Do all of this work, and wait until it is finished."""
     for _ in work.batches():
         while not work.has_room:
             time.sleep(_POLL_S)

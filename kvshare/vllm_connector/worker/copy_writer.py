@@ -41,7 +41,7 @@ class RowCopy:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of the segment."""
+        """The number of tokens of the whole segment."""
         return self.stored.num_tokens
 
 
@@ -76,7 +76,7 @@ def write_layers(
 ) -> None:
     """Write a batch. Raises ValueError if a copy moves and the layout has no movement for a layer."""
     ends = sorted({end for copy in copies for end in (copy.layers.start, copy.layers.stop)})
-    for start, stop in pairwise(ends):  # the same copies for all layers between two ends
+    for start, stop in pairwise(ends):  # all layers between two ends have the same copies
         own = [copy for copy in copies if start in copy.layers]
         if own:
             _write(cache, own, range(start, stop), before_layer)
@@ -105,7 +105,7 @@ def _write(
 def _moved(
     plane: Plane, number: int, copies: Sequence[LayerRows], layers: range, shifts: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
-    """Rows (T, H, D) of each layer of a plane, rotated to their new positions."""
+    """Yield the rows (T, H, D) of each layer of a plane, rotated to their new positions."""
     turns: dict[Movement, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer in layers:
         movement = plane.movements[layer]
@@ -120,6 +120,6 @@ def _moved(
             if movement not in turns:
                 turns[movement] = movement.angles(shifts[:, None])
             turned = movement.turned(together, *turns[movement])
-            stays = (shifts == 0)[:, None, None]  # bit by bit: of 8 bits many are zeros below zero
+            stays = (shifts == 0)[:, None, None]  # unmoved rows keep every bit: many 8-bit numbers are -0
             together = torch.where(stays, together, turned) if together.dtype in EIGHT_BITS else turned
         yield together

@@ -1,9 +1,10 @@
 """
 A second thread, which copies for the worker: batch by batch, the most urgent job first.
 
-    due    a load is due when its bytes would be copied if it had begun at once; a save some time later. The
-           job that is due first has the next batch: short loads overtake long ones, loads overtake saves, and
-           none waits for ever, as a job's time does not move. What vLLM's thread waits for is due at once
+    due    a load is due when it would be finished if it had begun at once; a save some time later. The job
+           that is due first makes the next batch: short loads overtake long ones, loads overtake saves, and
+           none waits for ever, as a job's time does not move. A job for which vLLM's thread waits is due at
+           once
     room   a GPU gets only a few batches ahead, so that the next job is chosen late
 
 On a GPU a batch is launched, on a CPU the thread copies itself. The order does not protect bytes: see
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvshare")
 
 _CLOSE_S = 10.0
-_POLL_S = 0.0005  # between two looks at a GPU that has no room for another batch, or is awaited
+_POLL_S = 0.0005  # between two queries of a GPU that has no room for another batch, or is awaited
 _BYTES_PER_S = 10e9  # decides how long a load is overtaken by shorter ones
 _SAVE_LATER_S = 1.0
 
@@ -46,23 +47,23 @@ class Work(Protocol):
         """Return whether another batch can be made or launched now."""
 
     def batches(self) -> Iterator[None]:
-        """Makes or launches batches; yields between two of them."""
+        """Make or launch all batches, and yield between two of them."""
 
     @property
     def is_past(self) -> bool:
-        """Return whether the device has made everything that was launched. On vLLM's thread."""
+        """Return whether the device has finished everything that was launched. On vLLM's thread."""
 
     def wait_until_read(self) -> None:
-        """Wait until later writes of vLLM are not read any more. On vLLM's thread, after the last batch."""
+        """Wait until vLLM may overwrite what this reads. On vLLM's thread, after the last batch."""
 
     def finish(self) -> Mapping[str, float]:
-        """Take over what the device has found: seconds by stage. On vLLM's thread, once, at the end."""
+        """Take over the results; return the seconds of each stage. On vLLM's thread, once, at the end."""
 
 
 class LoadWork(Work, Protocol):
     """
-    `damaged`: after it has finished, the segments whose bytes are not those that were saved. `arrivals`:
-    where a pass can begin before everything has arrived.
+    `damaged`: once it has finished, the segments whose bytes are not those that were saved. `arrivals`: the
+    layers that have arrived, if a pass can begin before all have; else None.
     """
 
     @property
@@ -72,10 +73,10 @@ class LoadWork(Work, Protocol):
     def arrivals(self) -> LayerArrivals | None: ...
 
     def rush(self) -> None:
-        """There is room for all of its batches. On vLLM's thread."""
+        """Let all of its batches be launched, whatever their number. On vLLM's thread."""
 
     def written_s(self, since: Any) -> float:
-        """Return the seconds of writing after a mark of the device. On vLLM's thread, when it is done."""
+        """Return for how many seconds it still wrote after a mark. On vLLM's thread, when it is done."""
 
 
 @dataclass(eq=False)
@@ -93,12 +94,12 @@ class Job:
 
     @property
     def is_launched(self) -> bool:
-        """Its last batch is made, or given to the GPU."""
+        """Whether its last batch is made, or launched on the GPU."""
         return self._launched.is_set()
 
     @property
     def is_done(self) -> bool:
-        """On vLLM's thread."""
+        """Whether it is finished on the device, too. On vLLM's thread."""
         if not self._is_finished and self.is_launched:
             self._finish()
         return self._is_finished
@@ -108,7 +109,7 @@ class Job:
 
     @property
     def has_room(self) -> bool:
-        """True if it can be advanced, or if the device raised an error, so that advancing ends the job."""
+        """Whether it can advance. Also true after an error of the device: then advancing ends the job."""
         try:
             return self.work.has_room
         except Exception as exc:  # noqa: BLE001  logged, without its message
@@ -116,7 +117,7 @@ class Job:
             return True
 
     def advance(self) -> None:
-        """Its next batch. On the thread that copies."""
+        """Make its next batch. On the thread that copies."""
         try:
             with torch.inference_mode():
                 if self._batches is None:
@@ -170,13 +171,13 @@ class CopyQueue:
         return job
 
     def hurry(self, job: Job) -> None:
-        """vLLM's thread waits for it."""
+        """Make a job due at once, because vLLM's thread waits for it."""
         with self.changed:
             job.due_s = float("-inf")
             self.changed.notify()
 
     def advance(self) -> Job | None:
-        """The next batch of the job that is due first, of those that have room. Returns the job."""
+        """Make the next batch of the job with room that is due first. Returns the job, or None."""
         with self.changed:
             ready = [job for job in self._jobs if job.has_room]
             job = min(ready, key=lambda job: job.due_s, default=None)
@@ -188,7 +189,7 @@ class CopyQueue:
         return job
 
     def _fail_all(self, exc: Exception) -> None:
-        """The device does not answer. vLLM's thread waits for jobs, so none may stay."""
+        """End all jobs after an error outside of a job: vLLM's thread waits for jobs, so none may stay."""
         with self.changed:
             jobs, self._jobs = self._jobs, []
         for job in jobs:
@@ -196,10 +197,10 @@ class CopyQueue:
 
 
 class CopyThread(CopyQueue):
-    """Starts with its first job; a daemon thread."""
+    """A daemon thread that starts with its first job."""
 
     def __init__(self, enter: Callable[[], None] = lambda: None) -> None:
-        """`enter` is called first, by the thread."""
+        """`enter`: the thread calls this before its first batch."""
         super().__init__()
         self._enter = enter
         self._thread: threading.Thread | None = None
@@ -207,7 +208,7 @@ class CopyThread(CopyQueue):
 
     def submit(self, what: str, work: Work, *, num_bytes: int, is_save: bool = False) -> Job:
         if self._thread is None:
-            take_short_turns()  # it gives the interpreter up in each call of torch, and vLLM's thread is busy
+            take_short_turns()  # the new thread releases the GIL in each call of torch, and must get it back
             self._thread = threading.Thread(target=self._run, name="kvshare-copies", daemon=True)
             self._thread.start()
         return super().submit(what, work, num_bytes=num_bytes, is_save=is_save)
@@ -221,7 +222,7 @@ class CopyThread(CopyQueue):
             self._thread.join(_CLOSE_S)
 
     def wait(self, job: Job, timeout_s: float | None = None) -> bool:
-        """Until it is done, or for some time. Returns whether it is. On vLLM's thread."""
+        """Wait until a job is done, or for `timeout_s`. Returns whether it is done. On vLLM's thread."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         job.wait_until_launched(timeout_s)
         while not job.is_done and (end_s is None or time.monotonic() < end_s):
@@ -229,14 +230,14 @@ class CopyThread(CopyQueue):
         return job.is_done
 
     def wait_for_all(self, jobs: Sequence[Job]) -> None:
-        """Until they are done, before all others. On vLLM's thread."""
+        """Wait until these jobs are done, before all others. On vLLM's thread."""
         for job in jobs:
             self.hurry(job)
         for job in jobs:
             self.wait(job)
 
     def wait_until_read(self, job: Job) -> None:
-        """Until what it copies may be overwritten by vLLM. On vLLM's thread."""
+        """Wait until vLLM may overwrite what a job reads. On vLLM's thread."""
         self.hurry(job)
         job.wait_until_launched()
         if not job.is_done:
@@ -263,9 +264,9 @@ class CopyThread(CopyQueue):
 
 def _unpin_from_vllm_cpus() -> None:
     """
-    Run on one processor at a time, on any: threads inherit vLLM's binding to its own processors.
+    Let this thread run on any processor, but on one at a time: threads inherit vLLM's binding to processors.
 
-    `torch.set_num_threads` is not used: part of its effect is process-wide.
+    `torch.set_num_threads` is not used, because part of its effect is process-wide.
     """
     try:
         os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))

@@ -1,8 +1,8 @@
 """
 A GPU of CUDA: streams and events of torch, our Triton kernels, one batched copy for many rows.
 
-Where vLLM's blocks have a layout that our kernels cannot address, torch and vLLM's own kernels do the same in
-some launches for each layer.
+If our kernels cannot address the layout of vLLM's blocks, torch and vLLM's own kernels do the same, in some
+launches for each layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("vllm.kvshare")
 @dataclass(slots=True, eq=False)
 class _Begun:
     """
-    A load between its batches. `placing`: without it, torch writes the rows.
+    A load between its batches. `placing`: the tables of our kernels; None if torch writes the rows.
 
     Shapes:  expected, found (P,) int64 on the device, sums of all pieces
     """
@@ -50,7 +50,7 @@ class _Begun:
 
 
 class CudaGpu:
-    """See `Gpu`. Its calls of CUDA are tested with a stand-in for torch.cuda."""
+    """Implements `Gpu`. Tests of its calls use a fake torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,10 +58,10 @@ class CudaGpu:
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
         self._kernels, self._block_kernels = _kernels()
         self._copy_batch = find_batch_function()
-        self._movements: dict[int, tuple[KVLayout, MovementTable]] = {}  # of the caches' layouts, by identity
+        self._movements: dict[int, tuple[KVLayout, MovementTable]] = {}  # by `id()` of the caches' layouts
 
     def register(self, buffer: torch.Tensor) -> None:
-        # vLLM's own function logs the error, and clears it: else the next launch of a kernel would raise it.
+        # vLLM's function logs an error and clears it. Otherwise the next launch of a kernel would raise it.
         if not host_register(buffer.data_ptr(), buffer.nbytes):
             self._copy_batch = None  # torch can copy any host memory
             log.warning(
@@ -174,7 +174,7 @@ class CudaGpu:
         copy_all(self._copy_batch, targets, sources, stream=stream, is_stable=is_stable)
 
     def _sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
-        """(P,) on the device, of all pieces in the order of parts."""
+        """(P,) the sums of all pieces on the device, in the order of parts."""
         if self._kernels is not None:
             rows, parts = batch[0].stored.rows, [layers.part for layers in batch]
             found: torch.Tensor = self._kernels.sums(
@@ -187,14 +187,14 @@ class CudaGpu:
         return torch.cat(of_parts)
 
     def _to_host(self, numbers: torch.Tensor) -> torch.Tensor:
-        # Pinned, or the copy would wait. torch does not reuse this memory before it is made.
+        # Only a copy to pinned memory does not block. torch reuses the memory only after the copy.
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         found.copy_(numbers, non_blocking=True)
         return found
 
     def _movements_of(self, layout: KVLayout) -> MovementTable:
-        """On the device, copied there once."""
-        if id(layout) not in self._movements:  # which is held, so that no other one gets its identity
+        """Return the movements of a layout on the device; they are copied there once."""
+        if id(layout) not in self._movements:  # the entry holds the layout, so that no other gets its id
             self._movements[id(layout)] = layout, MovementTable(layout.planes, self._device)
         _, table = self._movements[id(layout)]
         return table
@@ -211,7 +211,7 @@ class CudaGpu:
 
 
 def _kernels() -> tuple[Any, Any]:
-    """Their modules; None without Triton, which they import."""
+    """Return the modules of our kernels; None without Triton, which they import."""
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:

@@ -1,11 +1,11 @@
 """
-The device of this worker: how its work is timed, and how loads and saves are copied there.
+The device of this worker: times its work, and makes the copies of loads and saves.
 
     mark     a point in the order of work on vLLM's own stream. The host's clock would only time the launches
     reading  results on their way from vLLM's own stream to the host, which asks whether they have arrived
 
-    CPU     the thread that copies does it itself       host_copies.py
-    GPU     it asks the GPU to do it                    gpu_copies.py, by the calls of gpu.py
+    CPU     the copying thread copies itself            host_copies.py
+    GPU     the copying thread launches copies          gpu_copies.py, by the calls of gpu.py
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvshare.vllm_connector.worker.host_copies import HostLoad, HostSave
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 
-STAGING_BYTES = 256 * 1024**2  # a buffer has all heads of a large segment: of 36 MiB for an 8 B model
-# What a GPU worker leaves free, see `workers.py`: for staging, tables, and what a pass that listens needs.
+STAGING_BYTES = 256 * 1024**2  # a buffer holds all heads of a large segment: 36 MiB for an 8 B model
+# Memory that a GPU worker leaves free, see `workers.py`: for staging, tables, and passes that listen.
 RESERVED_BYTES = STAGING_BYTES + 256 * 1024**2
 _BUFFERS_OF_LANE = 2  # one is filled while the other is emptied
 
@@ -45,9 +45,9 @@ _POLL_S = 0.0002
 
 class Reading:
     """
-    Copies of results in host memory, which are whole when they have arrived. Used by vLLM's thread only.
+    Copies of results in host memory, which may be read once they have arrived. Used by vLLM's thread only.
 
-    `has_arrived`: whether the device has made the copies; None if they were made before.
+    `has_arrived`: asks whether the device has made the copies; None if they are made already.
     """
 
     def __init__(self, copies: Sequence[torch.Tensor], has_arrived: Callable[[], bool] | None = None) -> None:
@@ -68,7 +68,7 @@ class Reading:
         return self.is_done
 
     def arrays(self) -> list[NDArray[Any]]:
-        """The results, when they have arrived."""
+        """Return the results, which must have arrived."""
         assert self.is_done, "results are used when they have arrived"
         return [copy.numpy() for copy in self._copies]
 
@@ -77,7 +77,7 @@ class Device:
     """
     The CPU: work is done when its call returns.
 
-    `reads_at_once`: whether a reading has arrived when it begins, on every rank.
+    `reads_at_once`: whether a reading has arrived as soon as it begins, on every rank.
     """
 
     reads_at_once = True
@@ -86,14 +86,14 @@ class Device:
         """Prepare host memory for fast copies."""
 
     def enter_thread(self) -> None:
-        """Called first by the thread that copies."""
+        """Prepare the thread that copies, which calls this first."""
 
     def simplify(self) -> bool:
-        """Copy without our own kernels. Returns whether that is another way than before."""
+        """Copy without our own kernels from now on. Returns whether that changes anything."""
         return False
 
     def mark(self) -> Any:
-        """The current point in the order of work on the device. On vLLM's thread."""
+        """Return a mark of the current point in the order of work on the device. On vLLM's thread."""
         return time.perf_counter()
 
     def is_past(self, mark: Any) -> bool:
@@ -101,19 +101,19 @@ class Device:
         return True
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        """Between two marks; None while the device has not reached the second."""
+        """Return the seconds between two marks; None while the device has not reached the second one."""
         return float(end - begin)
 
     def read(self, *results: torch.Tensor) -> Reading:
-        """Copy results of work on vLLM's own stream to the host. They are not written any more."""
+        """Copy results of work on vLLM's own stream to the host. Nothing may write them after this."""
         return Reading(results)
 
     def load(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]], *, mark: Any) -> LoadWork:
-        """Copies from segments into blocks. Blocks are written after the mark."""
+        """Make the work of copying from segments into blocks, which are written after the mark."""
         return HostLoad(cache, find_copies)
 
     def copy_blocks(self, cache: PagedCache, find_copies: FindBlockCopies, *, mark: Any) -> Work:
-        """Copies from blocks into others, which are read and written after the mark."""
+        """Make the work of copying from blocks into others; both are used after the mark."""
         return HostBlockCopies(cache, find_copies)
 
     def save(
@@ -124,7 +124,7 @@ class Device:
         *,
         mark: Any,
     ) -> Work:
-        """Copies from blocks into segments. Blocks are read after the mark."""
+        """Make the work of copying from blocks, which are read after the mark, into segments."""
         return HostSave(cache, block_ids, targets)
 
 
@@ -183,7 +183,7 @@ class GpuDevice(Device):
 def device_of_this_worker() -> Device:
     if current_platform.device_type != "cuda":
         return Device()
-    # With its number: in a new thread "cuda" alone is GPU 0, whichever this rank has.
+    # With its number: in a new thread "cuda" alone means GPU 0, whichever GPU this rank has.
     return GpuDevice(CudaGpu(torch.device("cuda", torch.cuda.current_device())))
 
 

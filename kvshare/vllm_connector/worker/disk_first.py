@@ -13,7 +13,7 @@ from kvshare.vllm_protocol.stages import DISK
 class DiskFirst:
     """The work of a load that begins to copy when its reads from disk are over."""
 
-    arrivals = None  # no pass begins before all is there
+    arrivals = None  # no pass begins before all of it has arrived
 
     def __init__(self, reads: Reads, stored: LoadWork) -> None:
         self._reads, self._stored = reads, stored
@@ -38,13 +38,13 @@ class DiskFirst:
         yield from self._stored.batches()
 
     def wait_until_read(self) -> None:
-        """Wait for nothing: what it writes is not read before it is reported."""
+        """Do nothing: a load reads no block."""
 
     def rush(self) -> None:
-        """No pass waits for its layers."""
+        """Do nothing: no pass waits for its layers."""
 
     def written_s(self, since: object) -> float:
-        """No pass begins before it is done."""
+        """Return 0: no pass begins before the load is done."""
         return 0.0
 
     def finish(self) -> Mapping[str, float]:

@@ -4,7 +4,7 @@ Reads from disk, or from a shared store, into the arena. The load that waits for
     Read     one segment; several loads may wait for it
     Reads    those of one load, which are waited for no longer than the plan said
 
-What is late is computed in place of copied. It stays on disk, and in memory if the scheduler side says so.
+What is late is computed instead of copied. It stays on disk, and in memory if the scheduler side says so.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Read:
 
     @property
     def is_whole(self) -> bool | None:
-        """Return whether it matched its checks, when it is over; None if it may be whole below memory."""
+        """Whether it matched its checks; None if it could not be read, and may be whole below memory."""
         future = self._future
         return None if future.cancelled() or future.exception() is not None else bool(future.result())
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Wait until it is over."""
         wait([self._future])
 
 
@@ -66,7 +66,7 @@ class Reads:
         return is_late or all(read.is_over for read in self.reads)
 
     def settle(self) -> None:
-        """Decide what was read in time. Once, by the thread that copies."""
+        """Decide which segments were read in time. Called once, by the thread that copies."""
         self.seconds = time.perf_counter() - self._began
         for read in self.reads:
             is_whole = read.is_whole if read.is_over else None

@@ -41,7 +41,7 @@ _DISK, _SHARED = "--disk", "--shared-tier"
 def with_disk(
     attached: Attached, handshake: WorkerHandshake, start: WorkerStart
 ) -> tuple[Attached, WorkerHandshake]:
-    """The same with what is set up and can be used below the memory."""
+    """Return both with the disk and the shared store that are configured and usable."""
     settings = start.settings
     wanted = [_DISK] * (settings.disk_path is not None) + [_SHARED] * (settings.shared_tier is not None)
     if not wanted or handshake.unsupported:
@@ -138,7 +138,7 @@ def _disk(
 def _shared(
     form: ObjectForm, settings: SharedTierSettings | None, handshake: WorkerHandshake
 ) -> tuple[SharedTier | None, WorkerHandshake]:
-    """It connects when it is first used."""
+    """Return the shared store, which connects at its first use."""
     if settings is None:
         return None, handshake
     try:
@@ -154,7 +154,7 @@ def folder_of(config: VllmConfig, path: str) -> Path:
 
 
 def _lock(folder: Path) -> int:
-    """One vLLM at a time; the folder is free when the descriptor is closed. Raises OSError."""
+    """Lock a folder for one vLLM, until the returned descriptor is closed. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     until = time.monotonic() + _LOCK_WAIT_S

@@ -38,7 +38,7 @@ from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 
 log = logging.getLogger("vllm.kvshare")
 
-_FLUSH_S = 5.0  # for what is not written when vLLM is stopped
+_FLUSH_S = 5.0  # to write what is due when vLLM is stopped
 _PAUSE_S = 1.0  # after a shared store did not take a write: each try prepares it again
 
 
@@ -66,7 +66,7 @@ class DiskStore(SegmentStore):
         self._reads: dict[Stored, Read] = {}
         where = "disk" if below.name == "disk" else "the shared store"
         self._problem = WriteProblem(log, where, lost_with="vLLM", prefix="kvshare: ")
-        self._reported: str | None = None  # of its reasons
+        self._reported: str | None = None  # the last reported reason
         self._is_given_up = False
         self._paused_until = 0.0
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class DiskStore(SegmentStore):
             self._writer.wake()
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Others have written these to the shared store, from where they can be read."""
+        """Make segments readable that others have written to the shared store."""
         for tier in self.below.parts if segments and not self._is_given_up else ():
             if isinstance(tier, SharedTier):
                 tier.adopt(segments)
@@ -122,7 +122,7 @@ class DiskStore(SegmentStore):
         self.drop([*self.ids(), *self.below.ids()])
 
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
-        """Read those that are below memory into it, as far as there is room; some may be under way."""
+        """Read the segments that are below memory into memory, if there is room; reads may be under way."""
         found, without_room = [], []
         for segment_id in segment_ids:
             stored = self._stored.get(segment_id)
@@ -162,7 +162,7 @@ class DiskStore(SegmentStore):
             log.warning("kvshare: %d segments of KV were not written, and are lost", len(self._due))
 
     def write_due(self) -> int | None:
-        """Delete a file that belongs to nothing, or write what is due longest. On the thread that writes."""
+        """Delete a file without a segment, or write what is due longest. On the thread that writes."""
         if not self.below.is_swept:
             self.below.sweep()
             return 0
@@ -188,7 +188,7 @@ class DiskStore(SegmentStore):
                 self._problem.note(exc)
                 if any(isinstance(tier, SharedTier) for tier in self.below.parts):
                     self._paused_until = time.monotonic() + _PAUSE_S
-                with self._lock:  # one that can never be written must not keep the others from being
+                with self._lock:  # last in turn: a segment that can never be written must not stop the others
                     if segment.segment_id in self._due:
                         self._due.move_to_end(segment.segment_id)
                 # What belongs to nothing may be all that is in the way.
@@ -215,7 +215,7 @@ class DiskStore(SegmentStore):
         return read
 
     def _read_into(self, stored: Stored, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> bool:
-        """On a thread that reads, once the rows match their checks."""
+        """Copy rows that match their checks into memory. On a thread that reads."""
         _rows(stored)[:] = rows[0]
         stored.sums = sums(stored.rows.flatten(2), row_bytes=stored.row_bytes).numpy()
         return True

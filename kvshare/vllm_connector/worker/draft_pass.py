@@ -1,12 +1,12 @@
 """
-The part of a pass that is computed by the model or head that drafts, after the target's part of it.
+The part of a pass that the drafting model or head computes, after the target's part.
 
     row at position p   a draft model                       a head (EAGLE, MTP)
     reads               token p                             token p + 1, and the target's hidden state at p
     is right if copied  where the text before it is equal   where the token after it is equal, too
 
-So a pass goes over the last row of each copy once more where a head drafts: the target reads its copied KV
-and gives its hidden state, the head writes its own row for the token that follows here.
+So if a head drafts, a pass also computes the last row of each copy: the target keeps the copied KV of that
+row and computes its hidden state, from which the head writes its row for the token that follows here.
 
 Alphabet: N rows, E width of a hidden state.
 """
@@ -31,22 +31,22 @@ _NO_SLOT = -1  # vLLM's kernels write nothing there
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRows:
     """
-    What it reads of each row of a pass.
+    The input of the drafting part for each row of a pass.
 
-    Shapes:  token_ids (N,) int32; positions (N,) int64; kept (N,) bool, None if nothing is
+    Shapes:  token_ids (N,) int32; positions (N,) int64; kept (N,) bool, None if no row is
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    kept: torch.Tensor | None = None  # rows that the target reads and does not write
+    kept: torch.Tensor | None = None  # rows whose KV the target does not write, but keeps
 
     def written(self, slots: torch.Tensor) -> torch.Tensor:
-        """(N,) The slots that the target writes, of those of all rows."""
+        """(N,) the slots of all rows, without those that the target does not write."""
         return slots if self.kept is None else slots.masked_fill(self.kept, _NO_SLOT)
 
 
 class DraftPass:
-    """Of one model that drafts."""
+    """Computes the drafting part of passes, for one model or head."""
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, device: torch.device) -> None:
         self._model: Any = model
@@ -56,14 +56,14 @@ class DraftPass:
         self._is_head = drafts_by_head(config)
 
     def rows(self, runs: Sequence[PlacedRun], token_ids: torch.Tensor, positions: torch.Tensor) -> DraftRows:
-        """Of a pass whose rows have these tokens and positions for the target."""
+        """Make the input for a pass. `token_ids` and `positions`: of its rows for the target."""
         if not self._is_head:
             return DraftRows(token_ids, positions)
         following, kept = to_device(token_ids.device, following_ids(runs), kept_rows(runs))
         return DraftRows(following, positions, kept)
 
     def compute(self, rows: DraftRows, output: Any) -> None:
-        """`output`: of the target's part. In the context of a forward pass that writes all slots."""
+        """Compute the drafting part, in a forward context that writes all slots. `output`: of the target."""
         arguments = self._inputs.arguments(rows.token_ids, rows.positions)
         if self._is_head:
             self._model(hidden_states=self._states(output), **arguments)
@@ -71,6 +71,6 @@ class DraftPass:
             self._model(**arguments)
 
     def _states(self, output: Any) -> torch.Tensor:
-        """(N, E) As vLLM's proposer makes them of what the target returns: with EAGLE3, of several layers."""
+        """(N, E) the hidden states that vLLM's proposer takes from the target's output; see its `eagle3`."""
         states: torch.Tensor = torch.cat(output[1], dim=-1) if isinstance(output, tuple) else output
         return self._model.combine_hidden_states(states) if self._method == "eagle3" else states

@@ -1,15 +1,15 @@
 """
-Passes over placeholders that begin before their load has arrived, in the order in which its layers do.
+Passes over placeholders that begin before all layers of their load have arrived.
 
     UP, WRITE   [layers 0-2][ 3-5 ][ 6-8 ][ 9-11 ] ..             the copies of a load
-    VLLM              [ the pass: layer 0 ] [ 1 ] [ 2 ] [ 3 ] ..   each waits for its layer, if need be
+    VLLM              [ the pass: layer 0 ] [ 1 ] [ 2 ] [ 3 ] ..   each layer waits for its copies if needed
 
-Only in a step without a forward pass, and for a load that is alone: then no other answer waits for it.
-It begins when every layer is expected before its use (`paces.py`), on all ranks in the same step. The load is
-reported when its job is done. If that failed, or a sum is wrong, what the pass has read was wrong: then the
-load is reported as failed, and vLLM computes the prompt into the same blocks.
+Only in a step without a forward pass, and for a load that is alone: then no other answer waits for the pass.
+It begins when every layer is expected to arrive before its use (`paces.py`), on all ranks in the same step.
+The load is reported when its job is done. If the job failed, or a sum is wrong, the pass has read wrong rows:
+then the load is reported as failed, and vLLM computes the prompt into the same blocks.
 
-Of a load that chooses repairs the first pass is early. The second one comes when the load has arrived.
+If the load chooses repairs, only its first pass is early. The second one follows when the load has arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("vllm.kvshare")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstPass:
-    """The part that is computed early if everything can be read. `choosing`: if repairs are to be chosen."""
+    """The pass that may be early, if every segment can be read. `choosing`: None if no repairs are chosen."""
 
     load: PendingLoad
     choosing: Choosing | None
@@ -57,21 +57,21 @@ class EarlyPasses:
         self._paces = reports.paces
         self._step_tokens = step_tokens
         self._can_listen = can_listen
-        self._next: _FirstPass | None = None  # of the load that was asked for last
+        self._next: _FirstPass | None = None  # of the load that was asked about last
 
     def may_begin(self, load: PendingLoad) -> bool:
-        """True if its pass can begin early at all. The same on all ranks, as long as nothing is missing."""
+        """Return whether a load's pass can be early. The same on all ranks, while nothing is missing."""
         assert load.work is not None
         if load.early is not None or load.is_cancelled or load.work.arrivals is None:
             return False
         try:
             first = self._first(load)
-        except Exception:  # noqa: BLE001  the load fails when it has arrived, which is logged then
+        except Exception:  # noqa: BLE001  the load will fail when it has arrived, and that is logged
             return False
         return 0 < first.num_tokens <= self._step_tokens and self._forward.is_one_pass(first.spans)
 
     def is_due(self, load: PendingLoad, job: Job) -> bool:
-        """Return whether it should begin now, as far as this rank knows."""
+        """Return whether the early pass should begin now, as far as this rank knows."""
         assert load.work is not None
         arrivals = load.work.arrivals
         if arrivals is None or not job.is_launched or job.failed or not arrivals.is_cut:
@@ -83,7 +83,7 @@ class EarlyPasses:
         return self._paces.are_in_time(arrivals.pending_bytes(), first.num_tokens, listens=listens)
 
     def begin(self, load: PendingLoad) -> None:
-        """On all ranks together."""
+        """Compute the early pass of a load that is due. Called on all ranks in the same step."""
         assert load.work is not None
         assert load.work.arrivals is not None, "it is due"
         first, self._next = self._first(load), None

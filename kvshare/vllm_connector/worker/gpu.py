@@ -5,10 +5,9 @@ What loads and saves ask of a GPU: every call of torch.cuda, Triton and the driv
     save    vLLM's caches --gather--> staging, sums --down--> host memory
     blocks  vLLM's caches --copy_blocks--> vLLM's caches
 
-Each arrow is a stream of its own. A call returns at once: it asks for work, which the GPU does after all that
-the same stream was asked for before. What is done is known by events. `cuda.py` is a real GPU; a simulated
-one has the same calls and no bytes. So nothing but these calls may look at a value in its memory or in the
-arena.
+Each arrow is a stream of its own. A call only launches work and returns at once; the GPU does the work of one
+stream in order. Events tell what is finished. `cuda.py` is a real GPU; a simulated one has the same calls and
+no bytes. So only these calls may look at values in the GPU's memory or in the arena.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BegunLoad = Any  # what a GPU keeps of a load between its batches
 
 
 class Stream(Enum):
-    """Orders of work. What is in different ones may be done at the same time."""
+    """The streams: each does its work in order; different ones may work at the same time."""
 
     VLLM = "vllm"  # the current stream of vLLM's thread: its steps, and passes over placeholders
     UP = "up"
@@ -44,25 +43,25 @@ class Stream(Enum):
 
 class Gpu(Protocol):
     """
-    Events are recorded and read by any thread. Work is asked for by the thread that copies.
+    Any thread records and reads events. Only the thread that copies launches work.
 
     A batch is layers of segments that lie in a staging buffer together.
     """
 
     def register(self, buffer: torch.Tensor) -> None:
-        """Prepare host memory, the arena, for copies that the host does not wait for."""
+        """Prepare host memory (the arena) for copies for which the host does not wait."""
 
     def enter_thread(self) -> None:
-        """Called first by a thread that asks for work: a new thread has the first GPU, whichever this is."""
+        """Select this GPU for a thread that launches work, which calls this first: a new thread has GPU 0."""
 
     def simplify(self) -> bool:
-        """Do without our own kernels, in more launches. Returns whether that is another way than before."""
+        """Work without our own kernels from now on, in more launches. Returns whether anything changes."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A staging buffer on the device, (bytes,) uint8. Called at the start only."""
+        """Allocate a staging buffer on the device, (bytes,) uint8. Called at the start only."""
 
     def record(self, stream: Stream) -> Event:
-        """The current end of a stream's work."""
+        """Record an event at the current end of a stream's work."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let the stream do later work after the event. The host does not wait."""
@@ -71,13 +70,13 @@ class Gpu(Protocol):
         """Return whether the GPU has done all work before the event."""
 
     def seconds(self, begin: Event, end: Event) -> float | None:
-        """Between two events; None while the GPU is not past the second one."""
+        """Return the seconds between two events; None while the GPU is not past the second one."""
 
     def read(self, result: torch.Tensor) -> torch.Tensor:
         """
         In stream VLLM: copy a result to host memory. By vLLM's thread.
 
-        It may be read when an event that was recorded in the stream after this call is past.
+        The copy may be read when an event that was recorded in the stream after this call is past.
         """
 
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
@@ -85,13 +84,13 @@ class Gpu(Protocol):
 
     def begin_load(self, cache: PagedCache, load: StagedLoad) -> BegunLoad:
         """
-        In stream WRITE, before its batches: what they have in common.
+        In stream WRITE, before the batches of a load: prepare what they share.
 
         Raises ValueError if a copy moves and the movement of a layer is not known.
         """
 
     def check(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
-        """Add up all pieces of a batch in staging, in stream WRITE."""
+        """In stream WRITE: add up all pieces of a batch in staging."""
 
     def scatter(self, cache: PagedCache, begun: BegunLoad, number: int, staging: torch.Tensor) -> None:
         """
@@ -121,13 +120,13 @@ class Gpu(Protocol):
         block_ids: Sequence[int],
         batch: Sequence[tuple[StagedLayers, Span]],
     ) -> None:
-        """Copy the rows of spans into staging, in the order of extents, in stream GATHER."""
+        """In stream GATHER: copy the rows of spans into staging, at the offsets of the batch."""
 
     def sums(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> torch.Tensor:
         """
-        In stream GATHER: the sums of all pieces in staging, see `kv/sums.py`.
+        In stream GATHER: compute the sums of all pieces in staging, see `kv/sums.py`.
 
-        Shapes:  -> (P,) int64 in host memory, by the order of `StagedLayers.sums`, to be read as `compare`
+        Shapes:  -> (P,) int64 in host memory, ordered as `StagedLayers.sums`; when to read: see `compare`
         """
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:

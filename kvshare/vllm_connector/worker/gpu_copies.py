@@ -1,13 +1,13 @@
 """
-Loads and saves of a GPU worker: the thread that copies only asks the GPU for work, batch by batch.
+Loads and saves of a GPU worker: the thread that copies only launches work on the GPU, batch by batch.
 
     load    UP      [copy batch 1][copy batch 2][copy batch 3]           vLLM's steps go on meanwhile
             WRITE                 [check, scatter 1][check, scatter 2]   not before vLLM's mark
     save    GATHER  [gather 1, sums][gather 2, sums]                     not before vLLM's mark
             DOWN                    [copy batch 1]  [copy batch 2]
 
-Copies up do not wait for vLLM's stream, and the host waits for none of it. Batches use staging buffers in
-rotation: the stream that fills a buffer waits until its last batch has left it.
+Copies up do not wait for vLLM's stream, and the host waits for no copy. Batches use staging buffers in
+rotation: the stream that fills a buffer waits until the last batch has left it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Lane:
         return self._ahead.has_room
 
     def take(self, filling: Stream) -> torch.Tensor:
-        """The next buffer; what fills it waits until it is empty. `give_back` must follow."""
+        """Return the next buffer; stream `filling` waits until it is empty. `give_back` must follow."""
         buffer, emptied = self._buffers[0]
         if emptied is not None:
             self._gpu.wait(filling, emptied)
         return buffer
 
     def give_back(self, emptied: Event) -> None:
-        """Its batch leaves it before this event."""
+        """Return the buffer of the last `take`; it is empty after this event."""
         buffer, _ = self._buffers.popleft()
         self._buffers.append((buffer, emptied))
         self._ahead.add(emptied)
@@ -60,8 +60,8 @@ class Lane:
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
     """
-    A batch under way. Its bytes cross from `began` to `crossed`. Last, or first in a save, are its rows in
-    vLLM's caches.
+    The events of a batch, as (begin, end): `crossing` between host and staging, `touching` vLLM's caches. A
+    load touches them last, a save first.
     """
 
     crossing: tuple[Event, Event]
@@ -70,9 +70,10 @@ class Launched:
 
 class GpuLoad:
     """
-    `damaged`: the segments whose sums are not the stored ones; their rows are written all the same.
+    Rows of segments, from host memory into vLLM's blocks.
 
-    `arrivals`: what of it has arrived.
+    `damaged`: the segments whose sums are not the stored ones; their rows are written all the same.
+    `arrivals`: which layers have arrived.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class GpuLoad:
         self._is_rushed = True
 
     def written_s(self, since: Event) -> float:
-        """Return the seconds for which it was still written after an event. Called when the load is past."""
+        """Return for how many seconds it still wrote after an event. Called when the load is past."""
         _, written = self._launched[-1].touching
         return max(0.0, self._gpu.seconds(since, written) or 0.0)
 
@@ -135,7 +136,7 @@ class GpuLoad:
         began = gpu.record(Stream.UP)
         try:
             gpu.up(self._staged.batches[number], staging)
-        finally:  # what was begun ends before the buffer is empty
+        finally:  # after an error, too, the buffer is empty only after what was launched
             crossed = gpu.record(Stream.UP)
             gpu.wait(Stream.WRITE, crossed)
         gpu.check(self._cache, begun, number, staging)
@@ -147,12 +148,12 @@ class GpuLoad:
         self._launched.append(Launched((began, crossed), (writing, written)))
 
     def wait_until_read(self) -> None:
-        """A load reads no block."""
+        """Do nothing: a load reads no block."""
 
     def finish(self) -> Mapping[str, float]:
         if self._staged is not None and self._differing is not None:
             self.damaged = self._staged.damaged(self._differing.numpy())
-        # Batches overlap: all cross one after the other, and the last one is written after that.
+        # Batches overlap: their crossings follow each other, and the last batch is written after that.
         seconds = _seconds(self._gpu, [each.crossing for each in self._launched])
         seconds += _seconds(self._gpu, [each.touching for each in self._launched[-1:]])
         return {VERIFY: 0.0, WRITE: seconds}
@@ -191,7 +192,7 @@ class GpuSave:
             staging = self._lane.take(Stream.GATHER)
             try:
                 self._launch(batch, staging)
-            except Exception:  # what was begun ends before the buffer is empty
+            except Exception:  # the buffer is empty only after what was launched
                 self._gpu.wait(Stream.DOWN, self._gpu.record(Stream.GATHER))
                 raise
             finally:
@@ -214,7 +215,7 @@ class GpuSave:
         self._launched.append(Launched((began, crossed), (gathering, gathered)))
 
     def wait_until_read(self) -> None:
-        """vLLM's stream waits, the host does not."""
+        """Let vLLM's stream wait for the last gather; the host does not wait."""
         if self._launched:
             _, gathered = self._launched[-1].touching
             self._gpu.wait(Stream.VLLM, gathered)

@@ -1,8 +1,8 @@
 """
 Loads and saves of a CPU worker: the thread that copies does all of it, a batch of segments at a time.
 
-Every byte passes once: the sum of a layer is made or compared just before or after its rows are copied, while
-they are in the CPU's cache.
+Every byte is read from memory once: the sum of a layer is computed just before or after its rows are copied,
+while they are in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 from kvshare.vllm_protocol.stages import SAVE, VERIFY, WRITE
 
-_BATCH_BYTES = 32 * 1024**2  # after which the thread looks whether something else is due
+_BATCH_BYTES = 32 * 1024**2  # after so many bytes the thread checks whether another job is due
 
 
 class HostLoad:
-    """`damaged`: the segments whose sums are not the stored ones; their rows are written all the same."""
+    """
+    Rows of segments, from host memory into vLLM's blocks.
+
+    `damaged`: the segments whose sums are not the stored ones; their rows are written all the same.
+    """
 
     has_room = is_past = True
-    arrivals = None  # a pass would only compete with it
+    arrivals = None  # an early pass would only compete with the load
 
     def __init__(self, cache: PagedCache, find_copies: Callable[[], Sequence[RowCopy]]) -> None:
         """`find_copies` is called by the thread that copies."""
@@ -49,10 +53,10 @@ class HostLoad:
         """All is done."""
 
     def rush(self) -> None:
-        """There is."""
+        """Do nothing: there is always room."""
 
     def written_s(self, since: object) -> float:
-        """No pass begins before it is done."""
+        """Return 0: no pass begins before the load is done."""
         return 0.0
 
     def finish(self) -> Mapping[str, float]:

@@ -1,6 +1,6 @@
 """
-Loads that vLLM counts as arrived before they have: they join a step, and are waited for before its forward
-pass. Until then their blocks are theirs, but other requests of that step may already refer to them.
+Loads that join a step: vLLM counts them as arrived before they have, and the worker waits for them before the
+step's forward pass. Until then, other requests of that step may already refer to their blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvshare.vllm_connector.worker.reports import Reports
 from kvshare.vllm_connector.worker.segment_store import SegmentStore
 from kvshare.vllm_connector.worker.under_way import PendingLoad, UnderWay
 
-_LOOK_S = 0.001  # between two looks at vLLM's stream, which is not to wait
+_LOOK_S = 0.001  # between two queries of vLLM's stream, which should not run idle
 
 
 class JoiningLoads:
@@ -33,19 +33,19 @@ class JoiningLoads:
         self._loads[load.transfer.request.request_id] = load
 
     def cancel(self, request_ids: Collection[str]) -> list[UnderWay]:
-        """These requests have ended: their loads join no step, but are reported."""
+        """Take out the loads of requests that have ended: they join no step, but are reported."""
         return [self._loads.pop(request_id) for request_id in tuple(self._loads) if request_id in request_ids]
 
     def ended(self) -> Sequence[UnderWay]:
-        """Them all, when all their copies of this rank have ended."""
+        """Wait until all copies of this rank have ended, and return all loads."""
         self._copies.wait_for_all([each.job for each in self])
         return tuple(self)
 
     def take(self, request_ids: Sequence[str], reached: Any) -> list[PendingLoad]:
         """
-        Wait for loads. `reached`: a mark that vLLM's stream should not have to wait at.
+        Wait for loads. `reached`: the mark at which vLLM's stream runs out of work.
 
-        Returns:  them, with what is unreadable on some rank: everything, where one failed
+        Returns:  the loads, with the segments that are unreadable on any rank (all, if the load failed there)
         """
         each = {load: self._found(load) for load in (self._arrived(name, reached) for name in request_ids)}
         found = iter(agreed([is_there for parts in each.values() for is_there in parts]))
@@ -65,12 +65,12 @@ class JoiningLoads:
         return load
 
     def _found(self, load: PendingLoad) -> list[bool]:
-        """On this rank: whether it is whole, and each segment that it wants."""
+        """Return whether a load is whole on this rank, then the same for each segment that it wants."""
         is_whole = not load.has_failed
         return [is_whole, *(is_whole and load.is_readable(wanted) for wanted in load.wanted)]
 
     def _wait(self, job: Job, reached: Any) -> float:
-        """Returns for how many seconds vLLM's stream had nothing to do meanwhile."""
+        """Wait for a job. Returns for how many seconds vLLM's stream had nothing to do meanwhile."""
         while not self._device.is_past(reached):
             if self._copies.wait(job, _LOOK_S):
                 return 0.0

@@ -1,4 +1,4 @@
-"""Rows of a request at single positions that are computed for a while only: copied first, and put back."""
+"""Rows at single positions of a request that a pass overwrites for a while: they are kept, and restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 class KeptRows:
     """
-    Of all layers, on the device. A layer must be kept before it is compared or restored.
+    The rows of all layers, on the device. A layer must be kept before it is compared or restored.
 
     Alphabet: P positions, L layers, H kv heads of this rank, D head dim.
     """
@@ -33,7 +33,7 @@ class KeptRows:
         }
 
     def keep(self, layer: int) -> None:
-        """Copy what is in the cache."""
+        """Copy the rows of a layer from the cache."""
         part, place = self._places[layer]
         part.keep(place)
 
@@ -42,7 +42,7 @@ class KeptRows:
             self.keep(layer)
 
     def squared_changes(self, num_layers: int) -> torch.Tensor:
-        """(num_layers, P): squared distance of the values in the first layers from those that were kept."""
+        """(num_layers, P) the squared distance of V in the first layers from the V that was kept."""
         firsts = [[layer for layer in own if layer < num_layers] for own in self._numbers]
         found = [part.squared_changes(len(own)) for part, own in zip(self._parts, firsts, strict=True)]
         if len(found) == 1:
@@ -54,7 +54,7 @@ class KeptRows:
 
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and V that were kept, (L, P, H, D) each, where all layers have one shape."""
+        """The K and V that were kept, (L, P, H, D) each; only for layers of one shape."""
         (part,) = self._parts
         return part.rows[:, 0], part.rows[:, 1]
 
@@ -64,7 +64,7 @@ class KeptRows:
 
 
 class _OfPart:
-    """The kept rows of layers that have one shape, by their number among these."""
+    """The kept rows of layers of one shape, which are numbered from 0 here."""
 
     def __init__(self, cache: PagedCache, slots: torch.Tensor) -> None:
         self._cache, self._slots = cache, slots
@@ -92,7 +92,7 @@ class _OfPart:
         self._cache.write(self.rows[:, 0], self.rows[:, 1], self._slots)
 
     def _offsets_in(self, cache: torch.Tensor) -> torch.Tensor:
-        """(2, P, H, D): of the elements in a layer's cache."""
+        """(2, P, H, D) the offsets of the elements in a layer's cache."""
         strides = cache.stride()
         if strides not in self._offsets:
             self._offsets[strides] = self._cache.elements.offsets(strides, self._slots)

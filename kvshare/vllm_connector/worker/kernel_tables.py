@@ -1,6 +1,6 @@
 """
-What the kernels of `kernels.py` read: which pieces lie where in a staging buffer, and which slots their
-tokens have. Arrays on the host, made without a loop over tokens; nothing here needs a GPU or Triton.
+Tables that the kernels of `kernels.py` read: which pieces lie where in a staging buffer, and which slots
+their tokens have. Arrays on the host, made without a loop over tokens; nothing here needs a GPU or Triton.
 
     segment    [head][layer][k, v][token][dim], T tokens
     piece      one (head, layer) of a segment: 2 T D elements. Piece p is of head p // L and layer p % L
@@ -9,7 +9,7 @@ tokens have. Arrays on the host, made without a loop over tokens; nothing here n
     token      a column of the table: all that a program needs to find the token's rows in its copy's part
     block      consecutive tokens of the table. A program copies one block's rows of one piece of each token
 
-The tokens of a load have one table for all of its batches; where its parts lie differs by batch.
+All batches of a load share one table of its tokens. The places of its parts differ by batch.
 
 Alphabet: L layers, T tokens, H kv heads of this rank, D head dim; C copies, M movements, S shifts.
 """
@@ -31,18 +31,18 @@ from kvshare.kv.sums import word_of
 from kvshare.kv.to_device import to_device
 
 ALIGNMENT = 16  # bytes, of parts in staging: the widest load of a GPU's thread
-TILE_BYTES = 4096  # of K, and as many of V, that a program copies; half of 8 bits
+TILE_BYTES = 4096  # of K that a program copies, and as many of V; half as many if numbers have 8 bits
 MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-CHUNK_WORDS = 4096  # that a program adds up
+CHUNK_WORDS = 4096  # words that a program adds up
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
     """
-    Pieces of a segment of `num_tokens` tokens: consecutive ones from `first_piece` on; where `of_head` is not
-    0, so many of each head, L further than those of the head before.
+    `num_pieces` pieces of a segment of `num_tokens` tokens: consecutive ones from `first_piece` on, or, if
+    `of_head` is not 0, so many of each head; those of the next head have numbers that are L higher.
 
-    Units:  offset of the first one in bytes from the buffer's begin, a multiple of `ALIGNMENT`
+    Units:  offset of the first piece in bytes from the start of the buffer, a multiple of `ALIGNMENT`
     """
 
     offset: int
@@ -55,10 +55,10 @@ class StagedPart:
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedCopy:
     """
-    Tokens of the segment that a part belongs to, and their slots in vLLM's cache.
+    Tokens of the segment to which a part belongs, and their slots in vLLM's cache.
 
-    Shapes:  slots (len(source),), as `PagedCache.slot_numbers` gives them
-    Units:   source in tokens of the segment; shift in positions, may be negative, is ignored by a gather
+    Shapes:  slots (len(source),), from `PagedCache.slot_numbers`
+    Units:   source in tokens of the segment; shift in positions, may be negative; a gather ignores it
     """
 
     part: StagedPart
@@ -85,18 +85,18 @@ class StagingForm:
 
     @property
     def unit(self) -> int:
-        """Elements of which all offsets are multiples."""
+        """Number of elements of which all offsets are multiples."""
         return gcd(self.dim, ALIGNMENT // self.itemsize)
 
     @property
     def block(self) -> int:
-        """Tokens that a program copies, a power of two."""
+        """Number of tokens that a program copies, a power of two."""
         element = max(2, self.itemsize)  # numbers of 8 bits take as many registers while they are rotated
         return max(1, TILE_BYTES // element >> (self.dim - 1).bit_length())
 
     def table(self, parts: Sequence[StagedPart]) -> NDArray[np.int64]:
         """
-        (5, P): offset, tokens, first piece, number of pieces, and how many of them follow each other.
+        (5, P): offset, tokens, first piece, number of pieces, number of consecutive pieces.
 
         Raises:  ValueError if a part is not aligned, or not whole in staging
         """
@@ -122,7 +122,7 @@ class SlotTable:
     """
     One column for each token that is copied inside the cache.
 
-    Shapes:  columns (3, T) int64: slot that is read, slot that is written, number of its shift
+    Shapes:  columns (3, T) int64: slot that is read, slot that is written, index of its shift
              shifts (S,); the first one is 0
     """
 
@@ -131,7 +131,7 @@ class SlotTable:
 
     @classmethod
     def of(cls, copies: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], int]]) -> SlotTable:
-        """`copies`: slots that are read, as many that are written, shift. Else it raises ValueError."""
+        """`copies`: (slots to read, slots to write, shift). ValueError if the numbers of slots differ."""
         numbers: dict[int, int] = {0: 0}
         parts = [np.zeros((3, 0), np.int64)]
         for source, slots, shift in copies:
@@ -151,10 +151,10 @@ class SlotTable:
 @dataclass(frozen=True, slots=True, eq=False)
 class SumTable:
     """
-    One column for each part: its pieces are cut into chunks, and a program adds up one chunk.
+    One column for each part. Its pieces are cut into chunks, and each program adds up one chunk.
 
-    Shapes:  columns (4, P) int64: its first program; where it begins, in words; words of a piece; its first
-             piece in the order of all pieces of all parts
+    Shapes:  columns (4, P) int64: the part's first program; its offset in words; words of a piece; the number
+             of its first piece among all pieces of all parts
     """
 
     columns: NDArray[np.int64]
@@ -184,10 +184,10 @@ class MovementTable:
     """
     How rows of each layer move, on the device. Made once for a model.
 
-    Dimension d of a row becomes  x[d] cos + x[partner of d] sin,  with the sign of the sine in the frequency.
+    Dimension d of a row becomes  x[d] cos + x[partner of d] sin.  The frequency has the sign of the sine.
 
-    Shapes:  number_of (2, L) int32, of K's and V's movement; partners (M, D) int32; frequencies (M, D)
-             float64, in radians a token. Movement 0 stays
+    Shapes:  number_of (2, L) int32, the number of K's and V's movement; partners (M, D) int32; frequencies
+             (M, D) float64, in radians per token. Movement 0 leaves rows as they are
     """
 
     def __init__(self, planes: Sequence[Plane], device: torch.device) -> None:
@@ -215,7 +215,7 @@ class MovementTable:
         self._nothing = torch.zeros(1, device=device)
 
     def check(self, shifts: NDArray[np.float64], dtype: torch.dtype) -> None:
-        """Raises ValueError if rows are to move, and it is not known how, or `dtype` cannot be rotated."""
+        """Raises ValueError if rows must move, but a movement is unknown, or `dtype` cannot be rotated."""
         if shifts.any() and self._unknown:
             raise ValueError(f"how {self._unknown[0]} moves is not known")
         if shifts.any() and any(self.moves) and dtype not in MOVABLE:
@@ -223,10 +223,10 @@ class MovementTable:
 
     def angles(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines, and sines with the sign of their dimension. Computed in float64: the angle of a shift of
-        100,000 tokens has no digits left for its fraction in float32.
+        Return cosines, and sines with the sign of their dimension. Computed in float64: in float32, the angle
+        of a shift of 100,000 tokens would have no digits left for its fraction.
 
-        Shapes:  shifts (S,) float64 -> (S, M, D) float32 each; without another shift than 0 of any size
+        Shapes:  shifts (S,) float64 -> (S, M, D) float32 each; if the only shift is 0, placeholders (1,)
         """
         if len(shifts) == 1:
             return self._nothing, self._nothing
@@ -237,8 +237,8 @@ class MovementTable:
 
 def _of_dimensions(movement: Movement, dim: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """
-    The dimension that each is paired with, itself if it stays, and its frequency: negative for the first one
-    of a pair, as that becomes x cos - y sin.
+    Return each dimension's partner (itself if it does not rotate) and its frequency, which is negative for
+    the first dimension of a pair: that becomes x cos - y sin.
     """
     partners, frequencies = np.arange(dim, dtype=np.int32), np.zeros(dim)
     if movement.frequencies:

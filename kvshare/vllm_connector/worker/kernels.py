@@ -3,8 +3,8 @@ Launches of our Triton kernels: rows of many tokens between a staging buffer and
 launch for all layers, heads and copies; and the sums of pieces in staging.
 
 Imported only where there are Triton and a GPU. Work is launched on torch's current device, in its current
-stream. What is to be done stands in tables of `kernel_tables.py` and `token_tables.py`, which are copied to
-the device: those of a load's tokens once, those of a batch with it.
+stream. Tables of `kernel_tables.py` and `token_tables.py` describe the work. They are copied to the device:
+the table of a load's tokens once, the tables of a batch with the batch.
 
     staging    [k, v][token][dim] of each piece, one after the other
     caches     (B, H, N, 2 D) of each layer, any strides but the last; layout "content" of `block_layout.py`
@@ -37,7 +37,7 @@ from kvshare.vllm_connector.worker.row_kernels import FLOATS, add_words, gather_
 from kvshare.vllm_connector.worker.token_tables import PartTable, Rows, TokenTable
 
 SUM_BLOCK = 1024  # words that a program reads at once
-PARTS_AT_ONCE = 256  # among which a program looks for its own
+PARTS_AT_ONCE = 256  # parts that a program searches at once for the one that it adds up
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -64,7 +64,7 @@ class PlacedBatch:
 
 def gather(caches: Sequence[torch.Tensor], staging: torch.Tensor, copies: Sequence[StagedCopy]) -> None:
     """
-    Copy rows of all layers into staging, in the order of extents. One launch.
+    Copy rows of all layers into staging, at the offsets of their parts. One launch.
 
     Shapes:  caches L of (B, H, N, 2 D); staging (bytes,) uint8 on the same device
     Raises:  ValueError for caches or parts that cannot be addressed
@@ -93,7 +93,7 @@ def scatter(
     launch, and three for the angles if anything moves. No slot is written twice.
 
     Shapes:  as `gather`
-    Raises:  ValueError as `gather`, and if rows are to move where that is not known or not possible
+    Raises:  ValueError as `gather`, and if rows must move by an unknown movement or cannot be rotated
     """
     placing = place(caches, copies, movements, staging.device)
     parts = {number: copy.part for number, copy in enumerate(copies)}
@@ -118,7 +118,7 @@ def place_batch(
     summed: Sequence[StagedPart],
 ) -> PlacedBatch:
     """
-    `parts`: by the number of the copy that is made from it. `summed`: what is added up.
+    Prepare a batch. `parts`: by the number of the copy that is made from it. `summed`: parts to add up.
 
     Raises:  ValueError as `scatter`
     """
@@ -148,10 +148,10 @@ def scatter_batch(
 
 def sums(staging: torch.Tensor, parts: Sequence[StagedPart], *, dim: int, itemsize: int) -> torch.Tensor:
     """
-    The sum of each piece's words, which wraps around. One launch.
+    Return the sum of each piece's words, which may overflow. One launch.
 
     Shapes:  staging (bytes,) uint8 -> (all pieces,) int64, by part and piece, on the device
-    Units:   itemsize in bytes, of the rows' elements; words as `kv/sums.py` says
+    Units:   itemsize of the rows' elements in bytes; for words see `kv/sums.py`
     """
     table = SumTable.of(parts, StagingForm(len(staging), dim, itemsize))
     found = torch.zeros(table.num_pieces, dtype=torch.int64, device=staging.device)
@@ -204,7 +204,7 @@ def cache_pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[n
 
 
 def _whole(staging: torch.Tensor) -> torch.Tensor:
-    """Up to its last whole word of any size."""
+    """Return staging up to its last whole word of `ALIGNMENT` bytes. ValueError if it is not aligned."""
     if staging.dtype != torch.uint8 or staging.data_ptr() % ALIGNMENT:
         raise ValueError(f"staging is {staging.dtype} at {staging.data_ptr()}, not aligned bytes")
     return staging[: len(staging) // ALIGNMENT * ALIGNMENT]

@@ -1,11 +1,11 @@
 """
-When the layers of a load are in vLLM's blocks, for a pass that begins before all of them are.
+Which layers of a load have arrived in vLLM's blocks, for a pass that begins before all of them have.
 
     WRITE    [batch 0: layers 0-2][batch 1: 0-2][batch 2: 3-5][batch 3: 3-5] ..
     VLLM            [ the pass:    layer 0 ][ 1 ][ 2 ]   [ 3 ][ 4 ] ..
                                    ^ after batch 1        ^ after batch 3
 
-The device waits, the host does not. For how long it waited is measured by events of its own.
+The device waits, the host does not. Separate events measure how long the device waited.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class LayerArrivals:
-    """The thread that copies plans and notes; all else is asked for by vLLM's thread."""
+    """The thread that copies calls `plan` and `note`; vLLM's thread calls everything else."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._until = [0]  # bytes of the batches before each one, and of all
-        self._last: list[int] = []  # by layer, the last batch that has it
+        self._until = [0]  # bytes of the batches before each batch; last, of all batches
+        self._last: list[int] = []  # by layer, the number of the last batch that has a part of it
         self._ends: list[Event] = []  # of the batches that are launched
         self._num_past = 0
-        self._num_awaited = 0  # batches that vLLM's stream is past, or waits for
+        self._num_awaited = 0  # batches for which vLLM's stream has waited, or will wait
         self._waits: list[tuple[Event, Event]] = []
 
     def plan(self, batches: Sequence[Sequence[StagedLayers]]) -> None:
-        """Set the batches of a load, in this order."""
+        """Set the batches of a load, in the order of their launches."""
         num_layers = batches[0][0].stored.num_layers
         last = [0] * num_layers
         for number, batch in enumerate(batches):
@@ -44,7 +44,7 @@ class LayerArrivals:
         self._last = last
 
     def note(self, end: Event) -> None:
-        """The next batch is launched, and ends with this event."""
+        """Note that the next batch is launched, and ends with this event."""
         self._ends.append(end)
 
     @property
@@ -63,14 +63,14 @@ class LayerArrivals:
         return self._ends[-1]
 
     def pending_bytes(self) -> list[int]:
-        """List by layer the bytes, of it and of what arrives before it, that have not arrived yet."""
+        """Return for each layer how many bytes have yet to arrive until all of it has."""
         while self._num_past < len(self._ends) and self._gpu.is_past(self._ends[self._num_past]):
             self._num_past += 1
         there = self._until[self._num_past]
         return [max(0, self._until[number + 1] - there) for number in self._last]
 
     def wait_for(self, layer: int) -> None:
-        """vLLM's stream goes on when this layer has arrived."""
+        """Let vLLM's stream wait until this layer has arrived."""
         number = self._last[layer]
         if number < self._num_awaited:
             return
@@ -82,6 +82,6 @@ class LayerArrivals:
             self._waits.append((before, self._gpu.record(Stream.VLLM)))
 
     def waited_s(self) -> float | None:
-        """Return the seconds that vLLM's stream waited in all; None while it is not past that."""
+        """Return the seconds that vLLM's stream waited in all; None while it is still waiting."""
         found = [self._gpu.seconds(before, after) for before, after in self._waits]
         return None if None in found else sum(seconds for seconds in found if seconds is not None)

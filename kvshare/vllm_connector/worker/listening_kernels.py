@@ -1,14 +1,14 @@
 """
-Triton kernels: what some rows of a pass attend to, from keys that are read where they lie in vLLM's cache.
+Triton kernels that compute what some rows of a pass attend to. They read the keys in vLLM's cache.
 
-Imported only where there are Triton and a GPU, as `kernels.py` is. Two launches of kernels and a sum for each
-layer; the keys are read twice, and no score is ever written.
+Imported only where there are Triton and a GPU, as `kernels.py` is. Each layer takes two launches of kernels
+and a sum. The keys are read twice, and no score is written to memory.
 
     query rows   those of all query heads that share a key head, G N: row r is row r % N of head r // N
     tile         ROWS query rows and SLOTS slots: one product
     chunk        tiles one after the other, of a program each
     sums         (H, chunks, G N), logarithms (base 2) of a row's sum of exponentials in a chunk
-    attended     (H row tiles, S), each tile's rows: added up in one order, so that all ranks hear alike
+    attended     (H row tiles, S), a row for each tile: added up in a fixed order, so that all ranks agree
 """
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-decorators=false
 # The arguments of kernels are Triton's: pointers, numbers and constants.
@@ -25,14 +25,14 @@ import triton.language as tl
 from kvshare.kv.listening import ListeningRows
 from kvshare.sharing.plan import MAX_LISTENERS
 
-PROGRAMS = 256  # of a launch, about: two for each multiprocessor; more chunks are more sums to read
-SHARED_BYTES = 68 * 1024  # of a multiprocessor's memory: no program needs more
+PROGRAMS = 256  # of a launch, about: two for each multiprocessor; more chunks mean more sums to read
+SHARED_BYTES = 68 * 1024  # the most of a multiprocessor's memory that a program needs
 _LOG2_E = 1.4426950408889634
 
 
 @remembered
 def has_room(device: torch.device) -> bool:
-    """Return whether a GPU can run these kernels: one of NVIDIA since Ampere can, others have 64 KiB."""
+    """Return whether a GPU can run these kernels: NVIDIA's since Ampere can, others have 64 KiB."""
     found = torch.cuda.get_device_properties(device)
     room = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return int(room) >= SHARED_BYTES
@@ -48,7 +48,7 @@ def listen(
     scaling: float,
 ) -> None:
     """
-    As `ListeningRows.observe`, of the plain form: products and weights are not rounded to 16 bits.
+    Do what `ListeningRows.observe` does for plain attention, without rounding to 16 bits in between.
 
     Shapes:  query (M, H_q, D) of all rows of the pass; cache (B, H, T, 2 D) of the layer, layout "content";
              table (blocks,) of the slots [0, rows.end)
@@ -77,7 +77,7 @@ def listen(
 
 
 def _form(query: torch.Tensor, cache: torch.Tensor) -> dict[str, Any]:
-    """Arguments of both kernels that are the same for every pass: each is compiled once for a model."""
+    """Return the arguments that are the same for every pass: a kernel is compiled once for a model."""
     _, num_heads, block_size, width = cache.shape
     group, padded = query.shape[1] // num_heads, max(16, triton.next_power_of_2(width // 2))
     most_rows, most_slots = (128, 64) if cache.itemsize == 2 else (32, 16)  # float32 has no tensor cores

@@ -1,4 +1,4 @@
-"""What is copied for a load, from host memory and from blocks of vLLM's cache. On the thread that copies."""
+"""Makes the list of a load's copies from host memory and from blocks. Runs on the thread that copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row_copies(
     part: int = 0,
 ) -> list[RowCopy]:
     """
-    Make the copies from `held` segments, for a part of the cache. Keys are rotated to new positions.
+    Make the copies from `held` segments, for a part of the cache, without those of missing segments.
     """
     copies, missing = [], frozenset() if reads is None else reads.missing
     for copy, target in load.targets():
@@ -35,7 +35,7 @@ def row_copies(
 
 
 def block_copies(cache: PagedCache, load: LoadRequest) -> list[BlockCopy]:
-    """Make the copies from blocks, in the same way."""
+    """Make the copies from blocks."""
     copies = []
     for copy, target in load.targets():
         if (source := load.sources.get(copy)) is not None:

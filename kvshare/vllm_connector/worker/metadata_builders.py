@@ -1,7 +1,7 @@
 """
-What makes the attention metadata of our passes: builders of vLLM's own, one for the layers that are alike.
+Builders of the attention metadata of our passes: of vLLM's classes, one for each kind of layers.
 
-They keep state between passes, so vLLM's own are not used.
+Builders keep state between passes, so those of vLLM's own passes are not used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def metadata_builders(
     cache: PagedCache, config: VllmConfig, spec: KVCacheSpec
 ) -> list[tuple[Any, list[str]]]:
     """
-    A builder and the names of its layers, for each backend and each shape of layers. With layers that have no
-    KV of their own but attend to that of another one, whose metadata they get.
+    Return a builder and the names of its layers, for each backend and each shape of layers. A layer without
+    its own KV is listed with the layer to whose KV it attends.
     """
     of_kind: dict[tuple[str, KVCacheSpec], tuple[Any, list[str]]] = {}
     for name, layer in cache.layers.items():
@@ -44,7 +44,7 @@ def metadata_builders(
 
 
 def _users(layers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """List for each layer the layers that attend to its KV and have none."""
+    """Return for each layer the layers without KV that attend to its KV."""
     found: dict[str, list[str]] = {}
     for name, layer in layers.items():
         if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
@@ -53,7 +53,7 @@ def _users(layers: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:
-    """The configuration without CUDA graphs: our passes use none, so the builder needs no buffers."""
+    """Return the configuration without CUDA graphs: our passes use none, so builders need no buffers."""
     changed, compilation = copy.copy(config), copy.copy(config.compilation_config)
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     changed.compilation_config = compilation

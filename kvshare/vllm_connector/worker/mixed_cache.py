@@ -5,8 +5,8 @@ vLLM's paged KV cache of a model whose layers differ in KV heads or head size, a
     part      0       0       1       0       0       1       a part: the layers of one shape
     slots     the same in all layers
 
-Each part is a `PagedCache` of its own, whose layers are numbered from 0: rows are copied part by part. What
-is computed asks layer by layer, by the model's numbers.
+Each part is a `PagedCache` whose layers are numbered from 0; rows are copied part by part. Passes use the
+numbers of the model's layers.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class MixedCache(PagedCache):
         return part.keys(number, table, num_tokens)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
-        """A copy of a span's KV on the host, (L, len(span), H, D) for each plane of the layout."""
+        """Copy a span's KV to the host, (L, len(span), H, D) for each plane of the layout."""
         found = [part.read(block_ids, span) for part in self._parts]
         return SegmentKV((*(rows.k for rows in found), *(rows.v for rows in found)))
 
 
 def paged_cache(layers: Mapping[str, Any], *, block_size: int, dtype: torch.dtype) -> PagedCache:
-    """Make the cache of vLLM's attention modules by name, whatever shapes their caches have."""
+    """Make the cache of vLLM's attention modules, given by name: a `MixedCache` if their shapes differ."""
     shapes = {layer.kv_cache.shape[1::2] for layer in layers.values()}  # (H, 2 D)
     kind = PagedCache if len(shapes) == 1 else MixedCache
     return kind(layers, block_size=block_size, dtype=dtype)

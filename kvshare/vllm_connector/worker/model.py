@@ -1,8 +1,8 @@
 """
 What stored KV depends on in vLLM's model: the frequencies that rotate its keys, and its weights.
 
-Frequencies are read from vLLM's own modules; the self-test determines by trial which layer uses which. The
-digest of the weights keeps KV of different weights apart, even if the models have the same name.
+Frequencies are read from vLLM's own modules; the self-test tries out which layer uses which. The digest of
+the weights keeps KV of different weights apart, even if the models have the same name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from kvshare.kv.parameters import frequency_tables as transformers_tables
 from kvshare.vllm_connector.worker.cache_dtype import EIGHT_BITS, scale_of, stored_dtype
 
-# Kinds whose keys are rotated by position times one fixed table of frequencies, M-RoPE's wherever all of a
-# token's positions are the same, as text's are. Others (dynamic NTK, tables chosen by length) are not moved.
+# Kinds that rotate keys by position times one fixed table of frequencies; M-RoPE does if all positions of a
+# token are equal, as in text. Keys of other kinds (dynamic NTK, tables chosen by length) are not moved.
 _PLAIN = ("RotaryEmbedding", "Llama3RotaryEmbedding", "Gemma4RotaryEmbedding")
 _ROWS = (
     *("MRotaryEmbedding", "MRotaryEmbeddingInterleaved"),
@@ -28,9 +28,9 @@ _SAMPLES = 64  # values of every parameter: reading all of a large model would t
 
 def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
     """
-    All fixed frequency tables of the model, (F,) each, and why others cannot be used.
+    Return all fixed frequency tables of the model, (F,) each, and why other keys cannot be moved.
 
-    Models that vLLM runs through transformers have modules of transformers' kind.
+    Models that vLLM runs through transformers have modules of transformers.
     """
     tables, refused = transformers_tables(model)
     refused = refused or "the model has no rotary embedding"
@@ -47,10 +47,11 @@ def frequency_tables(model: torch.nn.Module) -> tuple[list[torch.Tensor], str]:
 
 def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
     """
-    Angle per position of every pair of dimensions, (F,) float32.
+    Return the angle per position of every pair of dimensions, (F,) float32.
 
-    Taken from row 1 of the table that the module computes in float32 (its own buffer has the model's dtype):
-    no frequency exceeds 1, so the angle at position 1 is the frequency. A magnitude factor cancels out.
+    Scaled ones are taken from row 1 of the table that the module computes in float32 (its own buffer has the
+    model's dtype): no frequency exceeds 1, so the angle at position 1 is the frequency. A magnitude factor
+    cancels out.
     """
     if type(module).__name__ in (*_PLAIN, *_ROWS) and getattr(module, "scaling_factor", None) is None:
         frequencies: torch.Tensor = module._compute_inv_freq(module.base)
@@ -60,14 +61,14 @@ def _frequencies(module: RotaryEmbeddingBase) -> torch.Tensor:
 
 
 def loaded_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """List parameters by name, without those of parts for media that vLLM does not load."""
+    """Return all parameters sorted by name, without those of parts for media that vLLM did not load."""
     return sorted((name, each) for name, each in model.named_parameters() if not each.is_meta)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
     """
-    A digest of names, shapes and evenly spread values of all parameters that are loaded, and of the scales of
-    a cache of 8 bits: 16 hex digits.
+    Hash names, shapes, dtypes and evenly spread values of all loaded parameters, and the scales of a cache of
+    8 bits. Returns 16 hex digits.
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():

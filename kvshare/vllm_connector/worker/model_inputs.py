@@ -1,9 +1,9 @@
 """
-What a pass of ours gives vLLM's model: token ids or embeddings, and positions in the form that it expects.
+The inputs of our passes to vLLM's model: token ids or embeddings, and positions in the form that it expects.
 
-vLLM's runners give a model that may get media, or prompts as embeddings, nothing but embeddings, even where
-all of a batch is text. A compiled model was traced with those, and vLLM drops the guards that would notice
-token ids. Text has the same position in each row of M-RoPE.
+If a model may get media, or prompts as embeddings, vLLM's runners always pass embeddings, even if a batch is
+all text. A compiled model was traced with embeddings, and vLLM drops the guards that would notice token ids.
+Text has the same position in each row of M-RoPE.
 
 Alphabet: N tokens, M rows of positions, E width of an embedding.
 """
@@ -26,7 +26,7 @@ class ModelInputs:
     def __init__(
         self, model: Any, config: VllmConfig, device: torch.device, *, own: ModelConfig | None = None
     ) -> None:
-        """`own`: of a model that is not the one of `config`."""
+        """`own`: the configuration of `model`, if it is not the model of `config`."""
         own = own or config.model_config
         self._model = model
         self._may_get_media = bool(own.supports_multimodal_inputs)
@@ -42,7 +42,7 @@ class ModelInputs:
 
     def arguments(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """
-        Call the model with these. They are valid until the next call.
+        Return the arguments of a call of the model. They are valid until the next call of this method.
 
         Shapes:  token_ids (N,) int32; positions (N,) int64
         """
@@ -53,7 +53,7 @@ class ModelInputs:
         }
 
     def _embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """(N, E) of text. A model may note what it has embedded for its next pass, so ask each time."""
+        """(N, E) the embeddings of text. Not cached: a model may note what it embeds for its next pass."""
         options: dict[str, Any] = {}
         if self._may_get_media:
             options = {
@@ -66,9 +66,11 @@ class ModelInputs:
     @contextmanager
     def notes_set_aside(self, num_tokens: int) -> Iterator[None]:
         """
+        Set the model's notes aside, and put them back at the end.
+
         A model may note what it embeds for its next pass: embeddings of each layer (Gemma 4), images for
         several layers (Qwen3-VL). Loads that join a step are computed after vLLM has embedded the step's
-        batch and before it computes that: the batch gets its notes back, and our rows do not see them.
+        batch and before it computes it: our rows must not see the notes of the batch.
         """
         if not self._takes_embeddings:
             yield
@@ -85,7 +87,7 @@ class ModelInputs:
             vars(self._model).update(counts)
 
     def _notes(self) -> list[torch.Tensor]:
-        """The model's buffers with a row for each token of a batch."""
+        """Return the model's buffers that have a row for each token of a batch."""
         values = vars(self._model).values()
         each = (part for value in values for part in (value if isinstance(value, list) else (value,)))
         return [
@@ -109,10 +111,10 @@ class ModelInputs:
 @contextmanager
 def base_model(adapters: Any, num_tokens: int, num_runs: int) -> Iterator[None]:
     """
-    Have the model compute a pass without LoRA adapters. `adapters`: vLLM's manager, None where there is none.
+    Compute a pass without LoRA adapters. `adapters`: vLLM's manager; None if there is none.
 
-    vLLM's kernels read which row has which adapter from the last batch: ours may have more rows. That batch's
-    logits are computed after our pass, so it gets its rows back.
+    vLLM's kernels read from the last mapping which row has which adapter. Our pass sets another one, and
+    restores that of the batch, whose logits may be computed after our pass.
     """
     if adapters is None:
         yield

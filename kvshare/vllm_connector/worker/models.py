@@ -27,7 +27,7 @@ class Models:
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
     def in_order(self, layers: Mapping[str, Any]) -> dict[str, Any]:
-        """Attention modules by name, the target's first."""
+        """Return the attention modules by name, with the target's first."""
         drafting = self._drafting()
         return dict(sorted(layers.items(), key=lambda each: id(each[1]) in drafting))  # a stable order
 
@@ -36,7 +36,7 @@ class Models:
         return sum(id(layer) not in drafting for layer in layers.values())
 
     def frequency_tables(self) -> tuple[list[torch.Tensor], str]:
-        """Return the tables of all models together, and why others cannot be used."""
+        """Return the tables of all models, and why other keys of the target cannot be moved."""
         found = [frequency_tables(model) for model in self.each]
         return [table for tables, _ in found for table in tables], found[0][1]
 

@@ -1,11 +1,11 @@
 """
-How fast this worker's passes and loads are, and what that says about a pass that begins before its load has
-arrived: whether every layer will be there in time.
+How fast this worker's passes and loads are. From that follows whether a pass may begin before its load has
+arrived: whether every layer will arrive in time.
 
     layer          0      1      2      3
-    needed     |---------|------|------|------      the pass, as short as like ones were
-    arrives    |--|-----------|---------|------|    copies, as slow as the last ones were, with a margin
-                       in time    late: not yet
+    needed     |---------|------|------|------      the pass, as short as similar ones were
+    arrives    |--|-----------|---------|------|    the copies, as slow as the last ones were, with a margin
+                       in time    late: the pass does not begin yet
 
 Units: seconds and bytes.
 """
@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-_MARGIN = 1.25  # of the copies' time
-_MARGIN_S = 0.001  # and this: what a pass may wait without being late
+_MARGIN = 1.25  # factor on the copies' time
+_MARGIN_S = 0.001  # added to it
 _LOADS = 8
 _PASSES = 32
-_WAITS = 128  # passes after which a wait is forgotten: less than one in a hundred is to be late
+_WAITS = 128  # passes after which a wait is forgotten: fewer than one in a hundred should be late
 
 
 class _Pass(NamedTuple):
@@ -31,9 +31,9 @@ class _Pass(NamedTuple):
 
 class Paces:
     """
-    Used by vLLM's thread. What one rank knows, another need not.
+    The measured paces of one rank; other ranks may have measured others. Used by vLLM's thread.
 
-    `seconds`: between two marks of the device, or None while it is not past the second.
+    `seconds`: returns the time between two marks of the device; None while it is not past the second one.
     """
 
     def __init__(self, seconds: Callable[[Any, Any], float | None]) -> None:
@@ -44,24 +44,24 @@ class Paces:
         self._waits = deque[float](maxlen=_WAITS)
 
     def note_pass(self, num_tokens: int, began: Any, ended: Any, *, is_plain: bool = True) -> None:
-        """A pass between two marks, which waited for nothing. `is_plain`: nor listened."""
+        """Note a pass between two marks that waited for nothing. `is_plain`: it did not listen, either."""
         self._under_way.append((num_tokens, began, ended, is_plain))
 
     def note_early(self, num_tokens: int, seconds: float, *, waited_s: float, is_plain: bool = True) -> None:
-        """A pass that began before its load had arrived."""
+        """Note a pass that began before its load had arrived, and waited `waited_s` of its `seconds`."""
         self._passes.append(_Pass(num_tokens, seconds - waited_s, is_plain))
         self._waits.append(waited_s)
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
-        """The copies of a load."""
+        """Note the copies of a load."""
         self._per_byte.append(seconds / num_bytes)
 
     def are_in_time(self, pending: Sequence[int], num_tokens: int, *, listens: bool = False) -> bool:
         """
-        Whether a pass that begins now finds every layer there. Never before like ones were measured. One that
-        `listens` takes as long as one that does not, or longer.
+        Return whether every layer arrives in time for a pass that begins now; False before any was measured.
 
-        `pending`: by layer, the bytes of it and of all that arrives before it that are not there yet.
+        `listens`: the pass takes at least as long as one that does not listen, so both kinds count.
+        `pending`: for each layer, how many bytes have yet to arrive until all of it has.
         """
         self._look()
         passes = [each for each in self._passes if listens or each.is_plain]
@@ -76,7 +76,7 @@ class Paces:
         )
 
     def _look(self) -> None:
-        """Take over the passes that the device is past by now."""
+        """Take over the times of passes that the device has finished."""
         waiting, self._under_way = self._under_way, deque(maxlen=_PASSES)
         for num_tokens, began, ended, is_plain in waiting:
             if (found := self._seconds(began, ended)) is None:
@@ -87,9 +87,11 @@ class Paces:
 
 def _least_s(passes: Sequence[_Pass], num_tokens: int) -> float:
     """
-    What a pass takes at least. One of more tokens takes no less, and each further token no less than those
-    before: so beyond the largest one it grows at least as it grew up to there. One that is shorter than all
-    has their fixed cost: it lies on the line through the shortest and the longest, or takes its share.
+    Return the least time of a pass of so many tokens.
+
+    It assumes that a longer pass takes no less time, and that each further token takes no less than those
+    before. So beyond the largest measured pass the time grows at least as it grew up to there. A pass smaller
+    than all measured ones lies on the line through the smallest and the largest, or takes its share of one.
     """
     sizes = sorted({each.num_tokens for each in passes})
     known = [size for size in sizes if size <= num_tokens] or sizes

@@ -5,9 +5,9 @@ vLLM's paged KV cache: one slot per token, in all layers.
     block      block_ids[0]  block_ids[1]  block_ids[2]
     slot       block id * N + position % N
 
-Rows are written by vLLM's own kernels; those of 8 bits (`cache_dtype.py`), which these would round again, as
-they are. They are read by the layout inside a block, see `block_layout.py`. For every backend a layer's cache
-has the shape (B, H, N, 2 D), with any strides.
+vLLM's own kernels write rows. They would round rows of 8 bits (`cache_dtype.py`) again, so those are written
+into memory as they are. Rows are read by the layout inside a block, see `block_layout.py`. For every backend
+a layer's cache has the shape (B, H, N, 2 D), with any strides.
 
 Alphabet: B blocks, N tokens per block, H kv heads of this rank, D head dim.
 """
@@ -43,8 +43,8 @@ class PagedCache(BlockSlots):
     The layers' caches of this worker.
 
     `layers` are vLLM's attention modules by name: rows are written through `impl` and read from `kv_cache`
-    (B, H, N, 2 D). `block_size` is the scheduler's; kernels may use smaller blocks, of N tokens. `dtype`: of
-    the rows that vLLM computes, where the cache has another one.
+    (B, H, N, 2 D). `block_size` is the scheduler's; kernels may use smaller blocks, of N tokens. `dtype`: the
+    dtype of the rows that vLLM computes; it only matters if the cache has 8 bits.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PagedCache(BlockSlots):
 
     @property
     def parts(self) -> tuple[PagedCache, ...]:
-        """Caches of layers that have one shape: what is copied at once."""
+        """The caches of layers of one shape. Copies are made part by part."""
         return (self,)
 
     @property
@@ -78,7 +78,7 @@ class PagedCache(BlockSlots):
 
     @property
     def num_blocks(self) -> int:
-        """The scheduler's blocks, with block 0."""
+        """The number of the scheduler's blocks, including block 0."""
         return len(self._in_order[0].kv_cache) * self.kernel_block_size // self.block_size
 
     @property
@@ -88,7 +88,7 @@ class PagedCache(BlockSlots):
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """Return the dtype of the rows that vLLM's kernels are given."""
+        """The dtype of the rows that vLLM's kernels receive."""
         return self._computed_dtype if self.is_quantised else self.kv_layout.dtype
 
     @property
@@ -97,7 +97,7 @@ class PagedCache(BlockSlots):
 
     @property
     def has_same_form(self) -> bool:
-        """True if the layers' caches have the shapes, strides and dtypes of the start, in any memory."""
+        """Whether the layers' caches have the shapes, strides, dtypes and device of the start."""
         return self._form == self._current_form()
 
     def _current_form(self) -> list[tuple[object, ...]]:
@@ -105,7 +105,7 @@ class PagedCache(BlockSlots):
         return [(cache.shape, cache.stride(), cache.dtype, cache.device) for cache in caches]
 
     def find_layout(self, block_id: int) -> str | None:
-        """Determine how blocks are read, with an unused block. Returns why that failed, or None."""
+        """Determine how blocks are read, by writing to an unused one. Returns why that failed, or None."""
         if len({layer.kv_cache.shape for layer in self._in_order}) != 1:
             return "the layers' KV caches have different shapes"
         if len(dtypes := {stored_dtype(layer) for layer in self._in_order}) != 1:
@@ -134,7 +134,7 @@ class PagedCache(BlockSlots):
             self.write_layer(index, k[index], v[index], slots)
 
     def write_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """The same for one layer. Shapes:  k, v (T, H, D); slots (T,)"""
+        """Write rows of one layer. Shapes:  k, v (T, H, D); slots (T,)"""
         if not self.is_quantised:
             self.write_by_kernel(layer, k, v, slots)
             return
@@ -142,7 +142,7 @@ class PagedCache(BlockSlots):
         self.elements.write(cache, self.elements.offsets(cache.stride(), slots), torch.stack((k, v)))
 
     def write_by_kernel(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """The same by vLLM's own kernel, which quantises the numbers that rows of 8 bits stand for."""
+        """Write rows by vLLM's own kernel; rows of 8 bits as the numbers that it quantises to these rows."""
         module = self._in_order[layer]
         if self.is_quantised:
             k, v = (
@@ -152,7 +152,7 @@ class PagedCache(BlockSlots):
         module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
 
     def read(self, block_ids: Sequence[int], span: Span) -> SegmentKV:
-        """A copy of a span's KV on the host, (L, len(span), H, D)."""
+        """Copy a span's KV to the host, (L, len(span), H, D)."""
         keys, _ = self.kv_layout.planes
         shape = (keys.num_heads, self.kv_layout.num_layers, 2, len(span), keys.dim)
         rows = torch.empty(shape, dtype=self.kv_layout.dtype, device=self.kv_layout.device)
@@ -162,7 +162,7 @@ class PagedCache(BlockSlots):
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        """Return the caches of all layers, (B, H, N, 2 D). After vLLM has slept they are others."""
+        """The caches of all layers, (B, H, N, 2 D). They may be other tensors after vLLM has slept."""
         return [self._cache(layer) for layer in range(len(self._in_order))]
 
     def _cache(self, layer: int) -> torch.Tensor:
@@ -181,14 +181,14 @@ class PagedCache(BlockSlots):
     def gather_by_layer(
         self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[torch.Tensor]
     ) -> Iterator[int]:
-        """The same; yields the number of each layer when its KV is copied."""
+        """Do the same as `gather`, and yield the number of each layer once its KV is copied."""
         everything = range(len(self._in_order))
         return self._gather(block_ids, spans, [(everything, rows) for rows in into])
 
     def gather_layers(
         self, block_ids: Sequence[int], spans: Sequence[Span], into: Sequence[tuple[range, torch.Tensor]]
     ) -> None:
-        """The same with only some layers of each span. Shapes:  into (H, len(layers), 2, len(span), D)"""
+        """Copy only some layers of each span. Shapes:  into (H, len(layers), 2, len(span), D) each"""
         for _ in self._gather(block_ids, spans, into):
             pass
 
@@ -227,23 +227,24 @@ class PagedCache(BlockSlots):
 
     def keys(self, layer: int, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """
-        K of one layer at positions [0, num_tokens) on the device, (T, H, D), of 8 bits the numbers that they
-        stand for; `table` has their blocks.
+        Return K of one layer at positions [0, num_tokens), (T, H, D) on the device; of 8 bits as float32.
+
+        `table`: the kernel blocks of these positions
         """
         assert self._layout is not None
         cache, read = self._cache(layer), self._layout.planes[0]
-        if self._layout.reads_views:  # V would be copied with K, and K once more
+        if self._layout.reads_views:  # otherwise V would be copied, too, and K twice
             keys = read(cache).index_select(0, table).flatten(0, 1)[:num_tokens]
         else:
             keys = read(cache.index_select(0, table)).flatten(0, 1)[:num_tokens]
         return as_numbers(keys, scale_of(self._in_order[layer], "k")) if self.is_quantised else keys
 
     def value_numbers(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of V of the first L layers, (L, T, H, D), as the numbers that they stand for, in float32."""
+        """Convert stored V of the first L layers, (L, T, H, D), to numbers in float32."""
         if not self.is_quantised:
             return rows.float()
         return torch.stack([self.values_of(layer, own) for layer, own in enumerate(rows)])
 
     def values_of(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """The same of one layer, (T, H, D)."""
+        """Convert stored V of one layer, (T, H, D), to numbers in float32."""
         return as_numbers(rows, scale_of(self._in_order[layer], "v")) if self.is_quantised else rows.float()

@@ -1,10 +1,10 @@
 """
-Partial attention in stock vLLM: every run is a sequence of its own over the request's block table.
+Partial attention in stock vLLM: each run is a separate sequence with the request's block table.
 
 Paged attention takes a block table, a query length and a sequence length per sequence, and aligns the causal
 mask to the sequence's end. So a run [a, b) becomes a sequence with
 
-    block table   of the request          queries    positions a .. b-1
+    block table   that of the request     queries    positions a .. b-1
     query_len     b - a                   attends    to slots 0 .. b-1, causally inside the run
     seq_len       b
 
@@ -41,7 +41,7 @@ from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
 
-_MULTIPLIED = {torch.float16, torch.bfloat16, torch.float32}  # by our kernels
+_MULTIPLIED = {torch.float16, torch.bfloat16, torch.float32}  # dtypes of queries and keys in our kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Run:
     token_ids: Tokens  # the request's, from position 0 on
     shift: int = 0  # added to the positions that the model sees; slots stay as they are
     listener: Listener | None = None  # records what some of the rows attend to
-    kept: tuple[int, ...] = ()  # positions whose rows the target reads and does not write; a head does
+    kept: tuple[int, ...] = ()  # positions whose KV the target keeps; only a drafting head writes there
 
 
 def runs_of(
@@ -63,7 +63,7 @@ def runs_of(
     kept: Sequence[int] = (),
     listener: Listener | None = None,
 ) -> list[Run]:
-    """Runs over spans of a load. `kept`: ascending."""
+    """Return a run for each span of a load. `kept`: ascending positions, see `Run`."""
 
     def run(span: Span) -> Run:
         own = kept[bisect_left(kept, span.start) : bisect_left(kept, span.end)]
@@ -74,8 +74,10 @@ def runs_of(
 
 def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> Iterator[list[Run]]:
     """
-    Passes of at most `max_tokens` tokens and `max_runs` runs. Runs of a request come from left to right, so
-    that all that a run attends to is computed in its own pass or an earlier one.
+    Yield passes of at most `max_tokens` tokens and `max_runs` runs; long runs are cut.
+
+    The runs of each request must be in order of position. Then everything to which a run attends is computed
+    in the same pass or an earlier one.
     """
     batch: list[Run] = []
     room = max_tokens
@@ -95,9 +97,9 @@ def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> 
 
 class PartialForward:
     """
-    Computes runs with vLLM's model, and then with the one that drafts, if there is one.
+    Computes runs with vLLM's model, and then with the drafting model, if there is one.
 
-    It has its own metadata builder, because those keep state.
+    It does not use vLLM's metadata builders, because these keep state between passes.
     """
 
     _may_use_kernels = True
@@ -130,7 +132,7 @@ class PartialForward:
         return float(self._impls[layer].scale)
 
     def form(self, layer: int) -> AttentionForm:
-        """Window, soft cap and sinks of a layer's attention, as its implementation has them."""
+        """Return the window, soft cap and sinks of a layer's attention."""
         impl = self._impls[layer]
         window = getattr(impl, "sliding_window", None)
         if isinstance(window, tuple):  # FlashAttention has (number of earlier slots, of later slots)
@@ -151,10 +153,11 @@ class PartialForward:
         awaiting: Callable[[int], None] | None = None,
     ) -> None:
         """
-        Compute the KV of all runs into their slots.
+        Compute the KV of all runs into their slots, in as few passes as possible.
 
-        `watching` is called with the runs of each pass in the order of rows; its result is called in each
-        layer. `awaiting` is called with each layer's number before anything of its cache is read or written.
+        `watching` is called before each pass, with its runs in the order of its rows. It returns a hook that
+        is called in each layer (`Watch`). `awaiting` is called with each layer's number before the layer's
+        cache is read or written.
         """
         for batch in split(runs, self._max_tokens, self._max_runs):
             # Some backends treat short queries separately and expect them first. The result does not change.
@@ -168,7 +171,7 @@ class PartialForward:
         return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self._max_tokens)
 
     def listening(self, runs: Sequence[Run]) -> Watch:
-        """Shows the runs' listeners what their rows attend to; a `watching` for `compute`."""
+        """Return a hook that records what rows of listeners attend to: the `watching` of `compute`."""
         places = placed([run.span for run in runs])
         listening = []
         for listener, block_ids in {run.listener: run.block_ids for run in runs}.items():
@@ -186,15 +189,16 @@ class PartialForward:
         return watch
 
     def simplify(self) -> bool:
-        """Listen without our own kernels. Returns whether that is another way than before."""
+        """Listen without our own kernels from now on. Returns whether that changes anything."""
         had_own, self._may_use_kernels = self._may_use_kernels, False
         return had_own and self._cache.kv_layout.device.type == "cuda"
 
     def observe(self, rows: ListeningRows, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """
-        Add what rows of a pass attend to in a layer; on a GPU, where possible, by kernels of our own.
+        Record what rows of a pass attend to in a layer; on a GPU by our own kernels if possible.
 
-        Shapes:  query (N, H_q, D) of all rows of the pass; table as of `PagedCache.keys`, of [0, rows.end)
+        Shapes:  query (N, H_q, D) of all rows of the pass; table (blocks,) of positions [0, rows.end), as for
+                 `PagedCache.keys`
         """
         scaling, form = self.scaling(layer), self.form(layer)
         kernels = listening_kernels(self._cache, query) if self._may_use_kernels else None
@@ -217,7 +221,7 @@ class PartialForward:
             self._context(replace(metadata, slot_mapping=written)),
         ):
             output = model(intermediate_tensors=None, **inputs.arguments(token_ids, positions))
-        if draft is not None and drafted is not None:  # its rows are in the same slots of its own layers
+        if draft is not None and drafted is not None:  # its layers have the same slots
             with torch.inference_mode(), self._context(replace(metadata, slot_mapping=slots)):
                 draft.compute(drafted, output)
 
@@ -233,7 +237,7 @@ class PartialForward:
     def _inputs(
         self, runs: Sequence[Run]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CommonAttentionMetadata]:
-        """Token ids, positions, slots and attention metadata of a pass, in one copy to the device."""
+        """Make token ids, positions, slots and attention metadata of a pass, with one copy to the device."""
         made = pass_inputs(runs, self._cache)
         token_ids, positions, slots, on_device, seq_lens, block_table = to_device(
             self._cache.kv_layout.device,
@@ -263,7 +267,7 @@ class PartialForward:
 
 
 def listening_kernels(cache: PagedCache, query: torch.Tensor) -> Any:
-    """Their module, which imports Triton; None where that is not, or they cannot run."""
+    """Return the module of the listening kernels; None without Triton, or if they cannot run here."""
     if query.device.type != "cuda" or cache.layout != ADDRESSABLE:
         return None
     if query.dtype != cache.kv_layout.dtype or query.dtype not in _MULTIPLIED:

@@ -1,6 +1,6 @@
 """
-The arrays of a pass over runs, in a few calls of numpy whatever their number: a long prompt has hundreds of
-runs over thousands of blocks, and the GPU waits for them.
+Makes the arrays of a pass over runs in a fixed number of numpy calls: a long prompt has hundreds of runs over
+thousands of blocks, and the GPU waits for the arrays.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvshare.vllm_connector.metadata import Tokens
 if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
-# The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype it was traced
-# with, and vLLM drops the guards that would notice another one: of int64 ids, it would read every other one
-# as 0.
+# The dtype of vLLM's own buffer of token ids. A compiled model reads its input as the dtype with which it was
+# traced, and vLLM drops the guards that would notice another dtype: the model would read every second one of
+# int64 ids as 0.
 _TOKEN_DTYPE = np.int32
 
 
 class PlacedRun(Protocol):
-    """A run, see `partial_forward.py`. Runs of a request have the very same block table."""
+    """A run, see `partial_forward.py`. All runs of a request have the same `block_ids` object."""
 
     @property
     def block_ids(self) -> tuple[int, ...]: ...
@@ -42,6 +42,8 @@ class PlacedRun(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class PassInputs:
     """
+    The arrays of a pass. `starts`: where each run begins among the rows. `ends`: each run's sequence length.
+
     Shapes:  token_ids (N,) int32, positions, slots (N,) int64 of all rows; starts (R + 1,), ends (R,), table
              (R, B) int32 of the runs. The table has 0 after each run's last block
     """
@@ -55,18 +57,18 @@ class PassInputs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest run."""
+        """The number of tokens of the longest run."""
         return int(np.diff(self.starts).max())
 
 
 def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
-    """Make the inputs of runs, in the order of their rows."""
+    """Make the inputs of a pass, with a row for each token in the order of the runs."""
     size = cache.kernel_block_size
     begins, ends = np.array([(run.span.start, run.span.end) for run in runs], np.int64).T
     lengths = ends - begins
     starts = np.concatenate([[0], lengths.cumsum()])
     owners, tables = _tables(runs, cache)
-    at = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)  # where its KV is
+    at = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)  # position of each row
     shifts = np.array([run.shift for run in runs], np.int64)
     num_blocks = -(-ends // size)
     columns = np.arange(num_blocks.max())
@@ -83,7 +85,7 @@ def pass_inputs(runs: Sequence[PlacedRun], cache: PagedCache) -> PassInputs:
 
 
 def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
-    """(N,) The token after each row's; of a prompt's last token, itself."""
+    """(N,) the token after each row's token; for a prompt's last token, that token itself."""
     each = []
     for run in runs:
         following = run.token_ids[run.span.start + 1 : run.span.end + 1]
@@ -92,7 +94,7 @@ def following_ids(runs: Sequence[PlacedRun]) -> NDArray[np.int32]:
 
 
 def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:
-    """(N,) Which rows are kept: the target writes none of its own there."""
+    """(N,) which rows are kept: the target does not write their KV."""
     kept = []
     for run in runs:
         rows = np.zeros(len(run.span), np.bool_)
@@ -102,7 +104,7 @@ def kept_rows(runs: Sequence[PlacedRun]) -> NDArray[np.bool_]:
 
 
 def _tables(runs: Sequence[PlacedRun], cache: PagedCache) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Each run's request, as a number, and the kernel blocks of each request, as far as its runs reach."""
+    """Return the number of each run's request, and the kernel blocks of each request up to its last run."""
     last: dict[int, PlacedRun] = {}  # by block table
     for run in runs:
         known = last.get(id(run.block_ids))

@@ -2,17 +2,17 @@
 Computes what no copy covers: the placeholders of loads whose copies are written, within the step's budget.
 
 vLLM's own token budget does not count this, so a step takes only as many loads as fit; the others wait, in
-the order of their arrival. Where a load has a repair order, repairs are chosen and computed, too:
+the order of their arrival. If a load has a repair order, repairs are chosen and computed, too:
 
     arrived --> first pass --> its results are read --> second pass --> reported
                          '---- nothing to choose (any more) ---------------^
 
-Loads that join a step are complete in it: vLLM computes their requests' tails next. If a pass with them
-fails, their whole prompts are computed; vLLM has no way back, so a second failure is vLLM's.
+Loads that join a step are completed in it: vLLM computes their requests' tails next. If a pass with them
+fails, their whole prompts are computed. vLLM cannot take them back, so a second failure is raised in vLLM.
 
-All passes of a step are one. While results are on their way from a GPU, other loads have their turn, and the
-second pass has its turn first when they have arrived on every rank. On a CPU they are there at once: both
-passes are in the same step.
+The passes of all loads in a step are made as one. While results are on their way from a GPU, other loads are
+computed; when they have arrived on every rank, the second pass comes first. On a CPU results arrive at once,
+and both passes are in the same step.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log = logging.getLogger("vllm.kvshare")
 @dataclass(eq=False)
 class ArrivedLoad:
     """
-    A load whose copies are written. Its passes may take several steps: `left` is what is not computed yet of
-    the one under way, None before the first one.
+    A load whose copies are written. Its passes may take several steps: `left` is what remains of the pass
+    under way; None before the first pass.
     """
 
     load: PendingLoad
@@ -66,7 +66,7 @@ class ArrivedLoad:
         return self.load.request.passed(self.load.unreadable)
 
     def num_to_compute(self, *, reads_at_once: bool) -> int:
-        """Return the most tokens in a step: with the repairs, if its results are read in the same one."""
+        """Return the most tokens in a step; `reads_at_once`: the second pass is in the same step."""
         if self.load.is_cancelled:
             return 0
         left = self._first_spans if self.left is None else [run.span for run in self.left]
@@ -82,7 +82,7 @@ class ArrivedLoad:
             self.left = runs_of(request, self._first_spans, kept=kept)
 
     def take_runs(self, max_tokens: int) -> list[Run]:
-        """The next runs of its pass."""
+        """Take the next runs of its pass, of at most `max_tokens` tokens."""
         if not self.left or max_tokens <= 0:
             return []
         first, *others = split(self.left, max_tokens)
@@ -108,7 +108,7 @@ class Placeholders:
         self._step_tokens = step_tokens
         self._can_listen = can_listen
         self._arrived: deque[ArrivedLoad] = deque()
-        self._reading: dict[ArrivedLoad, Reading] = {}  # between their passes; the same loads on every rank
+        self._reading: dict[ArrivedLoad, Reading] = {}  # loads between their passes, alike on every rank
         self._have_read = Agreement[ArrivedLoad]()
 
     @property
@@ -117,7 +117,7 @@ class Placeholders:
         return not self._arrived and not self._reading
 
     def add(self, loads: Iterable[PendingLoad]) -> None:
-        """Their copies are written; they are computed in this step or a later one, or were early."""
+        """Add loads whose copies are written. They are computed now or later, unless they were early."""
         for load in loads:
             arrived, order = ArrivedLoad(load), load.request.order
             if load.request.lacks_media(load.unreadable):
@@ -127,7 +127,7 @@ class Placeholders:
                 self._fail(arrived)
                 continue
             if load.early is not None:
-                if load.early.failed or load.unreadable:  # what the pass has read was wrong
+                if load.early.failed or load.unreadable:  # the pass has read wrong rows
                     self._fail(arrived)
                     continue
                 self._reports.note_early(load)
@@ -148,14 +148,14 @@ class Placeholders:
             arrived.load.cancel_if_in(request_ids)
 
     def fail_all(self) -> None:
-        """Fail all: what was written for them is lost."""
+        """Report all loads as failed: their blocks or their segments are lost."""
         for arrived in (*self._arrived, *self._reading):
             self._fail(arrived)
         self._arrived.clear()
         self._reading.clear()
 
     def wait_for_results(self, timeout_s: float) -> bool:
-        """Wait for the results of a first pass, if any are being read. Returns whether some are."""
+        """Wait for the results of a first pass, if any are on their way. Returns whether some are."""
         if not self._reading:
             return False
         if not any(arrived.load.is_cancelled for arrived in self._reading):
@@ -163,15 +163,15 @@ class Placeholders:
         return True
 
     def say(self) -> None:
-        """Send the other ranks what has been read here. `compute_due` must follow in the same step."""
+        """Send the other ranks which results have arrived here. `compute_due` must follow in this step."""
         self._have_read.say({arrived: reading.is_done for arrived, reading in self._reading.items()})
 
     def compute_due(self, joined: Sequence[PendingLoad] = ()) -> set[int]:
         """
-        Compute the loads that join this step and what else fits it, and report those that are complete.
+        Compute the loads that join this step and others that fit, and report those that are complete.
 
-        Returns:  blocks that vLLM may free before they are computed. Not those of loads that join a step: it
-        reads their reports when that step has ended
+        Returns:  the blocks of the others: vLLM may free them before the device has computed them. Blocks of
+                  joining loads are not freed before this step has ended
         """
         self._choose_read()
         joining = [ArrivedLoad(load) for load in joined]
@@ -182,7 +182,7 @@ class Placeholders:
         return {block_id for arrived in due for block_id in arrived.load.request.block_ids}
 
     def _choose_read(self) -> None:
-        """Make the choices whose results have arrived on every rank. Their second passes come first."""
+        """Make the choices whose results have arrived on every rank; their second passes come first."""
         if not self._reading:
             return
         have_read = self._have_read.known()
@@ -200,7 +200,7 @@ class Placeholders:
             self._arrived.appendleft(arrived)
 
     def _due(self, num_joining: int) -> list[ArrivedLoad]:
-        """The loads to compute in this step: in the order of arrival, within what is left of the budget."""
+        """Take the loads to compute in this step: in the order of arrival, within the rest of the budget."""
         at_once = self._device.reads_at_once
         sizes = (arrived.num_to_compute(reads_at_once=at_once) for arrived in self._arrived)
         number = num_admitted(sizes, self._step_tokens, num_tokens=num_joining)
@@ -210,8 +210,7 @@ class Placeholders:
         """
         Compute the next pass of the loads, unless they were cancelled, and report those that are complete.
 
-        Of a load that is larger than the budget, which is the only one to compute then, a part is computed
-        and the rest in later steps.
+        If a load is larger than the budget, it is the only one in `due`, and only a part of it is computed.
         """
         began = self._device.mark()
         awaited = [arrived for arrived in due if not arrived.load.is_cancelled]
@@ -239,7 +238,7 @@ class Placeholders:
                 self._reports.note_load(arrived.request_id, arrived.result())
 
     def _compute_whole(self, arrived: ArrivedLoad) -> None:
-        """Compute all of a load that joins this step: nothing of it is verified, and vLLM reads it next."""
+        """Compute the whole prompt of a load that joins this step, as vLLM reads all of its rows next."""
         request = arrived.load.request
         self._forward.compute(runs_of(request, request.runs(frozenset(arrived.load.wanted))))
         self._reports.note_joined(arrived.request_id, replace(arrived.result(), failed=True))
@@ -249,10 +248,10 @@ class Placeholders:
 
     def _compute(self, awaited: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad] = ()) -> Counter[str]:
         """
-        Compute the next pass of each load, all of those that join this step. Where the first one is complete,
-        what it found is being read; if that is there at once, choose repairs and compute them, too.
+        Compute the next pass of each load; loads that join this step completely. When a first pass is
+        complete, read its results; if they arrive at once, choose repairs and compute them, too.
 
-        Returns:  how many tokens were computed of each request that has any
+        Returns:  how many tokens were computed for each request, without zeros
         """
         for arrived in (*joining, *awaited):
             if arrived.left is None:
@@ -273,7 +272,7 @@ class Placeholders:
         return num_run + self._pass(chosen, self._step_tokens - num_run.total())
 
     def _pass(self, loads: Iterable[ArrivedLoad], max_tokens: int) -> Counter[str]:
-        """One pass over the next runs of these loads. Returns how many tokens were computed of each."""
+        """Compute the next runs of these loads together. Returns how many tokens were computed for each."""
         num_run, together = Counter[str](), list[Run]()
         for arrived in loads:
             runs = arrived.take_runs(max_tokens - num_run.total())

@@ -3,11 +3,11 @@ Agreement between the ranks of tensor parallelism, and the host memory that they
 
 A forward pass contains collectives: all ranks run it, or none.
 
-    before a pass   the ranks agree on what succeeded on all of them: `agreed`, `on_all_ranks`
-    in a step       what has happened on all of them, without a wait: `Agreement`
-    in a pass       if one rank fails, the others wait inside a collective and cannot be reached: its process
-                    ends, and vLLM, which monitors it, ends the others (`as_one`). Sums are made in the order
-                    of work on the device: `summed`
+    before a pass   `agreed`, `on_all_ranks`: the ranks find what succeeded on all of them
+    in a step       `Agreement`: what has happened on all ranks, without a wait
+    in a pass       `as_one`: if one rank fails, the others wait inside a collective and cannot be reached. So
+                    its process ends, and vLLM, which monitors it, ends the others.
+                    `summed`: sums over ranks, in the order of work on the device
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 class RankFailed(SystemExit):
-    """Ends a worker process. vLLM would treat any other exception as an answer, and wait for lower ranks'."""
+    """Ends a worker process. vLLM would take any other exception as an answer, and wait for other ranks."""
 
 
 def num_ranks() -> int:
@@ -59,8 +59,8 @@ def agreed(values: Sequence[bool]) -> list[bool]:
 
 class Agreement(Generic[_K]):
     """
-    What is true on all ranks. They say it before a forward pass and ask after it, so that no rank waits for
-    another one: it is sent while the pass is launched.
+    Finds what is true on all ranks. Ranks call `say` before a forward pass and `known` after it: values are
+    exchanged while the pass is launched, so that no rank waits for another one.
 
         before      rank 0  say({a: True, b: True})     rank 1  say({a: True, b: False})
         after               known() -> [a]                      known() -> [a]
@@ -97,9 +97,9 @@ class Agreement(Generic[_K]):
 
 def summed(values: torch.Tensor) -> torch.Tensor:
     """
-    The sum over all ranks, the same bits on each of them, in the order of work on the device.
+    Return the sum over all ranks, with the same bits on each, in the order of work on the device.
 
-    Ranks that chose from sums of other rounding would compute other tokens. So the first one's sum counts,
+    If sums were rounded differently, ranks would choose different tokens. So all ranks use the sum of rank 0,
     whatever algorithm the communicator has: a second all-reduce adds zeros to it.
     """
     group = get_tp_group()
@@ -111,7 +111,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def on_all_ranks(work: Callable[[], _T], problem: str) -> _T:
-    """Do `work`, which has no collective. Raises on every rank if it fails on one."""
+    """Do `work`, which must not contain a collective. Raises on every rank if it fails on one."""
     is_done = False
     try:
         with torch.inference_mode():
@@ -144,11 +144,11 @@ def as_one(what: str) -> Iterator[None]:
 
 def shared_memory(num_bytes: int, name: str) -> torch.Tensor | None:
     """
-    Reserve `num_bytes` that all ranks share: each writes its own heads of a segment there, so that the stored
-    bytes do not depend on the number of ranks, and one reader can read whole segments.
+    Reserve memory that all ranks share: each writes its own heads of a segment there, so that stored bytes do
+    not depend on the number of ranks, and one reader can read whole segments.
 
-    Returns:  None with a single rank, and if they cannot be reserved
     All ranks call it together. `name` is unique to the engine.
+    Returns:  None if there is a single rank, or the memory cannot be reserved
     """
     if num_ranks() == 1:
         return None
@@ -166,9 +166,9 @@ def shared_memory(num_bytes: int, name: str) -> torch.Tensor | None:
 
 def check_host_memory(num_bytes: int) -> None:
     """
-    Raises MemoryError, the same on all ranks, if a host has less available than its ranks take together.
+    Raise the same MemoryError on all ranks if a host has less memory available than its ranks will take.
 
-    `num_bytes` is what all ranks take. All ranks call it together, before they take it.
+    `num_bytes`: what all ranks take together. All ranks call it together, before they take it.
     """
     group = get_tp_group()
     memory = [(platform.node(), psutil.virtual_memory().available)] * group.world_size  # by rank

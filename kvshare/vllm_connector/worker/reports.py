@@ -16,7 +16,7 @@ from kvshare.vllm_protocol.stages import HIDDEN, PASS, WAITED, WRITE
 
 
 class Reports:
-    """Every load and every save is noted exactly once."""
+    """Collects the report of a step. Every load and every save is noted exactly once."""
 
     def __init__(self, device: Device) -> None:
         self.times = Times(device.seconds)
@@ -37,24 +37,24 @@ class Reports:
         self._report.loads[request_id] = result
 
     def note_pass(self, began: Any, ended: Any, num_run: dict[str, int], *, is_plain: bool) -> None:
-        """A pass between two marks of the device. `is_plain`: it did not listen."""
+        """Note a pass between two marks of the device. `is_plain`: it did not listen."""
         self.times.add(PASS, began, ended, num_run)
         self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_pace(self, load: PendingLoad, job: Job) -> None:
-        """Note the pace of a load in several batches. A single one has few bytes, and is slower per byte."""
+        """Note the pace of a load that had several batches. A single batch is small and slower per byte."""
         arrivals = load.work.arrivals if load.work is not None else None
         if arrivals is not None and arrivals.is_cut and not job.failed:
             self.paces.note_load(arrivals.num_bytes, job.seconds[WRITE])
 
     def note_disk(self, report: DiskReport | None) -> None:
-        """Note what was written to disk, or why it is not."""
+        """Note what was written to disk, or why nothing is."""
         if report is not None:
             before = () if self._report.disk is None else self._report.disk.written
             self._report.disk = DiskReport((*before, *report.written), report.problem)
 
     def note_early(self, load: PendingLoad) -> None:
-        """A pass that began before its load had arrived, which is now whole."""
+        """Note the early pass of a load that has arrived by now."""
         request_id, early, work = load.request.request_id, load.early, load.work
         assert early is not None
         assert work is not None
@@ -73,7 +73,7 @@ class Reports:
         self.times.note_later(request_id, measured)
 
     def note_arriving(self, request_id: str) -> None:
-        """Announce it to vLLM as arrived, before that is so: it joins a later step."""
+        """Announce a load to vLLM as arrived before it has: it joins a later step."""
         self._transfers.finished_recving.add(request_id)
         self._report.arriving.add(request_id)
 
@@ -81,7 +81,7 @@ class Reports:
         self._report.step = number
 
     def note_copied(self, load: LoadRequest) -> None:
-        """Blocks that it was copied from may be given away."""
+        """Note that a load's copies are made: the blocks from which it was copied may be reused."""
         if load.sources:
             self._report.copied.add(load.request_id)
 
@@ -95,12 +95,12 @@ class Reports:
         self._report.has_new_weights = True
 
     def take_transfers(self) -> KVConnectorTransferResults:
-        """Requests whose loads and saves ended or failed since the last call, for vLLM."""
+        """Return for vLLM the requests whose loads and saves ended or failed since the last call."""
         transfers, self._transfers = self._transfers, KVConnectorTransferResults()
         return transfers
 
     def take_report(self) -> WorkerReport | None:
-        """Everything since the last call, for our scheduler side; None if there is nothing."""
+        """Return everything since the last call, for our scheduler side; None if there is nothing."""
         report, self._report = self._report, WorkerReport()
         report.stage_seconds = self.times.take()
         return report if report != WorkerReport() else None

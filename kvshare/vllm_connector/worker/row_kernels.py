@@ -1,6 +1,6 @@
 """
-The Triton kernels that `kernels.py` launches, which says what they read. Imported only where there are Triton
-and a GPU.
+The Triton kernels that `kernels.py` launches; its docstring says what they read. Imported only where there
+are Triton and a GPU.
 """
 # mypy: disallow-untyped-defs=false, disallow-incomplete-defs=false, disallow-untyped-decorators=false
 # The arguments of kernels are Triton's: pointers, numbers and constants.
@@ -27,8 +27,9 @@ def _find_rows(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """
-    For each token of this program: where its K begins in staging and how far on its V is there, its layer's
-    cache and where both begin in that, its layer, its shift's number, and whether its part has this piece.
+    Return for each token of this program: the offset of its K in staging, and how much further its V is; its
+    layer's cache, and the offset of both in that; its layer; its shift's number; whether its part has this
+    piece.
     """
     program = tl.program_id(0)
     token = tl.load(programs + program) * TOKENS + tl.arange(0, TOKENS)
@@ -84,7 +85,7 @@ def rotated(
     x = rows.to(FLOAT, bitcast=True).to(tl.float32)
     y = others.to(FLOAT, bitcast=True).to(tl.float32)
     turned = x * tl.load(cos + angle, inside, other=0) + y * tl.load(sin + angle, inside, other=0)
-    if FLOAT.primitive_bitwidth == 8:  # what does not fit becomes the largest that does
+    if FLOAT.primitive_bitwidth == 8:  # clamp to the largest number that fits
         limit: tl.constexpr = 448.0 if tl.float8e4nv == FLOAT else 57344.0
         turned = tl.minimum(tl.maximum(turned, -limit), limit)
     return tl.where(partner != dims, turned.to(FLOAT).to(rows.dtype, bitcast=True), rows)
@@ -95,7 +96,7 @@ def moved(
     rows, staged, shift, inside, cos, sin, partners, movement, num_movements,
     DIM: tl.constexpr, PADDED: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows (TOKENS, PADDED) from `staged`, rotated where they move; else bit by bit as they are."""
+    """Return rows (TOKENS, PADDED), rotated if they move; others keep every bit."""
     if tl.max(movement, 0) > 0:
         rows = rotated(
             rows, staged, shift, inside, cos, sin, partners, movement, num_movements, DIM, PADDED, FLOAT

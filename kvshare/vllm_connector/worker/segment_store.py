@@ -1,8 +1,8 @@
 """
-Segments in host memory: in an arena that all ranks share, or in one for this rank's heads only.
+Segments in host memory: in an arena that all ranks share, or in an arena for this rank's heads only.
 
     extent     [part][head][layer][k, v][token][dim]     in the dtype of vLLM's cache
-    part       the layers of one shape: most models have a single one
+    part       the layers of one shape: most models have a single part
 
 Heads come first, so that each rank's part of a segment is contiguous for any number of ranks.
 
@@ -28,12 +28,12 @@ from kvshare.vllm_connector.worker.disk_reads import Reads
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import DiskReport, WriteRequest  # which imports vLLM
 
-_ALIGNMENT = 64  # bytes, at which each part begins
-_SLACK = 8  # the arena is larger than all segments by one part in so many, because free memory is fragmented
+_ALIGNMENT = 64  # bytes, of the start of each part
+_SLACK = 8  # the arena is an eighth larger than all segments together, because free memory is fragmented
 
 
 def arena_bytes(max_bytes: int) -> int:
-    """Size of an arena for segments of `max_bytes` together."""
+    """Return the size of an arena for segments of `max_bytes` in all."""
     return max_bytes + max_bytes // _SLACK
 
 
@@ -42,8 +42,8 @@ class Stored:
     """
     A segment, or its layers of one shape: `rows` (H, L, 2, T, D) view the extent.
 
-    `sums` (H, L): of each layer of each head, see `kv/sums.py`. None until the rows are written. `others`: of
-    the first part of a segment, the layers of other shapes.
+    `sums` (H, L): the sum of each layer of each head, see `kv/sums.py`; None until the rows are written.
+    `others`: the layers of other shapes; set in the first part of a segment only.
     """
 
     segment_id: SegmentId
@@ -65,7 +65,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all layers."""
+        """The bytes of the layers of all shapes."""
         return sum(part.rows.nbytes for part in self.parts)
 
     @property
@@ -93,18 +93,18 @@ class Stored:
 
 class SegmentStore:
     """
-    Used by the worker's thread only. The memory of a dropped segment is free when no transfer uses it any
-    more: copies are made in any order, and several at once.
+    Used by the worker's thread only. The memory of a dropped segment is freed when no transfer uses it any
+    more, because copies are made in any order, and several at once.
 
-    Ranks that share an arena make the same calls in the same order, so that they need not exchange extents.
+    Ranks that share an arena make the same calls in the same order, so they need not exchange extents.
     """
 
     def __init__(
         self, buffer: torch.Tensor, layout: KVLayout, *, num_heads: int | None = None, first_head: int = 0
     ) -> None:
         """
-        In a buffer that ranks share, segments have `num_heads`; those of this rank begin at `first_head`. All
-        layers must have one shape there. None: the buffer is this rank's own.
+        `num_heads`: the heads of a segment in a buffer that ranks share, of which this rank's begin at
+        `first_head`; all layers must have one shape there. None: the buffer belongs to this rank alone.
         """
         self.arena = Arena(buffer)
         self._dtype = layout.dtype
@@ -157,12 +157,12 @@ class SegmentStore:
         }
 
     def hold(self, segments: Iterable[Stored]) -> None:
-        """A transfer begins to use them; `release` must follow."""
+        """Protect the memory of segments while a transfer uses it; `release` must follow."""
         for stored in segments:
             stored.num_users += 1
 
     def release(self, segments: Iterable[Stored]) -> None:
-        """A transfer has ended, on all ranks."""
+        """End a `hold`, after a transfer has ended on all ranks. Frees memory of dropped segments."""
         for stored in segments:
             stored.num_users -= 1
             if not stored.num_users and stored in self._leaving:
@@ -170,11 +170,11 @@ class SegmentStore:
                 self.arena.free(stored.extent)
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:
-        """No load finds them any more; unknown ids are ignored."""
+        """Remove segments everywhere, also below memory; unknown ids are ignored."""
         self.evict(segment_ids)
 
     def evict(self, segment_ids: Iterable[SegmentId]) -> None:
-        """They leave memory, which is free when it may be; unknown ids are ignored."""
+        """Remove segments from memory, which is freed once no transfer uses it; unknown ids are ignored."""
         for segment_id in segment_ids:
             if (stored := self._stored.pop(segment_id, None)) is None:
                 continue
@@ -184,21 +184,21 @@ class SegmentStore:
                 self.arena.free(stored.extent)
 
     def write(self, requests: Iterable[WriteRequest]) -> None:
-        """There is no disk."""
+        """Do nothing: there is no disk."""
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """There is no store that others write."""
+        """Do nothing: there is no store that others write."""
 
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
-        """None: there is nothing to read."""
+        """Return None: nothing is below memory."""
         return None
 
     def take_disk_report(self) -> DiskReport | None:
-        """None: nothing is written."""
+        """Return None: nothing is written."""
         return None
 
     def close(self) -> None:
-        """There is nothing to write."""
+        """Do nothing: nothing is to be written."""
 
     def clear(self) -> None:
         """Drop all. No copy may be under way on any rank."""

@@ -2,14 +2,14 @@
 The self-test: checks on the running model before the first request. Without it nothing is shared.
 
     layout     rows that vLLM writes into scattered blocks are read back bit by bit
-    scales     numbers of 8 bits are those that the model computes, by the layer's scale
+    scales     numbers of 8 bits times the layer's scale are those that the model computes
     partial    partial attention over scattered runs gives the KV of one full pass
     listening  attention weights computed from queries and stored keys give the kernel's output, and add up
     movement   how rows move to other positions is determined layer by layer; see `kvshare.kv.movement`
 
-A model whose layers have no positions, a mask that is not causal, or a kernel that reads its cache in another
-way fails one of them. Negative controls must fail, or the test does not count: rows of another token, block
-or head, and a run that attended to wrong rows.
+Layers without positions, a mask that is not causal, or a kernel that reads its cache in another way fail one
+of these checks. Negative controls must deviate, or the test is inconclusive: rows of another token, block or
+head, and a run that attended to wrong rows.
 
 Alphabet: L layers, T tokens, H kv heads of this rank, D head dim.
 """
@@ -39,9 +39,9 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 620  # so that a run is longer than 512
-_NUM_BLOCKS = 4  # or more
-_FEW_TOKENS = 48  # enough where the length does not matter; the prompt has at least so many
-_BEYOND_WINDOW = 64  # tokens, of the shortest one
+_NUM_BLOCKS = 4  # the prompt is longer than so many blocks, if there is room
+_FEW_TOKENS = 48  # enough if the length does not matter; the prompt has at least so many
+_BEYOND_WINDOW = 64  # tokens by which the prompt is longer than the shortest window
 _LONGEST = 4096
 _SHIFTS = (37, 133)
 _FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request
@@ -52,10 +52,10 @@ _TOLERANCE = {
     torch.float8_e4m3fn: 0.15,
     torch.float8_e5m2: 0.25,
 }
-_OFF = 0.01  # share of numbers of 8 bits that may be more than a step off: computed again, elsewhere rounded
+_OFF = 0.01  # share of 8-bit numbers that may be more than a step off, as they are rounded elsewhere
 _FAINT = 1e-2  # lower limit of a channel's spread, as a share of the layer's typical one
 _ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
-_CLEARLY = 4.0  # negative controls must deviate by so many times the error
+_CLEARLY = 4.0  # negative controls must deviate by at least so many times the error
 
 
 class SelfTest:
@@ -119,7 +119,7 @@ class SelfTest:
         """Return why partial attention is not exact here, or None."""
         whole, runs = self._compute([Span(0, self._length)]), self._runs
         tolerance, errors = self._tolerance, list[float]()
-        # All runs in one pass, then one run per pass: wrong blocks would hold other rows in the second case.
+        # All runs in one pass, then one run per pass: in the second case wrong blocks would hold other rows.
         for passes in ([runs], [[run] for run in runs]):
             poison = {"k": 3.0, "v": -3.0}
             planes = zip(self._cache.kv_layout.planes, whole.planes, strict=True)
@@ -141,7 +141,7 @@ class SelfTest:
         return None
 
     def _mistaken(self, whole: SegmentKV) -> Iterator[SegmentKV]:
-        """Negative controls: the rows as if something small were wrong."""
+        """Yield negative controls: the rows with a small error."""
         yield SegmentKV(tuple(rows.roll(1, dims=1) for rows in whole.planes))  # slots off by one
         if self._length > self._cache.block_size:  # blocks swapped
             yield SegmentKV(tuple(rows.roll(self._cache.block_size, dims=1) for rows in whole.planes))
@@ -218,7 +218,7 @@ class SelfTest:
         return None if is_right else "what rows attend to is added up wrongly"
 
     def _weights(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
-        """(G, S, S) of the whole prompt, for each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
+        """Yield the weights (G, S, S) of each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
         positions = torch.arange(self._length, device=keys.device)
         scaling, form = self._forward.scaling(layer), self._forward.form(layer)
         for head, group in enumerate(query.transpose(0, 1).chunk(keys.shape[1])):
@@ -229,7 +229,7 @@ class SelfTest:
         return bool(difference <= _TOLERANCE.get(self._cache.computed_dtype, 0.0) * scale)
 
     def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
-        """Find how each layer's K and V move to other positions: by one of these tables, or not at all."""
+        """Find which of these tables, if any, rotates each layer's K and V to other positions."""
         here, *elsewhere = (self._rows_at(shift) for shift in (0, *_SHIFTS))
         there = dict(zip(_SHIFTS, elsewhere, strict=True))
         tolerance = _TOLERANCE[torch.bfloat16] if self._cache.is_quantised else self._tolerance
@@ -253,10 +253,10 @@ class SelfTest:
 
     def _rows_at(self, shift: int) -> SegmentKV:
         """
-        Rows of some tokens, computed so many positions further.
+        Return rows of a few tokens, computed for positions that are `shift` higher.
 
-        Where they are quantised, as the model gives them, and each token alone: it attends to its own value
-        with a weight of 1, so that no error of a key changes what later layers compute.
+        If the cache is quantised, these are the rows before that, and each token is a sequence of its own: it
+        attends only to itself, with a weight of 1, so that errors of keys do not change later layers.
         """
         if not self._cache.is_quantised:
             return self._compute([Span(0, _FEW_TOKENS)], shift=shift)
@@ -275,14 +275,14 @@ class SelfTest:
 
 def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:
     """
-    The error of the worst channel of the worst layer: root mean square over tokens, relative to the channel's
-    own spread. So a few large channels, as in models with biased keys, do not hide errors in the others.
+    Return the error of the worst channel of the worst layer: root mean square over tokens, relative to the
+    channel's spread. So a few large channels, as in models with biased keys, do not hide errors in others.
 
     Shapes:  expected, got (L, T, H, D)
     """
     right, computed = expected.float(), got.float()
     error = (right - computed).square().mean(dim=1).sqrt()
-    # Rounding of a channel that is large and hardly varies is not an error.
+    # A large channel that hardly varies has rounding errors above its spread: these do not count.
     rounding = 2 * torch.finfo(expected.dtype).eps / tolerance * right.square().mean(dim=1).sqrt()
     spread = torch.maximum(right.std(dim=1), rounding)
     typical = spread.flatten(1).median(dim=1).values[:, None, None]

@@ -3,10 +3,10 @@ Segments in staging buffers: cut into layers, so that a segment may be larger th
 
     segment     [head][layer][k, v][token][dim]        H heads, L layers, T tokens
     in staging  [head][some layers][k, v][token][dim]  the layers [first, end) of each head
-    piece       one layer of one head: what has a sum
+    piece       one layer of one head; each piece has a sum
 
-All heads of a layer are in the same batch, so that vLLM's own kernels can write it, too. A load of several
-batches is cut into the same layers of all its segments, so that the first layers are there first.
+All heads of a layer are in the same batch, so that vLLM's own kernels can write it, too. In a load of several
+batches, each batch has the same layers of all segments, so that the first layers arrive first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 _GRAIN = 512  # bytes; segments begin at multiples of it
-_GROUPS = 12  # of layers that a load is cut into: more are more and shorter copies, fewer arrive later
+_GROUPS = 12  # groups of layers in a large load: with more, copies are shorter; with fewer, the first is late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedLayers:
-    """Layers of a segment in a staging buffer. Units:  offset in bytes from the begin of the buffer"""
+    """Layers of a segment in a staging buffer. Units:  offset in bytes from the start of the buffer"""
 
     stored: Stored
     layers: range
@@ -49,32 +49,32 @@ class StagedLayers:
 
     @property
     def rows(self) -> list[torch.Tensor]:
-        """Return where they are stored, in as few tensors as possible. In staging they follow each other."""
+        """The rows in host memory, in as few tensors as possible. In staging these follow each other."""
         if self.is_whole:
             return [self.stored.rows]
         return list(self.stored.rows[:, self.layers.start : self.layers.stop].unbind())
 
     @property
     def part(self) -> StagedPart:
-        """The same in staging, for our kernels."""
+        """The description of these layers in staging for our kernels."""
         num_layers = len(self.layers)
         num_pieces = self.stored.num_heads * num_layers
         return StagedPart(self.offset, self.stored.num_tokens, self.layers.start, num_pieces, num_layers)
 
     def sums(self) -> NDArray[np.int64]:
-        """The stored sums of its pieces, head by head."""
+        """Return the stored sums of these pieces, head by head."""
         assert self.stored.sums is not None, "its save has ended"
         return self.stored.sums[:, self.layers.start : self.layers.stop].ravel()
 
     def store_sums(self, found: NDArray[np.int64]) -> None:
-        """The sums of its pieces, which were just made, in the same order."""
+        """Store the computed sums of these pieces, in the order of `sums`."""
         if self.stored.sums is None:
             self.stored.sums = np.zeros((self.stored.num_heads, self.stored.num_layers), np.int64)
         own = found.reshape(self.stored.num_heads, len(self.layers))
         self.stored.sums[:, self.layers.start : self.layers.stop] = own
 
     def view(self, staging: torch.Tensor) -> torch.Tensor:
-        """Its rows in staging, (H, len(layers), 2, T, D)."""
+        """Return the view of these rows in staging, (H, len(layers), 2, T, D)."""
         rows = self.stored.rows
         own = staging[self.offset : self.offset + self.num_bytes]
         return own.view(rows.dtype).view(rows.shape[0], len(self.layers), *rows.shape[2:])
@@ -83,7 +83,7 @@ class StagedLayers:
 def saved(
     batch: Iterable[tuple[StagedLayers, Span]], cache: PagedCache, block_ids: Sequence[int]
 ) -> list[StagedCopy]:
-    """List what a kernel reads from vLLM's caches for spans of a request."""
+    """Return the copies by which a kernel gathers spans of a request from vLLM's caches."""
     return [
         StagedCopy(layers.part, Span(0, len(span)), cache.slot_numbers(block_ids, span))
         for layers, span in batch
@@ -92,7 +92,7 @@ def saved(
 
 def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedLayers]]:
     """
-    Layers of segments that fit a staging buffer together, in the order of segments.
+    Yield batches of layers that fit a staging buffer, in the order of segments.
 
     Raises ValueError if one layer of a segment is larger than the buffer.
     """
@@ -119,8 +119,8 @@ def batches(segments: Sequence[Stored], max_bytes: int) -> Iterator[list[StagedL
 
 def batches_by_layer(segments: Sequence[Stored], max_bytes: int) -> list[list[StagedLayers]]:
     """
-    The same in the order of layers: some of the layers of all segments, then the next ones. In one batch
-    where everything fits; a segment is in each batch once.
+    Return batches in the order of layers: the first layers of all segments, then the next layers. If
+    everything fits a buffer, there is one batch. A batch has a segment at most once.
     """
     total = sum(_aligned(stored.rows.nbytes, _GRAIN) for stored in segments)
     if total <= max_bytes:
@@ -143,7 +143,7 @@ def batches_by_layer(segments: Sequence[Stored], max_bytes: int) -> list[list[St
 
 
 def _cut(stored: Stored, layers: range, max_bytes: int) -> Iterator[range]:
-    """Layers of a segment, so many at once as fit a buffer."""
+    """Cut layers of a segment into ranges that fit a buffer. Raises ValueError if a single one does not."""
     size = _num_fitting(stored, max_bytes)
     if not size:
         raise ValueError(_too_large(stored, max_bytes))

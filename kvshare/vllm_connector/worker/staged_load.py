@@ -1,8 +1,8 @@
 """
-A load in batches: what is copied in each of them, and the sums that its pieces must have.
+A load in batches: which rows each batch copies, and which sums its pieces must have.
 
-    copies    0, 1, 2 ..                of segments; each has a part in every batch that has its segment
-    pieces    [batch 0][batch 1] ..     as they are added up: by batch, segment, head, layer
+    copies    0, 1, 2 ..                from segments; a copy has a part in every batch that has its segment
+    pieces    [batch 0][batch 1] ..     in the order in which they are added up: batch, segment, head, layer
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvshare.vllm_connector.worker.staged_layers import StagedLayers, batches_by
 
 
 class StagedLoad:
-    """Through staging buffers of `buffer_bytes`."""
+    """A load through staging buffers of `buffer_bytes`."""
 
     def __init__(self, copies: Sequence[RowCopy], buffer_bytes: int) -> None:
         """Raises ValueError if one layer of a segment is larger than a buffer."""
@@ -38,11 +38,11 @@ class StagedLoad:
         return self._first_piece[-1]
 
     def pieces(self, number: int) -> slice:
-        """Return the pieces of a batch, among all."""
+        """Return the numbers of a batch's pieces among all pieces."""
         return slice(self._first_piece[number], self._first_piece[number + 1])
 
     def sums(self) -> NDArray[np.int64]:
-        """The stored ones of all pieces."""
+        """Return the stored sums of all pieces."""
         return np.concatenate([part.sums() for batch in self.batches for part in batch])
 
     def parts(self, number: int) -> dict[int, StagedPart]:
@@ -50,7 +50,7 @@ class StagedLoad:
         return {copy: layers.part for layers in self.batches[number] for copy in self._numbers[layers.stored]}
 
     def pairs(self, number: int) -> list[tuple[StagedLayers, RowCopy]]:
-        """The same as layers and copies."""
+        """Return the parts in a batch, as pairs of layers and copy."""
         return [
             (layers, self.copies[copy])
             for layers in self.batches[number]
@@ -58,7 +58,7 @@ class StagedLoad:
         ]
 
     def damaged(self, differing: NDArray[np.bool_]) -> set[SegmentId]:
-        """The segments of pieces, of all, whose sums differ."""
+        """Return the segments with a piece whose sum differs. Shapes:  differing (all pieces,)"""
         found, first = set(), 0
         for batch in self.batches:
             for part in batch:

@@ -1,8 +1,8 @@
 """
 Start of a worker: it takes vLLM's model and KV cache, allocates memory for segments, and tests itself.
 
-All ranks do it together, before the first step. `Attached` is what the steps work on; the handshake says what
-of it can be used.
+All ranks do it together, before the first step. Steps work with the parts in `Attached`; the handshake says
+what of them can be used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Findings:
     unsupported: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     can_listen: bool = False  # attention can be watched
-    can_copy_blocks: bool = False  # rows are right that were copied inside vLLM's cache
+    can_copy_blocks: bool = False  # copies inside vLLM's cache give the right rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class WorkerStart:
         return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
 
     def attach(self, models: Models) -> Attached:
-        """Raises MemoryError, and whatever a model causes that is made otherwise than expected."""
+        """Take the models and allocate memory. Raises MemoryError, and any error of an unexpected model."""
         cache, forward = on_all_ranks(
             partial(self._read_models, models), "another rank could not be prepared"
         )
@@ -138,8 +138,8 @@ class WorkerStart:
             first_head = rank() // copies * keys.num_heads
 
         def place() -> SegmentStore:
-            # Pages are allocated now. At a save they would cost more than its copies, and running out of
-            # memory then would end the process. `torch.zeros` would leave them to the first write.
+            # Pages are allocated now. During a save that would take longer than the copies, and running out
+            # of memory would end the process. `torch.zeros` would leave the pages to the first write.
             own_bytes = arena_bytes(max_bytes // num_ranks())  # for this rank's heads only
             arena = buffer if buffer is not None else torch.empty(own_bytes, dtype=torch.uint8).zero_()
             store = SegmentStore(arena, layout, num_heads=num_heads, first_head=first_head)
@@ -182,7 +182,7 @@ class WorkerStart:
         return Findings((), (*warnings, *slower), can_listen, can_copy_blocks)
 
     def _check_copies(self, attached: Attached, block_ids: Sequence[int]) -> tuple[Sequence[str], str | None]:
-        """Warnings, and why nothing can be copied, if so. All ranks copy in the same way."""
+        """Return warnings, and why nothing can be copied, or None. All ranks copy in the same way."""
         tests = [
             CopyTest(part, attached.store, self.device, block_ids=block_ids, part=number)
             for number, part in enumerate(attached.cache.parts)
@@ -197,6 +197,6 @@ class WorkerStart:
 
 
 def _first_problem(tests: Sequence[CopyTest] | Sequence[BlockCopyTest]) -> str | None:
-    """Return the first problem of the parts of a cache, each with a test of its own."""
+    """Return the first problem that a test finds, or None. Each test is for one part of the cache."""
     problems = (test.check() for test in tests)
     return next((problem for problem in problems if problem is not None), None)

@@ -1,4 +1,4 @@
-"""Times of stages by request, some of which are known only later: a device is past its work after a while."""
+"""Times of stages by request. Some are known only later, when a device has finished the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Work that was done for several requests together, and each one's share of it."""
+    """Work that was done for several requests together, and the share of each request."""
 
     name: str
     begin: Any
@@ -21,7 +21,7 @@ class Times:
     """
     Collects the times of stages by request.
 
-    `seconds`: between two marks of a device, or None while it is not past the second.
+    `seconds`: returns the time between two marks of a device; None while it is not past the second one.
     """
 
     def __init__(self, seconds: Callable[[Any, Any], float | None]) -> None:
@@ -31,23 +31,23 @@ class Times:
         self._measures: list[tuple[str, Callable[[], Mapping[str, float] | None]]] = []
 
     def add(self, name: str, begin: Any, end: Any, counts: dict[str, int]) -> None:
-        """A stage between two marks; `counts` is each request's amount of its work."""
+        """Add a stage between two marks. Requests share its time by their amounts of work, `counts`."""
         total = sum(counts.values())
         shares = {request_id: count / total if total else 0.0 for request_id, count in counts.items()}
         self._pending.append(Stage(name, begin, end, shares))
 
     def note(self, request_id: str, seconds: Mapping[str, float]) -> None:
-        """Stages of one request with known times."""
+        """Add known times of stages of one request."""
         by_stage = self._known.setdefault(request_id, {}) if seconds else {}
         for stage, value in seconds.items():
             by_stage[stage] = by_stage.get(stage, 0.0) + value
 
     def note_later(self, request_id: str, measure: Callable[[], Mapping[str, float] | None]) -> None:
-        """Stages of one request; `measure` gives None while they are not known."""
+        """Add stages of one request whose times are not known yet; until then `measure` returns None."""
         self._measures.append((request_id, measure))
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Seconds by request and stage: all that became known since the last call."""
+        """Return seconds by request and stage: all that became known since the last call."""
         measures, self._measures = self._measures, []
         for request_id, measure in measures:
             if (found := measure()) is None:

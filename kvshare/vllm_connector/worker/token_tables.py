@@ -1,6 +1,6 @@
 """
-What the kernels of `kernels.py` read about copies: the tokens of a load, once for all of its batches, and
-where each batch lies in staging. See `kernel_tables.py`, also for the letters.
+Tables that the kernels of `kernels.py` read about copies: the tokens of a load, once for all of its batches,
+and the place of each batch in staging. See `kernel_tables.py`, also for the alphabet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of the segment."""
+        """The number of tokens of the whole segment."""
 
     @property
     def source(self) -> Span: ...
@@ -36,8 +36,8 @@ class TokenTable:
     """
     One column for each token of all copies.
 
-    Shapes:  columns (5, T) int64: how far its row of K is from that of its segment's first token, in units;
-             T of its segment; number of its copy; slot; number of its shift
+    Shapes:  columns (5, T) int64: offset of its row of K from that of its segment's first token, in units;
+             number of tokens of its segment; number of its copy; slot; number of its shift
              shifts (S,); the first one is 0
              lengths (C,) of the copies
     """
@@ -72,11 +72,11 @@ class TokenTable:
 @dataclass(frozen=True, slots=True, eq=False)
 class PartTable:
     """
-    Where the part of each copy lies in staging, and one column for each program.
+    The place of each copy's part in staging, and the work of each program.
 
-    Shapes:  columns (4, C) int64: offset in units; first piece; how many pieces, 0 where the copy has no part
-             in this batch; how many follow each other
-             programs (2, P) int32: its block of tokens; its piece, counted from the first one of each part
+    Shapes:  columns (4, C) int64: offset in units; first piece; number of pieces, 0 if the copy has no part
+             in this batch; number of consecutive pieces
+             programs (2, P) int32: block of tokens; number of the piece in the part of each of these tokens
     """
 
     columns: NDArray[np.int64]
@@ -95,7 +95,7 @@ class PartTable:
         """
         `parts`: by the number of their copy.
 
-        Raises:  ValueError for one that reaches past staging or the model
+        Raises:  ValueError for a part that reaches past staging or the cache
         """
         offset, _, first, count, of_head = staging.table(list(parts.values()))
         last = first + (count - 1) // of_head * num_layers + (count - 1) % of_head
@@ -108,7 +108,7 @@ class PartTable:
 
 
 def _programs(counts: NDArray[np.int64], block: int) -> NDArray[np.int32]:
-    """Make as many programs for each block as its tokens have pieces, so that none has nothing to do."""
+    """Make as many programs for a block of tokens as its parts have pieces, so that none is idle."""
     most = np.maximum.reduceat(counts, np.arange(0, len(counts), block)) if len(counts) else counts
     blocks = np.repeat(np.arange(len(most), dtype=np.int32), most)
     before = np.repeat((np.cumsum(most) - most).astype(np.int32), most)

@@ -1,15 +1,15 @@
 """
-Copies next to vLLM's steps: segments into the blocks of loads, prompts out of blocks, and segments dropped.
+Transfers next to vLLM's steps: loads of segments into blocks, saves of prompts from blocks, and drops.
 
-Each load and each save is a job of the thread that copies, which makes them in an order of its own. One
-counts as finished when its job is done on every rank, so that all ranks report the same in the same step.
-What is computed for a load afterwards is not known here.
+Each load and each save is a job of the thread that copies, which orders its jobs by itself. A transfer counts
+as finished when its job is done on every rank, so that all ranks report the same in the same step. This file
+does not know what is computed for a load afterwards.
 
-A load that joins a step is waited for in that step (`joining_loads.py`). vLLM gives a request no block that a
-step in flight writes (`Scheduler.defer_block_free`), so the copies of a load are written as soon as they
-arrive: only what KVShare itself computed and read in these blocks comes first (`fence`).
+A step waits for the loads that join it (`joining_loads.py`). vLLM gives a request no block that a step in
+flight writes (`Scheduler.defer_block_free`), so the copies of a load are written as soon as they arrive: only
+KVShare's own use of these blocks must be over (`fence`).
 
-While vLLM sleeps, its KV cache has no memory: what is begun meanwhile fails, so that vLLM computes it.
+While vLLM sleeps, its KV cache has no memory: transfers that begin meanwhile fail, so that vLLM computes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvshare.vllm_connector.worker.under_way import PendingLoad, PendingSave, Un
 log = logging.getLogger("vllm.kvshare")
 
 _CLOSE_S = 10.0
-_LOOK_S = 0.0005  # between two looks at a load whose pass may begin early
-MAX_WAIT_S = 0.005  # how long a step without a forward pass waits for copies; new requests wait meanwhile
+_LOOK_S = 0.0005  # between two checks of a load whose pass may begin early
+MAX_WAIT_S = 0.005  # the longest wait of a step without a forward pass; new requests wait meanwhile
 
 
 class Transfers:
@@ -49,20 +49,20 @@ class Transfers:
         self._numbers = count()  # of transfers: the same on all ranks
         self._under_way: dict[int, UnderWay] = {}
         self._agreement = Agreement[Hashable]()
-        self._without_room: list[PendingSave] = []  # until the memory of dropped segments is free
+        self._without_room: list[PendingSave] = []  # saves that wait for the memory of dropped segments
         self._joining = JoiningLoads(device, self._copies, self._store, reports)
         self._fences = BlockFences(device)
         self._is_asleep = False  # vLLM's KV cache must not be touched
 
     def cancel(self, request_ids: Collection[str]) -> None:
-        """Their loads go on, as their blocks stay; what they have loaded is not computed further."""
+        """Cancel requests: their copies go on, as the blocks stay; their placeholders are not computed."""
         for each in self._joining.cancel(request_ids):
             self._under_way[next(self._numbers)] = each
         for load, _ in self._loads():
             load.cancel_if_in(request_ids)
 
     def begin_load(self, request: LoadRequest, *, joins: bool) -> None:
-        """`joins`: the step that runs; otherwise it is reported."""
+        """Begin a load. `joins`: it joins the current step, which waits for it; otherwise it is reported."""
         self._store.adopt(request.shared)
         reads = self._store.reads(request.stored_ids, within_s=request.reads_within_s)
         read_ids = frozenset[SegmentId]() if reads is None else reads.wanted
@@ -83,7 +83,7 @@ class Transfers:
             self._under_way[next(self._numbers)] = under_way
 
     def fence(self, block_ids: Collection[int]) -> None:
-        """These blocks are in use until now, and may be those of loads that begin later."""
+        """Note that blocks are in use by all work up to now: later loads into them wait for it."""
         self._fences.add(block_ids)
 
     def begin_save(self, request: SaveRequest) -> None:
@@ -94,12 +94,12 @@ class Transfers:
             self._find_room(save)
 
     def drop(self, segment_ids: Iterable[SegmentId], *, evicted: Iterable[SegmentId] = ()) -> None:
-        """No load finds them any more. Copies under way, on any rank, still have their bytes."""
+        """Remove segments, so that no later load finds them. Copies under way can still use their bytes."""
         self._store.drop(segment_ids)
         self._store.evict(evicted)
 
     def wait_for_saves(self, request_ids: Collection[str]) -> None:
-        """Other requests write their blocks in this step."""
+        """Wait until saves of these requests have read their blocks: others write these in this step."""
         for each in self._under_way.values():
             if isinstance(each.transfer, PendingSave) and each.transfer.request.request_id in request_ids:
                 self._copies.wait_until_read(each.job)
@@ -112,13 +112,13 @@ class Transfers:
 
     @property
     def only_load(self) -> UnderWay | None:
-        """Return the load if it is the only one and loses nothing that it copies. The same on all ranks."""
+        """The load, if it is the only one and not lost; else None. The same on all ranks."""
         loads = [each for _, each in self._loads()]
         is_one = len(loads) == 1 and not self._is_asleep and not any(self._joining)
         return loads[0] if is_one and not loads[0].is_lost else None
 
     def wait_until_due(self, load: UnderWay, is_due: Callable[[], bool]) -> bool:
-        """Wait a short time for a pass to be due before its load has arrived. Returns whether it is."""
+        """Wait a short time until an early pass is due. Returns whether it is before the load arrives."""
         lap, waited = LapTimer(), 0.0
         while waited < MAX_WAIT_S:
             if is_due():
@@ -141,7 +141,7 @@ class Transfers:
                 self._reports.note_arriving(load.request.request_id)
 
     def take_joined(self, request_ids: Sequence[str]) -> list[PendingLoad]:
-        """Wait for the loads that join this step, on all ranks together. Returns them."""
+        """Wait for the loads that join this step, and return them. Called on all ranks together."""
         return self._joining.take(request_ids, self._device.mark())
 
     def say(self) -> None:
@@ -152,7 +152,7 @@ class Transfers:
         """
         Take the transfers that are finished on every rank, in the order in which they were begun.
 
-        Returns:  the loads whose copies are written. All others are reported
+        Returns:  the loads whose copies are written. Saves and failed loads are reported
         """
         known = set(self._agreement.known())
         arrived = []
@@ -177,21 +177,21 @@ class Transfers:
         return arrived
 
     def forget_segments(self) -> None:
-        """Fail what is under way, and drop all segments."""
+        """Fail all transfers under way, and drop all segments. Waits for copies."""
         for each in (*self._ended(), *self._joining.ended()):
             each.is_lost = True
         self._give_up(self._without_room)
         self._store.clear()
 
     def fall_asleep(self) -> None:
-        """Finish saves before vLLM sleeps. What was loaded is lost with the cache."""
+        """Finish all copies before vLLM sleeps. Loads fail, because the cache loses what they wrote."""
         self._is_asleep = True
         for each in (*self._ended(), *self._joining.ended()):
             each.is_lost = each.is_lost or isinstance(each.transfer, PendingLoad)
         self._give_up(self._without_room)
 
     def wake_up(self) -> None:
-        """The KV cache has memory again, perhaps other tensors."""
+        """Go on after a sleep: the KV cache, perhaps other tensors now, must have the layout from before."""
         if not self._cache.has_same_form:
             log.error(
                 "kvshare: since vLLM slept, its KV cache has another layout than at the self-test: no prompt "
@@ -201,7 +201,7 @@ class Transfers:
         self._is_asleep = False
 
     def close(self) -> None:
-        """Waits for copies under way, whose memory is about to be freed."""
+        """Stop. Waits for copies under way, because their memory is about to be freed."""
         under_way = (*self._under_way.values(), *self._joining)
         self._wait([each.job for each in under_way], _CLOSE_S)
         self._copies.close()
@@ -220,7 +220,7 @@ class Transfers:
                 yield each.transfer, each
 
     def _said(self) -> Iterator[tuple[Hashable, bool]]:
-        """Yield what this rank knows of the transfers under way, the same keys on all ranks."""
+        """Yield what has happened here to the transfers under way; the same keys on all ranks."""
         for number, each in self._under_way.items():
             is_done = each.job.is_done
             yield (number, "done"), is_done
@@ -242,12 +242,12 @@ class Transfers:
         return finished
 
     def _ended(self) -> Iterable[UnderWay]:
-        """Return what is under way, when all copies of this rank have ended."""
+        """Wait until all copies of this rank have ended, and return the transfers under way."""
         self._copies.wait_for_all([each.job for each in self._under_way.values()])
         return self._under_way.values()
 
     def _find_room(self, save: PendingSave) -> None:
-        """Begin a save if there is room, let it wait if there will be."""
+        """Begin a save if there is room; let it wait if there will be; else it fails when its turn comes."""
         if self._without_room:  # in order, see `_finished`
             self._without_room.append(save)
             return
@@ -271,7 +271,7 @@ class Transfers:
         self._under_way[next(self._numbers)] = UnderWay(save, job)
 
     def _give_up(self, saves: Sequence[PendingSave]) -> None:
-        """Their blocks are lost before there was room."""
+        """Fail saves that wait for room, because their blocks are about to be overwritten or freed."""
         for save in list(saves):
             self._without_room.remove(save)
             self._end_save(save, is_whole=False)

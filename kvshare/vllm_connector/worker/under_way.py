@@ -1,4 +1,4 @@
-"""Loads and saves under way: what is asked for, the segments that their jobs read or write, and the jobs."""
+"""Loads and saves under way: the requests, the segments that their jobs read or write, and the jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class EarlyPass:
     """
     A pass that began before its load had arrived. `began`, `ended`: marks of the device. `failed`: it raised
-    an error. `choosing`: if it was the first one of a load with a repair order.
+    an error. `choosing`: set if the load has a repair order; then this was its first pass.
     """
 
     num_tokens: int
@@ -39,19 +39,19 @@ class PendingLoad:
     work: LoadWork | None = None
     unreadable: frozenset[SegmentId] = frozenset()
     is_cancelled: bool = False
-    has_failed: bool = False  # of a load that joins a step: none of its segments is readable
-    late_s: float = 0.0  # that vLLM's stream waited for it
-    late: Collection[SegmentId] = ()  # not read from disk in time, known when its job is done
-    early: EarlyPass | None = None  # if its placeholders are computed while it arrives
+    has_failed: bool = False  # only for loads that join a step: none of its segments is readable
+    late_s: float = 0.0  # seconds that vLLM's stream waited for it
+    late: Collection[SegmentId] = ()  # segments not read from disk in time; known when its job is done
+    early: EarlyPass | None = None  # set if its placeholders are computed while it arrives
 
     @cached_property
     def wanted(self) -> tuple[SegmentId, ...]:
-        """Return the wanted segments, in the same order on all ranks. Called in every step."""
+        """The wanted segments, in the same order on all ranks. Cached, as every step asks."""
         return tuple(sorted({copy.segment_id for copy in self.request.copies}))
 
     @cached_property
     def stored_ids(self) -> frozenset[SegmentId]:
-        """Return the wanted segments that host memory must have."""
+        """The wanted segments that must be in host memory."""
         return self.request.stored_ids
 
     @cached_property
@@ -68,20 +68,20 @@ class PendingLoad:
         self.is_cancelled = self.is_cancelled or self.request.request_id in request_ids
 
     def is_readable(self, segment_id: SegmentId) -> bool:
-        """Return whether this rank has written the right bytes. Known when its job is done."""
+        """Return whether this rank had a segment, with the right bytes. Known when its job is done."""
         assert self.work is not None
         if segment_id not in self.stored_ids:
             return True  # copied from blocks only
         return segment_id in self.held and segment_id not in self.work.damaged
 
     def failure(self) -> LoadResult:
-        """vLLM must compute the request's prompt."""
+        """Return a failed result, after which vLLM computes the request's prompt."""
         return LoadResult(True, self.unreadable, late=frozenset(self.late))
 
 
 @dataclass(eq=False)
 class PendingSave:
-    """A save under way. `mark`: its rows are computed when vLLM's stream is there."""
+    """A save under way. `mark`: its rows are computed once vLLM's stream has reached it."""
 
     request: SaveRequest
     mark: Any
@@ -96,7 +96,7 @@ class PendingSave:
 
 @dataclass(eq=False)
 class UnderWay:
-    """`is_lost`: whatever was copied, it counts as failed. It is set on all ranks between the same steps."""
+    """A transfer and its job. `is_lost`: it counts as failed; set on all ranks between the same steps."""
 
     transfer: PendingLoad | PendingSave
     job: Job

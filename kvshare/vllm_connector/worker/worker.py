@@ -12,11 +12,10 @@ The connector inside a worker, in the order in which vLLM calls it.
     forget_segments, release_caches, restore_caches
                     between steps: other weights; around a sleep of vLLM               transfers.py
 
-A step waits for no copy, except for those of loads that join it, for the save of a request that it preempts,
-and for at most 5 ms if it has no forward pass: for results of a pass over placeholders, or else for loads, of
-which one that is alone may be computed while it arrives (`early_passes.py`). A
-request is scheduled when its load is reported; if the load fails, vLLM computes the prompt. If one fails that
-joins a step, its placeholders are the whole prompt.
+A step waits for the copies of loads that join it, and for the save of a request that it preempts. Without a
+forward pass it also waits, at most 5 ms, for results of a pass over placeholders, or else for loads; a load
+that is alone may be computed while it arrives (`early_passes.py`). A request is scheduled when its load is
+reported. If the load fails, vLLM computes the prompt; if the load joins a step, the worker computes it.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class ConnectorWorker:
         )
 
     def begin(self, step: StepMetadata) -> None:
-        """Before the forward pass of a step."""
+        """Before the forward pass of a step: start loads, drop segments, compute joining loads."""
         if self._parts is None:
             assert not step.loads, "no ticket is taken before all workers have parts"
             return
@@ -129,7 +128,7 @@ class ConnectorWorker:
                 transfers.begin_load(request, joins=request.request_id in step.joining)
         transfers.drop(step.drops, evicted=step.evictions)
         for request in loads:
-            if request.reads_within_s:  # they need the memory of what was dropped
+            if request.reads_within_s:  # reads from disk need the memory of dropped segments
                 transfers.begin_load(request, joins=False)
         self.attached.store.write(step.writes)
         if step.joining or (step.has_forward and num_ranks() > 1):
@@ -146,8 +145,8 @@ class ConnectorWorker:
             self._reports.note_step(step.number)
         elif not placeholders.wait_for_results(MAX_WAIT_S):
             self._wait_for_loads()
-        if not step.joining:  # or that was done before the forward pass, in one pass with them
-            if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass is over only now
+        if not step.joining:  # otherwise this was done before the forward pass, together with joining loads
+            if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass ends only now
                 self._say()
             self._advance()
         transfers.announce(step.arriving)
@@ -168,14 +167,14 @@ class ConnectorWorker:
             transfers.fence(load.request.block_ids)
 
     def _advance(self, joined: Sequence[PendingLoad] = ()) -> None:
-        """Compute what is due of the loads that have arrived, together with those that join the step."""
+        """Compute the loads that have arrived and are due, together with those that join the step."""
         transfers, placeholders, _ = self.parts
         placeholders.add(transfers.take_arrived())
         if block_ids := placeholders.compute_due(joined):
             transfers.fence(block_ids)
 
     def save(self, step: StepMetadata) -> None:
-        """After the forward pass, because the rows that it has written are saved."""
+        """Begin saves, after the forward pass that has written their rows."""
         if self._parts is not None:
             for request in step.saves:
                 self._parts.transfers.begin_save(request)
@@ -186,11 +185,11 @@ class ConnectorWorker:
         self.parts.placeholders.say()
 
     def take_transfers(self) -> KVConnectorTransferResults:
-        """Requests whose saves and loads ended or failed since the last call."""
+        """Return the requests whose saves and loads ended or failed since the last call."""
         return self._reports.take_transfers()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """The report of everything since the last call, or None."""
+        """Return the report of everything since the last call, or None."""
         return self._reports.take_report()
 
     def forget_segments(self) -> None:
@@ -202,21 +201,20 @@ class ConnectorWorker:
 
     def release_caches(self) -> None:
         """
-        vLLM is about to take away the memory of its KV cache. Waits for copies under way.
+        Call this before vLLM releases the memory of its KV cache. Waits for copies under way.
 
-        What they have saved is whole. What was loaded is lost with the cache, so these loads fail. May be
-        called again.
+        Saves under way are completed. Loads fail, because the cache loses what they wrote. Idempotent.
         """
         if self._parts is not None:
             self._parts.transfers.fall_asleep()
             self._parts.placeholders.fail_all()
 
     def restore_caches(self) -> None:
-        """The KV cache has memory again, perhaps other tensors. May be called again."""
+        """Call this when the KV cache has memory again, perhaps as other tensors. May be called again."""
         if self._parts is not None:
             self._parts.transfers.wake_up()
 
     def close(self) -> None:
-        """Waits for copies under way, whose memory is about to be freed."""
+        """Stop. Waits for copies under way, because their memory is about to be freed."""
         if self._parts is not None:
             self._parts.transfers.close()
