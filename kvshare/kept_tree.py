@@ -22,6 +22,7 @@ from delta_tree import (
     StoreNotEmptyError,
 )
 from kvshare.metadata import METADATA_FILE, move_aside, problem_of
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,10 @@ class KeptTree:
     def reading(self, unstored: str | None) -> PartReading:
         """`unstored`: why no prompt can be stored at all."""
         if unstored is not None:
-            return PartReading(ServedPart.STORE, "not written", unstored)
-        kind = None if self.problem is None else "in memory"
-        return PartReading(ServedPart.STORE, kind, self.problem or "")
+            return PartReading(ServedPart.STORE, PartProblem.STORE_NOT_WRITTEN, unstored)
+        if self.problem is not None:
+            return PartReading(ServedPart.STORE, PartProblem.STORE_IN_MEMORY, self.problem)
+        return PartReading(ServedPart.STORE)
 
     def _end_problem(self) -> None:
         """The tree is where it should be: in memory, or in its file, which was out of reach for a while."""

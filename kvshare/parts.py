@@ -1,8 +1,8 @@
 """
 How each part of a server is, in one list: a word for the part, its state, since when, and what to do.
 
-A part is one that requests are served without, or with less of. parts.yaml has what may be wrong with each;
-the owner of a part gives a `PartReading` of it, and `PartHistory` knows since when it has been so.
+A part is one that requests are served without, or with less of. `PartProblem` has what may be wrong with
+each; the owner of a part gives a `PartReading` of it, and `PartHistory` knows since when it has been so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum, auto
-from pathlib import Path
 
-from kvshare.tables import read_table
+from kvshare.part_problems import PartProblem, PartState
 
 log = logging.getLogger(__name__)
-
-
-class PartState(StrEnum):
-    OK = auto()
-    REDUCED = auto()  # it does less than it could
-    OFF = auto()  # it does nothing: requests are served without it
 
 
 class ServedPart(StrEnum):
@@ -51,57 +44,45 @@ class ServedPart(StrEnum):
 @dataclass(frozen=True, slots=True)
 class PartReading:
     """
-    How a part is now. `kind`: what is wrong with it, one of its rows in parts.yaml; None: nothing.
+    How a part is now. `problem`: what is wrong with it; None: nothing.
 
-    `detail`: what the row's text leaves open, without any text of a prompt. `name`: of a replica;
+    `cause`: what the problem's text leaves open, without any text of a prompt. `name`: of a replica;
     `public_name`: for those who may not know its address, where `name` has that.
     """
 
     part: ServedPart
-    kind: str | None = None
-    detail: str = ""
+    problem: PartProblem | None = None
+    cause: str = ""
     name: str | None = None
     public_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PartStatus:
-    """A line of the list. `since`: unix seconds; `detail`, `remedy`: None for a part that is well."""
+    """A line of the list. `since`: unix seconds; `public_name`: `name` without what may be an address."""
 
     part: ServedPart
     name: str | None
-    state: PartState
+    public_name: str | None
     since: float
-    detail: str | None = None
-    remedy: str | None = None
-    summary: str | None = None  # `detail` without what may name files and addresses
-    public_name: str | None = None  # the same of `name`
+    problem: PartProblem | None
+    cause: str
+
+    @property
+    def state(self) -> PartState:
+        return PartState.OK if self.problem is None else self.problem.state
 
     @property
     def label(self) -> str:
         """`replica gpu-1`, or the part's word alone."""
         return str(self.part) if self.name is None else f"{self.part} {self.name}"
 
-
-@dataclass(frozen=True, slots=True)
-class PartProblem:
-    """A row of parts.yaml. `is_logged`: here, as its owner does not log when it begins and ends."""
-
-    state: PartState
-    text: str
-    remedy: str
-    is_logged: bool = False
-
-
-def _table() -> dict[ServedPart, dict[str, PartProblem]]:
-    rows = read_table(Path(__file__).with_suffix(".yaml"))
-    return {
-        ServedPart(part): {kind: PartProblem(PartState(row[0]), *row[1:]) for kind, row in kinds.items()}
-        for part, kinds in rows.items()
-    }
-
-
-PROBLEMS = _table()
+    @property
+    def detail(self) -> str | None:
+        """What is wrong and why, which may name files and addresses; None for a part that is well."""
+        if self.problem is None:
+            return None
+        return f"{self.problem.text}: {self.cause}" if self.cause else self.problem.text
 
 
 class PartHistory:
@@ -122,38 +103,29 @@ class PartHistory:
 
     def _status(self, reading: PartReading) -> PartStatus:
         before = self._known.get((reading.part, reading.name))
-        problem = None if reading.kind is None else PROBLEMS[reading.part][reading.kind]
-        state = PartState.OK if problem is None else problem.state
-        since = before.since if before is not None and before.state == state else self._clock()
         public_name = reading.public_name or reading.name
-        status = PartStatus(reading.part, reading.name, state, since, public_name=public_name)
-        if problem is not None:
-            detail, summary = (
-                problem.text.format(detail=reading.detail),
-                problem.text.partition(": {detail}")[0],
-            )
-            status = replace(status, detail=detail, remedy=problem.remedy, summary=summary)
-        _log_change(before, status, problem)
-        return status
+        now = PartStatus(
+            reading.part, reading.name, public_name, self._clock(), reading.problem, reading.cause
+        )
+        if before is not None and before.state == now.state:
+            now = replace(now, since=before.since)
+        _log_change(None if before is None else before.problem, now)
+        return now
 
 
-def _log_change(before: PartStatus | None, now: PartStatus, problem: PartProblem | None) -> None:
+def _log_change(before: PartProblem | None, now: PartStatus) -> None:
     """One warning when it begins, and one line when it is over; a change between two problems is none."""
-    was_ok = before is None or before.state is PartState.OK
-    if problem is not None and problem.is_logged and was_ok:
-        log.warning("%s: %s. %s", now.label, now.detail, now.remedy)
-    elif problem is None and before is not None and not was_ok and _was_logged(before):
+    problem = now.problem
+    if before is None and problem is not None and problem.is_logged:
+        log.warning("%s: %s. %s", now.label, now.detail, problem.remedy)
+    elif before is not None and problem is None and before.is_logged:
         log.warning("%s: it is well again", now.label)
-
-
-def _was_logged(status: PartStatus) -> bool:
-    return any(row.is_logged and row.remedy == status.remedy for row in PROBLEMS[status.part].values())
 
 
 def in_words(parts: Iterable[PartStatus]) -> str:
     """Say in one line what is wrong with the parts that are not well; empty if all are well."""
     return "; ".join(
-        f"replica {each.public_name}: {each.summary}" if each.public_name else str(each.summary)
+        f"replica {each.public_name}: {each.problem.text}" if each.public_name else each.problem.text
         for each in parts
-        if each.state is not PartState.OK
+        if each.problem is not None
     )

@@ -37,6 +37,7 @@ from kvshare.background import Background, EmbeddingBacklog, repeated, saved_oft
 from kvshare.engine import Engine
 from kvshare.errors import ShuttingDownError
 from kvshare.kept_tree import KeptTree
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 from kvshare.served_index import ServedIndex
 from kvshare.settings import Settings
@@ -137,15 +138,16 @@ class Runtime(Generic[KeeperT]):
         """Yield the states of the parts that requests can do without, except those that the engine adds."""
         yield from self.index.parts()
         if self.index.embedder is not None:
-            yield PartReading(ServedPart.BACKLOG, "full" if self.embedding.is_behind else None)
+            is_full = self.embedding.is_behind
+            yield PartReading(ServedPart.BACKLOG, PartProblem.BACKLOG_FULL if is_full else None)
         yield self.kept_tree.reading(self.keeper.problem)
         yield from (tier.reading() for tier in self.keeper.tiers() if tier.name == "disk")
         yield self.control.status().reading()
-        for part, problem in (
-            (ServedPart.COSTS, self.kept_costs.problem),
-            (ServedPart.TENANTS, self.keeper.tenants.problem),
+        for part, problem, cause in (
+            (ServedPart.COSTS, PartProblem.COSTS_NOT_WRITTEN, self.kept_costs.problem),
+            (ServedPart.TENANTS, PartProblem.TENANTS_NOT_WRITTEN, self.keeper.tenants.problem),
         ):
-            yield PartReading(part, None if problem is None else "not written", problem or "")
+            yield PartReading(part, None if cause is None else problem, cause or "")
 
     async def settle(self) -> None:
         """Wait until all finished requests are stored and indexed."""

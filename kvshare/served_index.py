@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvshare.errors import ConfigError
 from kvshare.extras import how_to_install, missing_modules
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 from kvshare.settings import IndexSettings, StoreSettings
 from kvshare.status import IndexStatus
@@ -39,6 +40,13 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 5.0  # how often to check whether a pause is over
 _MAINTAIN_EVERY = 6  # checks
 _BY_EMBEDDING = (ServedPart.EMBEDDING, ServedPart.EMBEDDER, ServedPart.INDEX_EMBEDDER)
+_FAILING = {
+    ServedPart.FINGERPRINT: PartProblem.FINGERPRINT_FAILING,
+    ServedPart.EMBEDDING: PartProblem.EMBEDDING_FAILING,
+    ServedPart.EMBEDDER: PartProblem.EMBEDDER_FAILING,
+    ServedPart.INDEXING: PartProblem.INDEXING_FAILING,
+    ServedPart.INDEX_EMBEDDER: PartProblem.INDEX_EMBEDDER_FAILING,
+}
 _BLOCK_BYTES = 512  # unit of st_blocks, independent of the file system
 
 
@@ -108,18 +116,18 @@ class ServedIndex:
         """Yield the states of the parts that nomination can do without."""
         paused = self._index.why_paused()
         if self._problem is not None:
-            yield PartReading(ServedPart.INDEX, "closed", self._problem)
+            yield PartReading(ServedPart.INDEX, PartProblem.INDEX_CLOSED, self._problem)
         elif paused is not None:
-            yield PartReading(ServedPart.INDEX, "paused", paused)
+            yield PartReading(ServedPart.INDEX, PartProblem.INDEX_PAUSED, paused)
         else:
-            yield PartReading(ServedPart.INDEX, "lost" if self._is_refilling else None)
+            yield PartReading(ServedPart.INDEX, PartProblem.INDEX_LOST if self._is_refilling else None)
         for name, circuit in self.nominator.circuits.items():
             part, problem = ServedPart(name), circuit.problem
             if part in _BY_EMBEDDING and self.embedder is None:
                 continue
-            yield PartReading(part, None if problem is None else "failing", problem or "")
+            yield PartReading(part, None if problem is None else _FAILING[part], problem or "")
         if self._without is not None:
-            yield PartReading(ServedPart.EMBEDDER, "missing", self._without)
+            yield PartReading(ServedPart.EMBEDDER, PartProblem.EMBEDDER_MISSING, self._without)
 
     async def _try_open(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 from kvshare.telemetry import Counts
 from vector_index import CircuitState
@@ -63,8 +64,8 @@ class TierStatus:
     def reading(self) -> PartReading:
         """Report the state of the disk."""
         if self.problem is not None:
-            return PartReading(ServedPart.DISK, "not written", self.problem)
-        return PartReading(ServedPart.DISK, "late" if self.is_late else None)
+            return PartReading(ServedPart.DISK, PartProblem.DISK_NOT_WRITTEN, self.problem)
+        return PartReading(ServedPart.DISK, PartProblem.DISK_LATE if self.is_late else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class ControlStatus:
 
     def reading(self) -> PartReading:
         reduced = [f"{each.shared} with {each.load} in flight" for each in self.loads if each.rung]
-        return PartReading(ServedPart.CONTROL, "reduced" if reduced else None, "; ".join(reduced))
+        problem = PartProblem.CONTROL_REDUCED if reduced else None
+        return PartReading(ServedPart.CONTROL, problem, "; ".join(reduced))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,106 @@
 """
 What a client reads whose bytes are not an HTTP request: which fault they have, without the bytes.
 
-The faults are known by the words of aiohttp's parser, which `malformed_requests.yaml` lists.
+The faults are known by the words of aiohttp's parser.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
 from kvshare.errors import ErrorCode
-from kvshare.tables import read_table
 from proxy.errors import ErrorReply
 
 MAX_FIELD = 8190  # bytes of a header
 MAX_LINE = MAX_FIELD + 1  # of the request line; not the same, so that errors say which of both it was
 
-# What aiohttp's parser says -> what the client reads.
-_FAULTS: Mapping[str, str] = {
-    reason: fault
-    for fault, reasons in read_table(Path(__file__).with_suffix(".yaml")).items()
-    for reason in reasons
+# What the client reads, and by which words of aiohttp's parser (3.14) it is known.
+_REASONS: Mapping[str, Sequence[str]] = {
+    "it is HTTP/2, and this port speaks HTTP/1.1": [
+        "Pause on PRI/Upgrade",
+        "Expected HTTP/2 Connection Preface",
+    ],
+    "it does not begin with a method of HTTP in capital letters": [
+        "Invalid method encountered",
+        "Invalid word encountered",
+        "Invalid method for HTTP/x.x request",
+        "Invalid method for RTSP/x.x request",
+        "Expected SOURCE method for ICE/x.x request",
+        "Expected space after method",
+    ],
+    "its address does not begin with a slash": [
+        "Unexpected start char in url",
+        "Unexpected char in url schema",
+        "Unexpected char in url server",
+        "Invalid characters in url",
+    ],
+    "its address has a character that must be written with a percent sign": [
+        "Invalid char in url path",
+        "Invalid char in url query",
+        "Invalid char in url fragment start",
+    ],
+    "its first line does not end with a space and HTTP/1.1, or its address has a space": [
+        "Expected HTTP/, RTSP/ or ICE/",
+        "Unexpected space after start line",
+    ],
+    "its version is not HTTP/1.0 or HTTP/1.1": [
+        "Invalid HTTP version",
+        "Invalid major version",
+        "Invalid minor version",
+        "Expected dot",
+    ],
+    "a line does not end with CR LF": [
+        "Expected CRLF after version",
+        "Expected CRLF",
+        "Expected LF after CR",
+        "Expected LF after headers",
+        "Missing expected CR after header value",
+        "Missing expected LF after header value",
+    ],
+    "it has no Host header, which HTTP/1.1 requires": ["Missing 'Host' header in request."],
+    "the name of a header has a character that it may not have, or a line has no colon": [
+        "Invalid header token",
+        "Invalid header field char",
+    ],
+    "the value of a header has a character that it may not have": ["Invalid header value char"],
+    "the value of a header goes on in the next line": ["Unexpected whitespace after header value"],
+    "it has two Content-Length headers": ["Duplicate Content-Length"],
+    "it has both Content-Length and Transfer-Encoding": [
+        "Content-Length can't be present with Transfer-Encoding",
+        "Transfer-Encoding can't be present with Content-Length",
+    ],
+    "its Content-Length is not a number": ["Invalid character in Content-Length", "Empty Content-Length"],
+    "its Content-Length is above 2^64": ["Content-Length overflow"],
+    "its Transfer-Encoding is not chunked": [
+        "Request has invalid `Transfer-Encoding`",
+        "Invalid `Transfer-Encoding` header value",
+    ],
+    "a chunk of its body does not begin with its size in hexadecimal digits": [
+        "Invalid character in chunk size",
+        "Expected LF after chunk size",
+        "Missing expected CR after chunk size",
+    ],
+    "the size of a chunk of its body is above 2^64": ["Chunk size overflow"],
+    "a chunk of its body is longer than its size says": [
+        "Expected LF after chunk data",
+        "Missing expected CR after chunk data",
+    ],
+    "a chunk of its body has an extension that cannot be read": [
+        "Invalid character in chunk extensions",
+        "Invalid character in chunk extensions name",
+        "Invalid character in chunk extensions value",
+        "Invalid character in chunk extensions quoted value",
+        "Invalid character in chunk extensions quote value",
+        "Invalid quoted-pair in chunk extensions quoted value",
+        "Missing expected CR after chunk extension name",
+        "Missing expected CR after chunk extension value",
+    ],
+    "it comes after a request that said 'Connection: close'": ["Data after `Connection: close`"],
 }
+_FAULTS = {reason: fault for fault, reasons in _REASONS.items() for reason in reasons}
 _DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found\.")
 
 

@@ -23,7 +23,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvshare import __version__
-from kvshare.parts import PartState, ServedPart
+from kvshare.part_problems import PartState
+from kvshare.parts import ServedPart
 from kvshare.reasons import Reason
 from kvshare.requests import Decision, SharingMode, SharingReport
 from kvshare.status import EngineStatus

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvshare.parts import PartReading, PartState, PartStatus, ServedPart
+from kvshare.part_problems import PartProblem, PartState
+from kvshare.parts import PartReading, PartStatus, ServedPart
 from kvshare.requests import SharingMode
 from kvshare.status import EngineStatus
 from proxy.context import ServerContext
@@ -37,22 +38,25 @@ def _document(part: PartStatus, *, with_details: bool) -> dict[str, Any]:
     name = part.name if with_details else part.public_name
     if name is not None:
         document["name"] = name
-    if part.remedy is not None:
-        document["remedy"] = part.remedy
-    if with_details and part.detail is not None:
-        document["detail"] = part.detail
+    if part.problem is not None:
+        document["remedy"] = part.problem.remedy
+        if with_details:
+            document["detail"] = part.detail
     return document
 
 
 def _of_front(server: ServerContext) -> Iterator[PartReading]:
     most = server.settings.sharing.max_mode
-    kinds = {SharingMode.OFF: "switched off", SharingMode.EXACT: "exact only"}
-    yield PartReading(ServedPart.SHARING, kinds.get(SharingMode(most)), f"sharing.max_mode is {most}")
-    problem = server.usage.problem
-    yield PartReading(ServedPart.USAGE, None if problem is None else "not written", problem or "")
+    problems = {
+        SharingMode.OFF: PartProblem.SHARING_SWITCHED_OFF,
+        SharingMode.EXACT: PartProblem.SHARING_EXACT_ONLY,
+    }
+    yield PartReading(ServedPart.SHARING, problems.get(SharingMode(most)), f"sharing.max_mode is {most}")
+    cause = server.usage.problem
+    yield PartReading(ServedPart.USAGE, None if cause is None else PartProblem.USAGE_NOT_WRITTEN, cause or "")
     live = server.live
     if live.problem is not None:
-        yield PartReading(ServedPart.SETTINGS, "wrong", live.problem)
+        yield PartReading(ServedPart.SETTINGS, PartProblem.SETTINGS_WRONG, live.problem)
     else:
         later = ", ".join(live.needs_restart)
-        yield PartReading(ServedPart.SETTINGS, "to restart" if later else None, later)
+        yield PartReading(ServedPart.SETTINGS, PartProblem.SETTINGS_TO_RESTART if later else None, later)

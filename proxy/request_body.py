@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvshare.errors import ErrorCode, RequestError
 from kvshare.namespace import Owner
@@ -29,7 +29,7 @@ from proxy.context import SERVER
 from proxy.errors import HttpError, too_large
 from proxy.json_text import parse_object
 from proxy.request_record import RECORD
-from proxy.wrong_values import invalid, to_request_error, wrong
+from proxy.wrong_values import invalid, to_request_error, unknown_key, wrong
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -161,7 +161,7 @@ def validated(model: type[_Model], document: Mapping[str, Any]) -> _Model:
     try:
         return model.model_validate(document)
     except ValidationError as exc:
-        raise to_request_error(exc, model, document) from None
+        raise to_request_error(exc, document) from None
 
 
 class KVShareObject(BaseModel):
@@ -173,6 +173,15 @@ class KVShareObject(BaseModel):
     max_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # nats
     no_store: bool | None = None
     rules: bool | None = None  # whether the operator's rules act on it; `read_object` looks first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, given: Any) -> Any:
+        """Raises RequestError for a key that is not understood; it says which are."""
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                raise unknown_key(f"kvshare.{name}", cls.model_fields)
+        return given
 
 
 KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None

@@ -1,5 +1,6 @@
 """
-What a client learns of a value that is wrong: which field it is, what was expected and what was found.
+What a client learns of a value that is wrong: which field it is, what was expected, in pydantic's words, and
+what was found.
 
 No text of the body is quoted, as it may be a prompt: only its type, a number, or, where one of a few words
 was expected, its first characters.
@@ -8,28 +9,28 @@ was expected, its first characters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import ErrorType
 
 from kvshare.errors import ErrorCode, RequestError
-from kvshare.tables import read_table
 
 _MAX_QUOTED = 40  # characters of a word, digits of a number
 _MAX_PARAM = 200
 _MAX_PROBLEMS = 200  # that are looked at: a long list of wrong entries has one for each
-
-# pydantic's type of an error -> what was expected.
-EXPECTED: Mapping[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
+_ABSENT = ("missing", "union_tag_not_found")
+_OF_VALUES = {*get_args(ErrorType)}.difference(
+    _ABSENT
+)  # pydantic's own errors; a field's validator says all itself
 _OF_WORDS = ("literal_error", "enum")  # their values are words of a few, not text
 _TAGS = ("type", "role")  # which branch of a union is meant
-_ABSENT = ("missing", "union_tag_not_found")
-_UNKNOWN = "extra_forbidden"
-
+_CLASS = re.compile(r" or instance of \w+")
+_SAYS_FOUND = re.compile(", (got|not) ")
 _Path = tuple[int | str, ...]
 
 
@@ -42,6 +43,13 @@ def wrong(expected: str, value: object) -> PydanticCustomError:
 def invalid(param: str, problem: str) -> RequestError:
     """The error of a check that concerns more than one field, or a shape that no model describes."""
     return RequestError(f"Invalid '{param}': {problem}.", param=param)
+
+
+def unknown_key(param: str, known: Iterable[str]) -> RequestError:
+    """The error of a key that an object may not have."""
+    param = param[:_MAX_PARAM]
+    message = f"Unknown key '{param}': expected one of {', '.join(known)}."
+    return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
 
 
 def found(value: object) -> str:
@@ -57,26 +65,17 @@ def found(value: object) -> str:
     return "an object" if value else "an empty object"
 
 
-def to_request_error(
-    error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
-) -> RequestError:
-    """Say what is wrong about `document`, which is not a valid `model`: its first wrong parameter."""
+def to_request_error(error: ValidationError, document: Mapping[str, Any]) -> RequestError:
+    """Say what is wrong about `document`, which pydantic refuses: its first wrong parameter."""
     every = error.errors(include_url=False)
     problems = [_Problem.at(details, document) for details in every[:_MAX_PROBLEMS]]
     first, same = _meant(problems)
-    param, quoted = _param(first.place), first.quoted
-    if first.kind == _UNKNOWN:
-        models = _models_at(model, first.place[:-1])
-        known = ", ".join(dict.fromkeys(name for each in models for name in each.model_fields))
-        message = f"Unknown key '{param}': expected one of {known}."
-        return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
-    if first.kind in _ABSENT:
-        return RequestError(f"'{param}' is missing, and this request needs it.", param=param)
-    if first.kind not in EXPECTED:  # a field's own validator: it says both
-        return RequestError(f"Invalid '{param}': {first.details['msg']}.", param=param, quoted=quoted)
-    expected = " or ".join(dict.fromkeys(problem.expected for problem in same))
-    message = f"Invalid '{param}': expected {expected}, got {first.found}."
-    return RequestError(message, param=param, quoted=quoted)
+    expected, *others = dict.fromkeys(each.expected for each in same)
+    message = " or ".join([expected, *(each.removeprefix("expected ") for each in others)])
+    if first.kind in _OF_VALUES and not _SAYS_FOUND.search(message):
+        message = f"{message}, got {first.found}"
+    param = _param(first.place)
+    return RequestError(f"Invalid '{param}': {message}.", param=param, quoted=first.quoted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +106,12 @@ class _Problem:
 
     @property
     def expected(self) -> str:
-        """Return the words for an error of this table. Limits are written as 100, not as 100.0."""
-        limits = {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in self.details.get("ctx", {}).items()
-        }
-        return EXPECTED[self.kind].format(**limits)
+        """pydantic's message, without the names of our classes, and without the client's own tag."""
+        if self.kind in _ABSENT:
+            return "Field required"
+        if self.kind == "union_tag_invalid":
+            return f"expected one of {self.details['ctx']['expected_tags']}"
+        return _CLASS.sub("", self.details["msg"]).replace("Input should be", "expected")
 
     @property
     def found(self) -> str:
@@ -124,7 +123,7 @@ class _Problem:
     @property
     def quoted(self) -> Sequence[str]:
         """The client's own text in the message."""
-        if self.kind in EXPECTED:
+        if self.kind in _OF_VALUES:
             return [self.found] if self.found.startswith("'") else []
         return [str(word) for name, word in self.details.get("ctx", {}).items() if name == "quoted"]
 
@@ -154,7 +153,7 @@ def _ways(location: _Path, here: object, at: int = 0) -> Iterator[tuple[_Path, _
 
 def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
     """
-    The first problem, and all that say what else its field may be.
+    The first problem, and those that say what else its value may be.
 
     A union has problems for each of its branches. A branch with another `type` is not what the client meant;
     of the others it is the one that got furthest.
@@ -171,27 +170,10 @@ def _meant(problems: Sequence[_Problem]) -> tuple[_Problem, list[_Problem]]:
     depth = max(depths.values(), default=0)
     fitting = [each for each in alternatives if each.branch not in depths and len(each.place) >= depth]
     fitting = fitting or alternatives
-    first = max(fitting, key=lambda problem: (len(problem.place), problem.kind in EXPECTED))
-    return first, [each for each in fitting if each.place == first.place and each.kind in EXPECTED]
-
-
-def _models_at(model: type[BaseModel], place: _Path) -> list[type[BaseModel]]:
-    """The models that may stand at a place of a body."""
-    models = [model]
-    for part in place:
-        if isinstance(part, str):
-            annotations = [each.model_fields[part].annotation for each in models if part in each.model_fields]
-            models = [inner for annotation in annotations for inner in _models_in(annotation)]
-    return models
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every model that an annotation names: in lists, in unions, annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    inner = get_args(annotation)
-    for each in inner[:1] if get_origin(annotation) is Annotated else inner:
-        yield from _models_in(each)
+    first = max(fitting, key=lambda problem: (len(problem.place), problem.kind in _OF_VALUES))
+    if first.kind not in _OF_VALUES:
+        return first, [first]
+    return first, [each for each in fitting if each.place == first.place and each.kind in _OF_VALUES]
 
 
 def _param(place: _Path) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvshare.cli.checks import CheckState
+from kvshare.cli.check import CheckState
 from kvshare.cli.doctor import run_vllm_checks
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare_lab.bench.random_models import write_model

@@ -1,51 +1,22 @@
 """
-What `kvshare doctor` looks at: one small function per question, each answering with a `Check`. What it may
-find is in doctor.yaml.
+What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
 
-Here: the machine, the config and the model. `store_checks` and `server_checks` ask the rest. No check loads
-weights, talks to the internet or leaves a file behind.
+Here: the machine, the config and the model. `store_checks`, `server_checks` (of vLLM) and `running_checks`
+(of ours) ask the rest. No check loads weights, talks to the internet or leaves a file behind.
 """
 
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshare.addresses import is_own, joined, reachable, try_port
+from kvshare.cli.check import Check, Checked
 from kvshare.errors import ConfigError, ModelError
-from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from kvshare.settings import Settings
-
-
-class CheckState(StrEnum):
-    OK = "ok"
-    WARN = "warn"  # it serves, but not as it could
-    FAIL = "fail"  # it does not serve
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A check: what was looked at, what was found, and what to do if it is not fine."""
-
-    name: str
-    state: CheckState
-    detail: str
-    remedy: str = ""
-
-
-_FINDINGS = read_table(Path(__file__).with_name("doctor.yaml"))
-
-
-def found(finding: str, **words: object) -> Check:
-    """A finding of doctor.yaml, as "port.taken": the name of the check, and what came of it."""
-    name, _, kind = finding.partition(".")
-    state, *texts = _FINDINGS[name][kind]
-    return Check(name, CheckState(state), *(text.format(**words) for text in texts))
 
 
 def check_torch() -> Check:
@@ -53,18 +24,23 @@ def check_torch() -> Check:
     try:
         import torch
     except (ImportError, OSError) as exc:
-        return found("torch.broken", problem=exc)
+        return Checked.TORCH.fail(f"cannot be imported: {exc}", "reinstall it: pip install torch")
     cpu = f"CPU, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-    return found("torch.computes", version=torch.__version__, where=where)
+    return Checked.TORCH.ok(f"{torch.__version__} on {where}")
 
 
 def check_sqlite(version: tuple[int, int, int]) -> Check:
     """SQLite has no known bug that corrupts a WAL database: two connections that write at once."""
     from delta_tree.storage import journal_mode_for
 
-    fine = journal_mode_for(version) == "WAL"
-    return found("sqlite.fine" if fine else "sqlite.wal reset", version=".".join(map(str, version)))
+    numbers = ".".join(map(str, version))
+    if journal_mode_for(version) == "WAL":
+        return Checked.SQLITE.ok(numbers)
+    return Checked.SQLITE.ok(
+        f"{numbers} has the WAL-reset bug (3.7.0 to 3.51.2); a store with one writer, such as KVShare's, "
+        "is not affected"
+    )
 
 
 def check_config(path: Path | None) -> tuple[Settings | None, Check]:
@@ -74,9 +50,9 @@ def check_config(path: Path | None) -> tuple[Settings | None, Check]:
     try:
         settings = load_settings(path)
         access_of(settings)
-        return settings, found("config.read", where=path or "the defaults")
+        return settings, Checked.CONFIG.ok(path or "the defaults")
     except ConfigError as exc:
-        return None, found("config.wrong", problem=exc)
+        return None, Checked.CONFIG.fail(exc, "correct this key; config.yaml explains each")
 
 
 def check_ports(settings: Settings, url: str | None = None) -> list[Check]:
@@ -95,12 +71,18 @@ def _check_port(host: str, port: int, setting: str, *, is_asked: bool) -> Check:
     try:
         try_port(host, port)
     except OSError as exc:
+        problem = f"{where}: {exc.strerror or exc}"
         if exc.errno != errno.EADDRINUSE:
-            return found("port.refused", where=where, problem=exc.strerror or exc)
+            return Checked.PORT.fail(problem, "set server.host")
         if not is_kvshare(f"http://{joined(reachable(host), port)}"):
-            return found("port.taken", where=where, problem=exc.strerror or exc, setting=setting)
-        return found("port.asked" if is_asked else "port.ours", where=where, setting=setting)
-    return found("port.free", where=where)
+            return Checked.PORT.fail(problem, f"stop the server that listens there, or set {setting}")
+        if is_asked:
+            return Checked.PORT.ok(f"{where} is that of the running server at --url")
+        return Checked.PORT.warn(
+            f"{where}: a KVShare server runs there",
+            f"to check that one, give its address with --url; a second one needs another {setting}",
+        )
+    return Checked.PORT.ok(f"{where} is free")
 
 
 def check_pages(settings: Settings) -> Check:
@@ -108,8 +90,15 @@ def check_pages(settings: Settings) -> Check:
     origins = settings.server.cors_origins
     if "*" in origins:
         asks_for_keys = settings.auth.keys or settings.auth.keys_file is not None
-        return found("pages.any with keys" if asks_for_keys else "pages.any")
-    return found("pages.listed", origins=", ".join(origins)) if origins else found("pages.none")
+        if asks_for_keys:
+            return Checked.PAGES.ok("may call it from any origin, with a key")
+        return Checked.PAGES.warn(
+            "every web page may use the server from a browser that reaches it, as no key is asked",
+            "list the origins in server.cors_origins, or configure auth.keys",
+        )
+    if origins:
+        return Checked.PAGES.ok(f"may call it from {', '.join(origins)}")
+    return Checked.PAGES.ok("no web page of another origin may call the server")
 
 
 def check_model(settings: Settings) -> Check:
@@ -117,12 +106,17 @@ def check_model(settings: Settings) -> Check:
     from kvshare import chat_model
 
     if settings.model.path is None and not chat_model.is_prepared():
-        return found("model.to download", name=chat_model.NAME)
+        return Checked.MODEL.warn(
+            f"{chat_model.NAME} is not here yet; `kvshare serve` downloads it once (93 MB)",
+            "get it now: kvshare fetch-model. The checks below are of the bundled forms model",
+        )
     try:
         config = _model_config(settings)
     except ModelError as exc:
-        return found("model.missing", problem=exc)
-    return found("model.found", path=model_path(settings), kind=config.model_type)
+        return Checked.MODEL.fail(
+            exc, "download the model, or set model.path to a folder in Hugging Face format"
+        )
+    return Checked.MODEL.ok(f"{model_path(settings)} ({config.model_type})")
 
 
 def check_tokenizer(settings: Settings) -> Check:
@@ -132,9 +126,13 @@ def check_tokenizer(settings: Settings) -> Check:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path(settings), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as exc:
-        return found("tokenizer.missing", problem=first_line(exc))
-    complete = bool(tokenizer.chat_template)
-    return found("tokenizer.complete" if complete else "tokenizer.no template", num_tokens=len(tokenizer))
+        return Checked.TOKENIZER.fail(first_line(exc), "put the tokenizer's files next to the weights")
+    tokens = f"{len(tokenizer):,} tokens"
+    if tokenizer.chat_template:
+        return Checked.TOKENIZER.ok(f"{tokens}, with a chat template")
+    return Checked.TOKENIZER.warn(
+        f"{tokens}, no chat template", "only /v1/completions can be served without one"
+    )
 
 
 def check_geometry(settings: Settings) -> Check:
@@ -144,14 +142,23 @@ def check_geometry(settings: Settings) -> Check:
     try:
         model = served(_smallest(_model_config(settings)), name="the model")
     except ModelError as exc:
-        return found("geometry.wrong", problem=exc)
+        return Checked.GEOMETRY.fail(exc, "choose another model")
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
-        return found("geometry.not tested", problem=first_line(exc))
+        return Checked.GEOMETRY.warn(
+            f"cannot be tested without weights: {first_line(exc)}",
+            "the server tests it on the real weights when it starts",
+        )
     if not model.can_share:
-        return found("geometry.unshared", reason=model.unsupported_reason)
+        return Checked.GEOMETRY.warn(
+            f"nothing is shared: {model.unsupported_reason}",
+            "it is served all the same; docs/models.md lists what is shared of which",
+        )
     if model.unsupported_reason:
-        return found("geometry.fixed", reason=model.unsupported_reason)
-    return found("geometry.moves")
+        return Checked.GEOMETRY.warn(
+            model.unsupported_reason,
+            "text at the same position is still shared; `kvshare verify` shows each layer",
+        )
+    return Checked.GEOMETRY.ok("keys can be moved")
 
 
 def model_path(settings: Settings) -> str:

@@ -22,7 +22,7 @@ from kvshare.errors import ConfigError
 from kvshare.extras import missing_modules
 
 if TYPE_CHECKING:
-    from kvshare.cli.checks import Check
+    from kvshare.cli.check import Check
 
 _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sentence-transformers")
 
@@ -42,7 +42,7 @@ def doctor(
     One that fails is exit code 1. From which length on sharing pays is asked of the running server at --url,
     by default the config's address: it has measured it.
     """
-    from kvshare.cli.checks import CheckState
+    from kvshare.cli.check import CheckState
 
     url = url or os.environ.get("KVSHARE_URL")
     if url is not None:
@@ -78,9 +78,10 @@ def version(output_format: Format = OutputFormat.TERMINAL) -> None:
 def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
     """All checks; those that need the settings only if the config can be read. `url`: a running server."""
     from kvshare.cli import checks, server_checks, store_checks
+    from kvshare.cli.check import Checked
 
     settings, readable = checks.check_config(config)
-    python = checks.found("python.found", version=platform.python_version())
+    python = Checked.PYTHON.ok(platform.python_version())
     found = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
     if settings is None:
         return found
@@ -91,7 +92,12 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
         found += server_checks.check_replicas(settings.vllm.replicas)
         found.append(server_checks.check_formats())
     elif missing:
-        found.append(checks.found("libraries.missing", modules=", ".join(missing)))
+        found.append(
+            Checked.LIBRARIES.fail(
+                f"the embedded engine needs libraries that are not installed: {', '.join(missing)}",
+                "pip install 'kvshare[embedded]', or serve in front of vLLM: engine.kind: vllm",
+            )
+        )
     else:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
         found += [check(settings) for check in of_model]
@@ -122,7 +128,7 @@ def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int =
 
 def _check_running(config: Path | None, url: str | None, key: str | None) -> list[Check]:
     """Check what the server at `url` has measured; by default the one that the config names."""
-    from kvshare.cli import checks, control_check, part_checks, server_checks
+    from kvshare.cli import checks, running_checks
     from kvshare.settings import load_settings
 
     if url is None:
@@ -130,5 +136,5 @@ def _check_running(config: Path | None, url: str | None, key: str | None) -> lis
         host = f"[{server.host}]" if ":" in server.host else server.host
         url = f"http://{host}:{server.port}"
     key = key or os.environ.get("KVSHARE_ADMIN_KEY")
-    running = [*server_checks.check_costs(url, key), control_check.check_control(url, key)]
-    return [*running, *part_checks.check_parts(url, key)]
+    running = [*running_checks.check_costs(url, key), running_checks.check_control(url, key)]
+    return [*running, *running_checks.check_parts(url, key)]

@@ -1,24 +1,23 @@
 """
-`kvshare doctor` on running servers. Of a vLLM: is it up, does it run KVShare's connector, and is it set up as
-it must be. Of ours: from which length on sharing pays, by the requests that it served.
+`kvshare doctor` on a running vLLM: is it up, does it run KVShare's connector, and is it set up as it must be.
 
-Asks vLLM's own routes, the connector's control server, and our admin routes. It computes one token, changes
-no setting and reads nothing of what others asked.
+Asks vLLM's own routes and the connector's control server. It computes one token, changes no setting and reads
+nothing of what others asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvshare import __version__
 from kvshare.addresses import SERVER_NAME
-from kvshare.cli.checks import Check, first_line, found
-from kvshare.cli.client import AdminClient, AnswerError, JsonClient
-from kvshare.cli.costs import disk_break_even, in_words
+from kvshare.cli.check import Check, Checked
+from kvshare.cli.checks import first_line
+from kvshare.cli.client import AnswerError, JsonClient
 from kvshare.errors import KVShareError, UnreachableError, UpstreamError, WrongServerError
 from kvshare.fleet.client import API_KEY_VARIABLE, NO_ROUTE, ControlClient
 from kvshare.grammar_pool.vllm_formats import has_xgrammar
@@ -31,24 +30,28 @@ if TYPE_CHECKING:
     from kvshare.settings import ReplicaSettings
 
 _LOCKED = (401, 403)
-_TIMEOUT_S = 3.0  # of our own server
-_JUDGED = {
-    "kv_load_failure_policy": ("policy", "recompute"),
-    "prefix_caching": ("prefixes", True),
-    "prompt_tokens_details": ("details", True),
-}
-"""Settings that sharing depends on: the name of their check, what they must be. Others are only shown."""
+_IS_VLLM = "is that a vLLM?"
+_ADDRESS = "the connector's address: --vllm-control-url, or control_url in the config"
+_GIVE_CONNECTOR = f"start it with `kvshare vllm MODEL`, or give {_ADDRESS}"
 
 
 def check_replicas(replicas: Sequence[ReplicaSettings]) -> list[Check]:
     """The findings of each vLLM that the settings name."""
+    if not replicas:
+        problem = "engine.kind is vllm, and vllm.replicas names none"
+        return [Checked.VLLM.fail(problem, "start it with `kvshare vllm MODEL`, and add its address")]
     checks = (check_vllm(each.url, [rank.control for rank in each.ranks]) for each in replicas)
-    return list(chain.from_iterable(checks)) or [found("vllm.none")]
+    return list(chain.from_iterable(checks))
 
 
 def check_formats() -> Check:
     """Check with which libraries the proxy tries formats of answers before vLLM gets them."""
-    return found("formats.all libraries" if has_xgrammar() else "formats.one library")
+    if has_xgrammar():
+        return Checked.FORMATS.ok("tried with xgrammar and llguidance before vLLM gets them")
+    return Checked.FORMATS.warn(
+        "of answers are tried with llguidance only before vLLM gets them: xgrammar is not installed here",
+        "pip install xgrammar, in the version that vLLM has",
+    )
 
 
 def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
@@ -65,15 +68,24 @@ def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
             checks += _check_info(info, models)
             infos.append(info)
     if infos:  # what all ranks report alike
-        size, known = infos[0].data_parallel_size, len(control_urls)
-        if size > known:
-            checks.append(found("ranks.missing", size=size, known=known))
-        elif size > 1:  # a rank too many has been found silent
-            checks.append(found("ranks.all", size=size))
+        checks += _check_ranks(infos[0].data_parallel_size, len(control_urls))
         checks += _check_settings(infos[0].settings)
     if models and (not infos or "prompt_tokens_details" not in infos[0].settings):
         checks.append(_probe_details(server, str(models[0]["id"])))
     return checks
+
+
+def _check_ranks(size: int, known: int) -> Iterator[Check]:
+    """Check whether all ranks are looked at; one too many has been found silent."""
+    if size > known:
+        yield Checked.RANKS.warn(
+            f"this vLLM has {size} data-parallel ranks, {known} of them are looked at: the others would get "
+            "no requests",
+            f"give --vllm-data-parallel-size {size}, here and for `kvshare serve`, or "
+            f"data_parallel_size: {size} in vllm.replicas",
+        )
+    elif size > 1:
+        yield Checked.RANKS.ok(f"{size} data-parallel ranks, each with its own KV")
 
 
 def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[Mapping[str, Any]]]:
@@ -81,32 +93,34 @@ def _check_server(server: JsonClient, url: str) -> tuple[list[Check], Sequence[M
     try:
         server.send("/health")
     except UnreachableError as exc:
-        return [found("vllm.silent", url=url, problem=exc.problem)], ()
+        remedy = "start it with `kvshare vllm MODEL`, or correct the address"
+        return [Checked.VLLM.fail(f"{url}: {exc.problem}", remedy)], ()
     except AnswerError as exc:
-        return [found("vllm.dead", status=exc.status, problem=exc.message)], ()
+        return [Checked.VLLM.fail(f"/health: {exc.status} {exc.message}", "restart this vLLM")], ()
     if server.server_name == SERVER_NAME:
-        return [found("vllm.kvshare", url=url)], ()
-    checks = [found("vllm.healthy", url=url), _check_version(server)]
+        remedy = "give the address of a vLLM that `kvshare vllm MODEL` has started"
+        return [Checked.VLLM.fail(f"{url} is a KVShare server", remedy)], ()
+    checks = [Checked.VLLM.ok(f"{url} is healthy"), _check_version(server)]
     try:
         models = server.call("/v1/models")["data"]
         names = ", ".join(str(model["id"]) for model in models)
     except (KVShareError, KeyError, TypeError) as exc:
         locked = isinstance(exc, AnswerError) and exc.status in _LOCKED
-        refused = found("models.locked" if locked else "models.unknown", problem=first_line(exc))
-        return [*checks, refused], ()
-    return [*checks, found("models.served", names=names)], models
+        remedy = "set KVSHARE_VLLM_API_KEY to its --api-key" if locked else _IS_VLLM
+        return [*checks, Checked.MODELS.fail(f"/v1/models: {first_line(exc)}", remedy)], ()
+    return [*checks, Checked.MODELS.ok(names)], models
 
 
 def _check_version(server: JsonClient) -> Check:
     try:
         version = str(server.call("/version")["version"])
     except (KVShareError, KeyError) as exc:
-        return found("version.unknown", problem=first_line(exc))
+        return Checked.VERSION.fail(f"/version: {first_line(exc)}", _IS_VLLM)
     if (reason := untested(version)) is not None:
-        return found("version.untested", reason=reason, tested=",".join(TESTED))
+        return Checked.VERSION.warn(reason, f"install vllm{','.join(TESTED)}")
     if (reason := only_read(version)) is not None:
-        return found("version.read", reason=reason, tested=",".join(TESTED))
-    return found("version.tested", version=version)
+        return Checked.VERSION.warn(reason, f"vllm{','.join(TESTED)} was run")
+    return Checked.VERSION.ok(version)
 
 
 async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
@@ -115,54 +129,117 @@ async def _check_control(url: str) -> tuple[ReplicaInfo | None, Check]:
         async with ControlClient(url) as control:
             info = await control.info()
     except WrongServerError as exc:
-        return None, found("control.kvshare", problem=exc)
+        return None, Checked.CONTROL.fail(
+            exc,
+            "a server's --port must not be the connector's: give that server another one, or the "
+            "connector's address with --vllm-control-url, or control_url in the config",
+        )
     except UpstreamError as exc:
         if isinstance(exc.__cause__, WireError):
-            return None, found("protocol.other", problem=exc.__cause__)
-        kind = "locked" if exc.status in _LOCKED else "silent" if exc.status is None else "unknown"
-        return None, found(f"control.{kind}", problem=exc)
-    return info, found("control.answers", url=url, protocol=PROTOCOL)
+            return None, Checked.PROTOCOL.fail(
+                exc.__cause__, "install the same kvshare here and there, and restart this vLLM"
+            )
+        if exc.status in _LOCKED:
+            remedy = "set KVSHARE_VLLM_TOKEN to what this vLLM was started with"
+        elif exc.status is None:
+            remedy = f"no connector, or on another port: {_GIVE_CONNECTOR}"
+        else:
+            remedy = f"is that the connector's port? {_GIVE_CONNECTOR}"
+        return None, Checked.CONTROL.fail(exc, remedy)
+    return info, Checked.CONTROL.ok(f"{url}, protocol {PROTOCOL}")
 
 
 def _check_info(info: ReplicaInfo, models: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     """Check what the connector says of its model, its limits and its memory."""
     served = {str(model.get(name)) for model in models for name in ("id", "root")}
     if served and info.model not in served:
-        yield found("model.elsewhere", model=info.model)
+        yield Checked.MODEL.warn(f"the connector's is {info.model}: another vLLM?", f"give {_ADDRESS}")
     for refusal in info.refusals:
-        yield found("sharing.none", reason=refusal)
+        yield Checked.SHARING.fail(refusal, "requests are served unshared; docs/vllm.md says what is handled")
     if info.passing:
-        yield found("sharing.passing", reason=info.passing)
+        yield Checked.SHARING.warn(
+            info.passing, "requests pass unshared, equal prefixes from vLLM's own cache; see docs/vllm.md"
+        )
     if info.shares:
-        yield found("sharing.all" if info.can_move_keys else "sharing.prefixes")
+        yield _check_sharing(info)
     for warning in info.warnings:
-        yield found("connector.warns", warning=warning)
+        yield Checked.CONNECTOR.warn(warning, "")  # it says itself what to do
     if info.disk_problem.reason:
-        yield found("connector.disk", reason=info.disk_problem.reason)
+        yield Checked.CONNECTOR.warn(
+            f"KV is not written to its disk: {info.disk_problem.reason}",
+            "free space at its --disk, or correct the permissions there; without --disk look at the "
+            "store of its --shared-tier; after a reset of its cache, start that vLLM again",
+        )
     there = info.versions.get("kvshare", "unknown")
-    yield found("kvshare.same" if there == __version__ else "kvshare.other", there=there, here=__version__)
-    small = info.max_bytes < info.bytes_per_token * info.max_model_len
-    yield found(
-        "memory.small" if small else "memory.enough",
-        used=info.num_bytes / 2**30,
-        most=info.max_bytes / 2**30,
-        num_segments=info.num_segments,
+    if there == __version__:
+        yield Checked.KVSHARE.ok(there)
+    else:
+        versions = f"{there} in that vLLM, {__version__} here"
+        yield Checked.KVSHARE.warn(versions, "install the same version here and there")
+    yield _check_memory(info)
+
+
+def _check_sharing(info: ReplicaInfo) -> Check:
+    if info.can_move_keys:
+        return Checked.SHARING.ok("equal prefixes and moved copies")
+    return Checked.SHARING.warn(
+        "only text at the same position: keys of this model cannot be moved",
+        "the line below names the layer; on a CPU try --dtype float32, else choose a model with standard "
+        "RoPE for the rest",
     )
+
+
+def _check_memory(info: ReplicaInfo) -> Check:
+    used, most = info.num_bytes / 2**30, info.max_bytes / 2**30
+    kept = f"{used:.2f} of {most:.2f} GiB of KV in {info.num_segments:,} segments"
+    if info.max_bytes < info.bytes_per_token * info.max_model_len:
+        too_small = f"{kept}, too little for one prompt of full length"
+        return Checked.MEMORY.warn(too_small, "restart it with a larger --kv-bytes")
+    return Checked.MEMORY.ok(kept)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> Iterator[Check]:
     """vLLM's settings, of those that the connector reports."""
-    for name in _JUDGED:
+    for name, check in _JUDGED.items():
         if name in settings:
-            yield _judged(name, settings[name])
+            yield check(settings[name])
     others = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _JUDGED)
     if others:
-        yield found("settings.others", settings=others)
+        yield Checked.SETTINGS.ok(others)
 
 
-def _judged(setting: str, value: object) -> Check:
-    check, wanted = _JUDGED[setting]
-    return found(f"{check}.good" if value == wanted else f"{check}.bad", value=value)
+def _check_policy(value: object) -> Check:
+    if value == "recompute":
+        return Checked.POLICY.ok("KV that is gone is computed")
+    return Checked.POLICY.fail(
+        f"kv_load_failure_policy is {value}: a request whose KV is gone would fail",
+        'start it with `kvshare vllm MODEL`, or give "recompute" in --kv-transfer-config',
+    )
+
+
+def _check_prefixes(value: object) -> Check:
+    if value is True:
+        return Checked.PREFIXES.ok("vLLM's own prefix cache is on")
+    return Checked.PREFIXES.warn(
+        "vLLM's own prefix cache is off", "start it without --no-enable-prefix-caching"
+    )
+
+
+def _check_details(value: object) -> Check:
+    if value is True:
+        return Checked.DETAILS.ok("answers say how many prompt tokens were cached")
+    return Checked.DETAILS.warn(
+        "answers do not say how many prompt tokens were cached",
+        "start it with --enable-prompt-tokens-details",
+    )
+
+
+_JUDGED: Mapping[str, Callable[[object], Check]] = {
+    "kv_load_failure_policy": _check_policy,
+    "prefix_caching": _check_prefixes,
+    "prompt_tokens_details": _check_details,
+}
+"""Settings of vLLM that sharing depends on. Others are only shown."""
 
 
 def _probe_render(server: JsonClient, model: str) -> Check:
@@ -171,8 +248,14 @@ def _probe_render(server: JsonClient, model: str) -> Check:
         server.send("/v1/completions/render", body={"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
         is_missing = isinstance(exc, AnswerError) and exc.status in NO_ROUTE
-        return found("render.missing" if is_missing else "render.unknown", problem=first_line(exc))
-    return found("render.answers")
+        problem = f"/v1/completions/render: {first_line(exc)}"
+        if not is_missing:
+            return Checked.RENDER.warn(problem, "see the log of that vLLM")
+        return Checked.RENDER.warn(
+            f"{problem}: /v1/responses and /v1/messages are not shared",
+            "start it with `kvshare vllm MODEL`, or with --enable-scale-out",
+        )
+    return Checked.RENDER.ok("vLLM says what tokens a request has, on every route")
 
 
 def _probe_details(server: JsonClient, model: str) -> Check:
@@ -180,41 +263,8 @@ def _probe_details(server: JsonClient, model: str) -> Check:
     try:
         answer = server.call("/v1/completions", body={"model": model, "prompt": "a", "max_tokens": 1})
     except KVShareError as exc:
-        return found("details.not asked", problem=first_line(exc))
+        return Checked.DETAILS.warn(
+            f"a completion of one token failed: {first_line(exc)}", "see the log of that vLLM"
+        )
     reported = (answer.get("usage") or {}).get("prompt_tokens_details") is not None
-    return _judged("prompt_tokens_details", reported)
-
-
-def check_costs(url: str, key: str | None) -> list[Check]:
-    """
-    What prefills and loads take, and from how many tokens on a plan pays, by what this server has measured.
-
-    Nothing is measured here: it depends on the machine under the load that it has.
-    """
-    try:
-        costs = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats().get("costs")
-        said = in_words(costs)
-    except UnreachableError as exc:
-        return [found("break-even.unknown", problem=f"none answers at {url} ({exc.problem})")]
-    except KVShareError as exc:
-        return [found("break-even.unknown", problem=first_line(exc))]
-    if said is None:
-        problem = f"{url} does not say; is that a KVShare server of this version?"
-        return [found("break-even.unknown", problem=problem)]
-    if said.missing:
-        unmeasured = found("break-even.unmeasured", url=url, missing=" and ".join(said.missing))
-        return [found("costs.assumed", origin=said.origin, rates=said.rates, url=url), unmeasured]
-    measured = found("costs.measured", origin=said.origin, rates=said.rates, url=url)
-    pays = found("break-even.known" if said.ever_pays else "break-even.never", said=said.break_even, url=url)
-    return [measured, pays, *_check_disk_rate(costs, url)]
-
-
-def _check_disk_rate(costs: object, url: str) -> list[Check]:
-    """Check whether KV on disk pays, by what was measured; nothing for a server without a disk tier."""
-    try:
-        num_tokens = disk_break_even(costs)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        return []
-    if num_tokens is None:
-        return [found("disk.slow", url=url)]
-    return [found("disk.pays", num_tokens=num_tokens, url=url)]
+    return _check_details(reported)

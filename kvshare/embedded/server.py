@@ -39,6 +39,7 @@ from kvshare.errors import ModelError, UnshareableError
 from kvshare.kv.sequence import SegmentKV
 from kvshare.metadata import check_not_in_use
 from kvshare.namespace import joined
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 from kvshare.runtime import Runtime, open_runtime
 from kvshare.served_model import FORMS_MODEL, find_model
@@ -76,13 +77,13 @@ class EmbeddedServer:
         """Report how much of this model's KV can be shared. `is_default`: the operator named no model."""
         model = self.model
         if not model.can_share:
-            return PartReading(ServedPart.MODEL, "unshared", model.unsupported_reason)
+            return PartReading(ServedPart.MODEL, PartProblem.MODEL_UNSHARED, model.unsupported_reason)
         if is_default and model.name == FORMS_MODEL.name:
-            return PartReading(ServedPart.MODEL, "forms model")
+            return PartReading(ServedPart.MODEL, PartProblem.MODEL_FORMS_MODEL)
         if model.unsupported_reason:
-            return PartReading(ServedPart.MODEL, "in place", model.unsupported_reason)
+            return PartReading(ServedPart.MODEL, PartProblem.MODEL_IN_PLACE, model.unsupported_reason)
         is_cautious = self.runtime.sharing.limits.calibration.caution != 1
-        return PartReading(ServedPart.MODEL, "cautious" if is_cautious else None)
+        return PartReading(ServedPart.MODEL, PartProblem.MODEL_CAUTIOUS if is_cautious else None)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

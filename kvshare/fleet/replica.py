@@ -13,6 +13,7 @@ from kvshare.errors import NoReplicaError
 from kvshare.fleet.client import ControlClient, ServedModels, VllmClient
 from kvshare.fleet.routed_request import RoutedRequest
 from kvshare.namespace import Namespace, Owner
+from kvshare.part_problems import PartProblem
 from kvshare.parts import PartReading, ServedPart
 from kvshare.reasons import Reason
 from kvshare.sharing.plan import Plan
@@ -62,27 +63,27 @@ class Replica:
         """How it is, and its disk, if it has one."""
         yield self._reading()
         if self.info is not None and self.info.max_disk_bytes:
-            problem = self.info.disk_problem
-            kind = None
-            if problem.reason:
-                kind = "replica given up" if problem.is_lasting else "replica not written"
-            yield PartReading(ServedPart.DISK, kind, problem.reason, self.name, self.public_name)
+            of_disk, problem = self.info.disk_problem, PartProblem.DISK_REPLICA_NOT_WRITTEN
+            if of_disk.is_lasting:
+                problem = PartProblem.DISK_REPLICA_GIVEN_UP
+            now = problem if of_disk.reason else None
+            yield PartReading(ServedPart.DISK, now, of_disk.reason, self.name, self.public_name)
 
     def _reading(self) -> PartReading:
-        kind: str | None
+        problem, cause = None, ""
         if self.refusal is not None:
-            kind, detail = "refused", f"it {self.refusal}"
+            problem, cause = PartProblem.REPLICA_REFUSED, f"it {self.refusal}"
         elif self.models is None:
-            kind, detail = "silent", ""
+            problem = PartProblem.REPLICA_SILENT
         elif not self.is_connected or self.info is None:
-            kind, detail = "no connector", self.connector_problem or "its connector has not answered yet"
+            problem = PartProblem.REPLICA_NO_CONNECTOR
+            cause = self.connector_problem or "its connector has not answered yet"
         elif not self.info.shares:
-            kind, detail = "unshared", "; ".join(filter(None, (*self.info.refusals, self.info.passing)))
+            problem = PartProblem.REPLICA_UNSHARED
+            cause = "; ".join(filter(None, (*self.info.refusals, self.info.passing)))
         elif self.info.warnings:
-            kind, detail = "warns", "; ".join(self.info.warnings)
-        else:
-            kind, detail = None, ""
-        return PartReading(ServedPart.REPLICA, kind, detail, self.name, self.public_name)
+            problem, cause = PartProblem.REPLICA_WARNS, "; ".join(self.info.warnings)
+        return PartReading(ServedPart.REPLICA, problem, cause, self.name, self.public_name)
 
     def queue(self, rates: Rates) -> Queue:
         """Return what it has to load and compute before the next request, as far as that is planned here."""

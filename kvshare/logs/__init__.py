@@ -4,6 +4,7 @@ Log files -> rows of requests: the log formats by name, their detection, and `re
     files.py     any file -> raw rows: JSON lines, JSON arrays, gzip, zstd, Parquet
     chats.py     a raw row that is a conversation -> `LoggedRow`; prompts.py: one request
     fields.py    what the formats have in common: texts, numbers, times, messages
+    names.py     what the formats call the same thing
     rows.py      what a row is read as, and the count of rows that cannot be read (unreadable.py)
     requests.py  `LoggedRequest`: what a row becomes
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvshare.logs import fields
 from kvshare.logs.files import Row
+from kvshare.logs.names import TIME
 from kvshare.logs.requests import LoggedRequest, Message
 from kvshare.logs.rows import LoggedRow, RowError, RowFault, Turn
 
@@ -62,7 +63,7 @@ def is_conversation(row: Row) -> bool:
 def read_conversation(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     """Plain `messages` that end with the assistant; also fine-tuning files."""
     messages = fields.messages(row.get("messages"))
-    time_s = fields.time_s(fields.first(row, *fields.NAMES["time"]))
+    time_s = fields.time_s(fields.first(row, *TIME))
     user = fields.optional_id(row, "user", "hashed_ip")
     yield _conversation(row, blank, messages, user=user, times=[time_s] * len(messages))
 

@@ -5,15 +5,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
+from kvshare.logs.names import AS_JSON, LANGUAGE, ROLES
 from kvshare.logs.requests import Message
 from kvshare.logs.rows import RowError, RowFault
-from kvshare.tables import read_table
 
-NAMES: Mapping[str, Any] = read_table(Path(__file__).with_name("names.yaml"))
-_ROLES = {name: role for role, names in NAMES["roles"].items() for name in names}
+_ROLES = {name: role for role, names in ROLES.items() for name in names}
 _MAX_INT32 = (1 << 31) - 1
 _FIRST_MILLISECONDS = 1e11  # as seconds, the year 5138
 _FIRST_MICROSECONDS = 1e14
@@ -29,7 +27,7 @@ def first(row: Mapping[str, Any], *names: str) -> Any:
 
 def unpacked(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row with its messages and bodies as what they are, where the log has them as JSON text."""
-    found = {name: parsed(row[name]) for name in NAMES["json"] if isinstance(row.get(name), str)}
+    found = {name: parsed(row[name]) for name in AS_JSON if isinstance(row.get(name), str)}
     return {**row, **found} if found else row
 
 
@@ -71,7 +69,7 @@ def text(value: object) -> str:
 
 def language(row: Mapping[str, Any]) -> str:
     """The log's word for the language; "unknown" if there is none."""
-    named = first(row, *NAMES["language"])
+    named = first(row, *LANGUAGE)
     return (text(named) if isinstance(named, str) else "") or "unknown"
 
 

@@ -2,7 +2,7 @@
 Rows that are requests: plain prompts and messages, prompts of load tools, traces without text, and OpenAI
 request bodies.
 
-Requests have a conversation, a user and a time under any of the names in names.yaml.
+Requests have a conversation, a user and a time under any of the names in `names`.
 """
 
 import json
@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvshare.errors import LogError
-from kvshare.logs import fields
-from kvshare.logs.fields import NAMES
+from kvshare.logs import fields, names
 from kvshare.logs.files import Row
 from kvshare.logs.requests import LoggedRequest, Message
 from kvshare.logs.rows import LoggedRow, RowError, RowFault
@@ -45,7 +44,7 @@ def read_plain(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
     turn = fields.optional(fields.int32, row, "turn")
     found = fields.parsed(fields.first(row, "answer", "completion", "response"))
     answer = _answer(found) if isinstance(found, Mapping) else fields.optional(fields.text, {"": found}, "")
-    yield _request_row(row, blank, turn=turn, times=(*NAMES["time"], "time"), answer=answer, **content)
+    yield _request_row(row, blank, turn=turn, times=(*names.TIME, "time"), answer=answer, **content)
 
 
 def read_field(row: Row, blank: LoggedRequest, field: str) -> Iterator[LoggedRow]:
@@ -58,7 +57,7 @@ def _request_row(
     blank: LoggedRequest,
     *,
     turn: int | None = None,
-    times: Sequence[str] = NAMES["time"],
+    times: Sequence[str] = names.TIME,
     **content: Any,
 ) -> LoggedRow:
     """
@@ -66,14 +65,14 @@ def _request_row(
 
     `times`: fields for the time. `time` is one in plain rows only: elsewhere it may be a duration.
     """
-    conversation = fields.optional_id(row, *NAMES["conversation"])
+    conversation = fields.optional_id(row, *names.CONVERSATION)
     messages = content.get("messages")
     num_questions = sum(message["role"] == "user" for message in messages or ())
     request = replace(
         blank,
         conversation=conversation or blank.conversation,
         turn=max(0, num_questions - 1) if turn is None else turn,
-        user=fields.optional_id(row, *NAMES["user"]),
+        user=fields.optional_id(row, *names.USER),
         time_s=fields.time_s(fields.first(row, *times)),
         language=fields.language(row),
         namespace=_namespace(row),
@@ -85,7 +84,7 @@ def _request_row(
 
 def _namespace(row: Row) -> str:
     """What the log names, divided by the request's own `cache_salt` as the server would divide it."""
-    named = fields.optional_id(row, *NAMES["namespace"]) or "default"
+    named = fields.optional_id(row, *names.NAMESPACE) or "default"
     salt = fields.optional_id(row, "cache_salt")
     return joined((named,) if salt is None else (named, salt))
 
@@ -103,7 +102,7 @@ def _request_rows(
 
 
 def is_prompt(row: Row) -> bool:
-    has_length = not row.keys().isdisjoint(NAMES["lengths"])
+    has_length = not row.keys().isdisjoint(names.LENGTHS)
     return isinstance(row.get("requests"), list) or ("prompt" in row and has_length)
 
 
@@ -157,7 +156,7 @@ def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
 
 
 def is_body(row: Row) -> bool:
-    if any(isinstance(row.get(name), Mapping) for name in NAMES["bodies"]):
+    if any(isinstance(row.get(name), Mapping) for name in names.BODIES):
         return True
     given = row.get("input")
     if isinstance(given, Mapping):
@@ -169,7 +168,7 @@ def is_body(row: Row) -> bool:
 
 def body_of(row: Row) -> Row:
     """The body of the request that a row logs; the row itself where that is the body."""
-    found = next((row[name] for name in NAMES["bodies"] if row.get(name) not in (None, "", {})), None)
+    found = next((row[name] for name in names.BODIES if row.get(name) not in (None, "", {})), None)
     if found is None:
         given = row.get("input")
         return given if isinstance(given, Mapping) else row
@@ -194,7 +193,7 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     """
     body = body_of(row)
     known = _known(row, body)
-    answer = _answer(fields.first(known, *NAMES["answers"]))
+    answer = _answer(fields.first(known, *names.ANSWERS))
     messages, prompt = _asked(body)
     if messages is None and prompt is not None:
         is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str)
@@ -217,7 +216,7 @@ def _known(row: Row, body: Row) -> dict[str, Any]:
     """What is said of a request: next to its body, in it, or in its metadata."""
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
-    own, *others = NAMES["conversation"]
+    own, *others = names.CONVERSATION
     named = next((known[name] for name in others if known.get(name)), known.get(own))
     return {**known, own: named if isinstance(named, str | int) else None}  # the API's is an object
 

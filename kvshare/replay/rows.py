@@ -30,15 +30,44 @@ from kvshare.errors import LogError
 from kvshare.replay.requests import Outcome, TokenizedRequest
 from kvshare.replay.results import Row
 from kvshare.replay.whole_files import whole
-from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from kvshare.replay.policies.base import CachePolicy
 
 _PROGRESS = b"kvshare.progress"
-_COLUMNS = read_table(Path(__file__).with_suffix(".yaml"))
-_TYPES = {kind: pa.type_for_alias(kind) for kind in _COLUMNS.values() if kind != "int32 list"}
-SCHEMA = pa.schema({name: _TYPES.get(kind, pa.list_(pa.int32())) for name, kind in _COLUMNS.items()})
+SCHEMA = pa.schema(
+    {  # of requests.parquet; `Outcome` in requests.py says what most of its columns are
+        "index": pa.int64(),  # place in the stream, from 0
+        "arm": pa.string(),  # the policy: "kvshare:min_run=32"
+        "capacity_tokens": pa.int64(),  # null: infinite
+        "namespace": pa.int32(),  # namespaces, users and conversations are numbered as they come
+        "user": pa.int32(),  # null: the log does not name users
+        "conversation": pa.int32(),
+        "turn": pa.int32(),  # null: the log does not say
+        "language": pa.string(),
+        "time_s": pa.float64(),
+        "num_tokens": pa.int32(),
+        "num_answer_tokens": pa.int32(),
+        "num_hit": pa.int32(),
+        "num_exact": pa.int32(),
+        "num_repaired": pa.int32(),
+        "num_copies": pa.int32(),
+        "num_donors": pa.int32(),
+        "shifts": pa.list_(pa.int32()),
+        "cross_user": pa.bool_(),
+        "answered": pa.bool_(),
+        "false_hit": pa.bool_(),
+        "distance": pa.float32(),
+        "reason": pa.string(),
+        "num_refused": pa.int32(),
+        "num_refused_generation": pa.int32(),
+        "embedded": pa.bool_(),
+        "num_stored_bytes": pa.int64(),
+        "lookup_s": pa.float32(),
+        "plan_s": pa.float32(),
+        "observe_s": pa.float32(),  # all that the policy did: look up, plan, find losses, store
+    }
+)
 _OF_OUTCOME = tuple(name for name in SCHEMA.names if hasattr(Outcome, name))
 _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z_()-]{0,23}( [A-Za-z()-]{1,23})?")
 

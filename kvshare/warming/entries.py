@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.errors import LogError
-from kvshare.logs.fields import NAMES, unpacked
+from kvshare.logs.fields import unpacked
 from kvshare.logs.files import raw_rows
+from kvshare.logs.names import ANSWERS
 from kvshare.logs.prompts import body_of
 from kvshare.logs.rows import RowError, RowFault
 
@@ -100,7 +101,7 @@ def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
     body = body_of(row)
     if body is row and _LITELLM in row:
         return {name: row[name] for name in _ASKED if name in row}
-    return {name: value for name, value in body.items() if name not in NAMES["answers"]}
+    return {name: value for name, value in body.items() if name not in ANSWERS}
 
 
 def _why_no_prompt(row: Mapping[str, Any]) -> RowFault | None:

@@ -1,25 +1,16 @@
 """
-The types of fields that several routes' bodies have, as tolerant as clients need; and which parameters are
-refused.
+The types of fields that several routes' bodies have, as tolerant as clients need.
 
 Some clients write every number with a point (`4.0`), an absent list as `""`, and no limit as -1.
-
-unsupported.yaml has the parameters that this server does not implement and that would change the answer if
-it ignored them. What only hints (`user`, `metadata`, `store`, `prompt_cache_key`, `service_tier`,
-`verbosity` ...) passes; vLLM's hints are listed there, so that none of its parameters is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from kvshare.errors import UnsupportedParameterError
-from kvshare.tables import read_table
 from proxy.request_body import at_most
 from proxy.wrong_values import wrong
 
@@ -30,7 +21,6 @@ MAX_PROMPTS = 64
 INT32 = 2**31 - 1
 NO_LIMIT = -1  # of tokens
 _MAX_QUOTED = 40  # characters of a key
-_UNSUPPORTED = read_table(Path(__file__).with_name("unsupported.yaml"))
 
 
 def _whole(number: object) -> object:
@@ -112,13 +102,3 @@ class Body(BaseModel):
     """The base of all bodies. Unknown parameters pass, as OpenAI's clients send many."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
-
-
-def refuse_unsupported(api: str, given: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameterError for the first parameter of a body that asks for what is not there."""
-    default = _UNSUPPORTED[api].get("default", "")
-    for name, row in _UNSUPPORTED[api]["parameters"].items():
-        value = given.get(name)
-        same_type = [each for each in row["neutral"] if isinstance(each, bool) == isinstance(value, bool)]
-        if value is not None and value not in same_type:  # true and 1 would be equal
-            raise UnsupportedParameterError(name, row.get("hint", default))

@@ -19,8 +19,9 @@ from kvshare.errors import ModelNotFoundError, UnsupportedParameterError
 from proxy.anthropic_models import model_of, page_of
 from proxy.errors import speaks_anthropic
 from proxy.generate.chat.template import TemplateBody
-from proxy.generate.fields import Body, Name, TokenIds, Whole, refuse_unsupported
+from proxy.generate.fields import Body, Name, TokenIds, Whole
 from proxy.generate.requests import ENGINE, check_model, read_body
+from proxy.generate.unsupported import EMBEDDINGS
 from proxy.request_body import at_most, read_object, validated
 from proxy.wrong_values import wrong
 
@@ -137,7 +138,7 @@ class EmbeddingBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises UnsupportedParameterError."""
-        refuse_unsupported("embeddings", self.model_extra or {})
+        EMBEDDINGS.refuse(self.model_extra or {})
         return self
 
 

@@ -20,7 +20,9 @@ from aiohttp import web
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from proxy.context import SERVER
-from proxy.openapi.document import GENERATED, RELAYED, WORDS, Operation, build_document
+from proxy.openapi.document import GENERATED, RELAYED, build_document
+from proxy.openapi.operation import Operation
+from proxy.openapi.words import LIMITS
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -75,7 +77,7 @@ def render(document: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template("docs.html.jinja")
-    return template.render(document=document, limit_texts=WORDS["limits"], curl=_curl)
+    return template.render(document=document, limit_texts=LIMITS, curl=_curl)
 
 
 def _curl(method: str, path: str, operation: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from delta_tree import DeltaTree
 from delta_tree.storage import Storage
 from kvshare.kept_tree import KeptTree
 from kvshare.metadata import METADATA_FILE, open_tree
+from kvshare.part_problems import PartProblem
 from kvshare.parts import ServedPart
 from tests.delta_tree.fake_prompts import child_draft, fresh_draft
 from tests.delta_tree.stores import content
@@ -46,11 +47,11 @@ def test_a_tree_moves_from_memory_into_its_file(tmp_path: Path, caplog: pytest.L
     tree = filled(open_tree(str(folder), identity=MODEL, loss=""))
     kept = KeptTree(tree, str(folder), identity=MODEL)
     assert not kept.look()
-    assert kept.reading(None).kind == "in memory"
+    assert kept.reading(None).problem is PartProblem.STORE_IN_MEMORY
     (tmp_path / "file").unlink()
     assert kept.look()
     assert not kept.look()
-    assert kept.reading(None).kind is None
+    assert kept.reading(None).problem is None
     tree.insert(fresh_draft([1, 2, 3]))
     before = content(tree)
     tree.close()
@@ -121,11 +122,11 @@ def test_a_file_that_is_out_of_reach_for_a_while_is_well_again(
     folder.rename(tmp_path / "away")
     folder.write_text("no folder")
     assert not kept.look()
-    assert kept.reading(None).kind == "in memory"
+    assert kept.reading(None).problem is PartProblem.STORE_IN_MEMORY
     folder.unlink()
     (tmp_path / "away").rename(folder)
     assert not kept.look()
-    assert kept.reading(None).kind is None
+    assert kept.reading(None).problem is None
     assert "is there again" in caplog.text
 
 
@@ -155,9 +156,9 @@ def test_a_file_of_another_process_is_left_alone(tmp_path: Path) -> None:
     with DeltaTree.open(folder / METADATA_FILE, identity=MODEL):
         assert not kept.look()
     reading = kept.reading(None)
-    assert (reading.part, reading.kind, reading.detail) == (
+    assert (reading.part, reading.problem, reading.cause) == (
         ServedPart.STORE,
-        "in memory",
+        PartProblem.STORE_IN_MEMORY,
         "is open in another process",
     )
     assert tree.identity is None
@@ -173,12 +174,12 @@ def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
     other.close()
     kept = KeptTree(open_tree(str(folder), identity=MODEL, loss=""), str(folder), identity=MODEL)
     assert not kept.look()
-    assert kept.reading(None).detail == "belongs to another program"
+    assert kept.reading(None).cause == "belongs to another program"
 
 
 def test_a_tree_without_a_folder_is_well_in_memory() -> None:
     """`store.path: null` is what the operator chose."""
     kept = KeptTree(DeltaTree.open(None, identity=MODEL), None, identity=MODEL)
     assert not kept.look()
-    assert kept.reading(None).kind is None
-    assert kept.reading("cannot be used").kind == "not written"
+    assert kept.reading(None).problem is None
+    assert kept.reading("cannot be used").problem is PartProblem.STORE_NOT_WRITTEN

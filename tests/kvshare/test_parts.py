@@ -4,24 +4,30 @@ import logging
 
 import pytest
 
-from kvshare.parts import PROBLEMS, PartHistory, PartReading, PartState, ServedPart, in_words
+from kvshare.part_problems import PartProblem, PartState
+from kvshare.parts import PartHistory, PartReading, ServedPart, in_words
 
 WELL = PartReading(ServedPart.STORE)
-FULL = PartReading(ServedPart.STORE, "not written", "the disk is full")
+FULL = PartReading(ServedPart.STORE, PartProblem.STORE_NOT_WRITTEN, "the disk is full")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+def parts_of(problem: PartProblem) -> list[ServedPart]:
+    """Those whose word its name begins with."""
+    return [part for part in ServedPart if problem.name.startswith(f"{part.name}_")]
+
+
 def test_every_problem_has_a_state_a_finding_and_a_remedy() -> None:
     """Of every part, in states that are not ok; so each reading of it can be shown."""
-    assert set(PROBLEMS) == set(ServedPart)
-    for kinds in PROBLEMS.values():
-        for problem in kinds.values():
-            assert problem.state is not PartState.OK
-            assert problem.text
-            assert problem.remedy
+    assert {part for problem in PartProblem for part in parts_of(problem)} == set(ServedPart)
+    for problem in PartProblem:
+        assert parts_of(problem)
+        assert problem.state is not PartState.OK
+        assert problem.text
+        assert problem.remedy
 
 
 def test_a_part_has_been_as_it_is_since_its_state_changed() -> None:
@@ -33,11 +39,11 @@ def test_a_part_has_been_as_it_is_since_its_state_changed() -> None:
     (full,) = history.seen([FULL])
     assert (full.state, full.since) == (PartState.OFF, 160.0)
     now = 170.0
-    (full,) = history.seen([PartReading(ServedPart.STORE, "not written", "it is read-only")])
+    (full,) = history.seen([PartReading(ServedPart.STORE, PartProblem.STORE_NOT_WRITTEN, "it is read-only")])
     assert (full.since, full.detail) == (160.0, "no prompt is stored: it is read-only")
     now = 180.0
     (well,) = history.seen([WELL])
-    assert (well.state, well.since, well.detail, well.remedy) == (PartState.OK, 180.0, None, None)
+    assert (well.state, well.since, well.detail, well.problem) == (PartState.OK, 180.0, None, None)
 
 
 def test_parts_are_listed_in_one_order_and_replicas_by_name() -> None:
@@ -46,7 +52,7 @@ def test_parts_are_listed_in_one_order_and_replicas_by_name() -> None:
         PartReading(ServedPart.USAGE),
         PartReading(ServedPart.REPLICA, name="b"),
         PartReading(ServedPart.INDEX),
-        PartReading(ServedPart.REPLICA, "silent", name="a"),
+        PartReading(ServedPart.REPLICA, PartProblem.REPLICA_SILENT, name="a"),
     ]
     seen = PartHistory().seen(readings)
     assert [each.label for each in seen] == ["replica a", "replica b", "index", "usage"]
@@ -57,7 +63,7 @@ def test_what_nobody_else_logs_is_one_warning_and_one_line_when_it_is_over(
 ) -> None:
     """However often it is read; the warning says what to do."""
     history = PartHistory()
-    problem = PartReading(ServedPart.USAGE, "not written", "No space left on device")
+    problem = PartReading(ServedPart.USAGE, PartProblem.USAGE_NOT_WRITTEN, "No space left on device")
     for reading in (
         PartReading(ServedPart.USAGE),
         problem,
@@ -82,9 +88,14 @@ def test_what_others_log_is_not_logged_twice(caplog: pytest.LogCaptureFixture) -
 def test_one_line_says_what_is_wrong_without_addresses() -> None:
     """For those who have no key: details may name hosts and files."""
     readings = [
-        PartReading(ServedPart.REPLICA, "no connector", "http://10.0.0.7:8001/info: refused", "gpu-1"),
+        PartReading(
+            ServedPart.REPLICA,
+            PartProblem.REPLICA_NO_CONNECTOR,
+            "http://10.0.0.7:8001/info: refused",
+            "gpu-1",
+        ),
         WELL,
-        PartReading(ServedPart.INDEX, "paused", "1.0 MB of disk are free"),
+        PartReading(ServedPart.INDEX, PartProblem.INDEX_PAUSED, "1.0 MB of disk are free"),
     ]
     words = in_words(PartHistory().seen(readings))
     assert words == "replica gpu-1: it serves without sharing; the index is paused"
@@ -92,17 +103,16 @@ def test_one_line_says_what_is_wrong_without_addresses() -> None:
 
 def test_no_summary_has_a_gap_where_the_detail_was() -> None:
     """Each problem of each part, as those without a key read it."""
-    readings = [PartReading(part, kind, "secret") for part, kinds in PROBLEMS.items() for kind in kinds]
-    for reading in readings:
-        words = in_words(PartHistory().seen([reading]))
-        assert words
-        assert "{" not in words
-        assert "secret" not in words
+    for problem in PartProblem:
+        words = in_words(PartHistory().seen([PartReading(parts_of(problem)[0], problem, "secret")]))
+        assert words == problem.text
 
 
 def test_a_replica_that_is_called_by_its_address_has_another_name_in_public() -> None:
     """Its number among the replicas; administrators and the log have its address."""
-    reading = PartReading(ServedPart.REPLICA, "silent", name="10.0.0.5:8000", public_name="2")
+    reading = PartReading(
+        ServedPart.REPLICA, PartProblem.REPLICA_SILENT, name="10.0.0.5:8000", public_name="2"
+    )
     seen = PartHistory().seen([reading])
     assert [each.label for each in seen] == ["replica 10.0.0.5:8000"]
     assert in_words(seen) == "replica 2: it does not answer and gets no requests"

@@ -148,8 +148,8 @@ async def test_an_index_whose_files_are_deleted_is_made_anew_and_filled(
         found = await index.nominator.nominate("ns", another, None, allow_dense=False)
         assert [each.prompt_id for each in found.candidates] == [1]
         assert (tmp_path / "index" / "shard" / "wal").exists()
-        kinds = {reading.part: reading.kind for reading in index.parts()}
+        problems = {reading.part: reading.problem for reading in index.parts()}
     finally:
         await index.close()
-    assert set(kinds.values()) == {None}
+    assert set(problems.values()) == {None}
     assert caplog.text.count("the files of the index are gone") == 1

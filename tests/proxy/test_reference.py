@@ -12,7 +12,8 @@ import pytest
 
 from kvshare.engine import Finished
 from kvshare.errors import ErrorCode
-from kvshare.parts import PartState, ServedPart
+from kvshare.part_problems import PartState
+from kvshare.parts import ServedPart
 from kvshare.reasons import Reason, explanations
 from kvshare.requests import Decision, Prediction, SharingMode, SharingReport
 from kvshare.sharing.control.blocks import Arm

@@ -50,8 +50,8 @@ async def test_a_request_as_json(server: Server, caplog: pytest.LogCaptureFixtur
 
 
 BODIES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a wrong type": (chat(temperature="hot"), "temperature", "expected a number, got a string"),
-    "a value too high": (chat(temperature=9), "temperature", "expected at most 2, got 9"),
+    "a wrong type": (chat(temperature="hot"), "temperature", "got a string"),
+    "a value too high": (chat(temperature=9), "temperature", "got 9"),
     "an unsupported parameter": (chat(suffix=SECRET), "suffix", "Unsupported parameter"),
     "a role that is none": (chat(messages=[{"role": SECRET, "content": SECRET}]), "messages[0].role", "user"),
     "a word of few": (chat(reasoning_effort=SECRET), "reasoning_effort", "expected 'none'"),

@@ -13,10 +13,9 @@ The cache policies by name, and how a name with options becomes one: `kvshare-op
     oracle                       every run of 16 tokens that an earlier prompt had
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Final
 
 from kvshare.errors import ConfigError
@@ -26,17 +25,31 @@ from kvshare.replay.policies.oracle import OraclePolicy
 from kvshare.replay.policies.response import ResponsePolicy
 from kvshare.replay.policies.sharing import SharingPolicy
 from kvshare.replay.policies.sharing_options import SharingOptions
-from kvshare.tables import read_table
 
 Number = int | float
 
-_NAMES: Final = read_table(Path(__file__).with_name("policies.yaml"))
-_KVSHARE: Final = {name: SharingOptions(**options) for name, options in _NAMES["kvshare"].items()}
+_KVSHARE: Final = {
+    "kvshare": SharingOptions(),
+    "kvshare-open": SharingOptions(open_gates=True),
+    "kvshare-exact": SharingOptions(nominate="prefix"),
+    "kvshare-fingerprints": SharingOptions(nominate="fingerprints"),
+    "kvshare-fingerprints-open": SharingOptions(nominate="fingerprints", open_gates=True),
+    "kvshare-semantic": SharingOptions(nominate="embedding"),
+    "kvshare-semantic-open": SharingOptions(nominate="embedding", open_gates=True),
+}
 _OTHERS: Final[dict[str, type[CachePolicy]]] = {
     policy.family: policy
     for policy in (NothingPolicy, PrefixPolicy, ChunksPolicy, ResponsePolicy, OraclePolicy)
 }
-_ALIASES: Final[dict[str, list[str]]] = _NAMES["aliases"]
+_ALIASES: Final[Mapping[str, Sequence[str]]] = {
+    # none of these embeds
+    "fast": ("nothing", "prefix", "chunks", "kvshare-fingerprints", "kvshare-fingerprints-open", "oracle"),
+    "all": (
+        *("nothing", "prefix", "chunks", "response", "kvshare", "kvshare-open"),
+        *("kvshare-open:max_distance=0.15", "kvshare-fingerprints", "kvshare-fingerprints-open"),
+        *("kvshare-semantic", "kvshare-semantic-open", "kvshare-semantic-open:max_distance=0.15", "oracle"),
+    ),
+}
 _EXPECTED: Final = ", ".join((*_OTHERS, *_KVSHARE, *_ALIASES))
 
 

@@ -8,17 +8,28 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvshare.replay.report.formats import counted, percent, short
-from kvshare.replay.report.picture import COLOURS, TEMPLATES, Picture, drawing, tip
+from kvshare.replay.report.picture import COLOURS, Picture, drawing, tip
 from kvshare.replay.report.reading import Report
 from kvshare.replay.results import Document, Histogram, PolicyResults, Similarity, Tree
-from kvshare.tables import read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Reported = Mapping[str, Mapping[str, float]]  # log -> name of a figure -> what the paper has
 
-_STEPS: Final = read_table(TEMPLATES / "bars.yaml")
+_STEPS: Final = {  # the bars of the two plots of tokens: what each is called, and its colour in report.css
+    "all": ("all prompt tokens", "total"),
+    "prefix": ("equal prefix: not computed", "prefix"),
+    "copies": ("copies from elsewhere", "kv0"),
+    "rest": ("computed: nothing shared", "computed"),
+    "oracle": ("seen before (oracle)", "total"),
+    "not_found": ("not found", "computed"),
+    "too_short": ("prompt too short to look up", "computed"),
+    "generation": ("rejected: copies of copies", "computed"),
+    "refused": ("rejected by another threshold", "computed"),
+    "repaired": ("repaired: computed again", "repaired"),
+    "hit": ("not computed", "kv0"),
+}
 _MAX_WIDE: Final = 10  # buckets with room for both of their ends
 
 

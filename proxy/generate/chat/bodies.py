@@ -30,8 +30,8 @@ from proxy.generate.fields import (
     StopTokens,
     TokenLimit,
     Whole,
-    refuse_unsupported,
 )
+from proxy.generate.unsupported import CHAT, COMPLETIONS, UnsupportedParameters
 from proxy.request_body import KVShareField
 from proxy.wrong_values import found, invalid
 
@@ -52,7 +52,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """The fields that both generating routes read. `api`: the route's table of what is not implemented."""
 
-    api: ClassVar[str]
+    unsupported: ClassVar[UnsupportedParameters]
 
     model: Name
     max_tokens: TokenLimit | None = None
@@ -99,7 +99,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported(self.api, self.model_extra or {})
+        self.unsupported.refuse(self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
         return self
@@ -124,7 +124,7 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions"""
 
-    api = "chat"
+    unsupported = CHAT
 
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
@@ -147,7 +147,7 @@ class ChatBody(GenerationBody, TemplateBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    api = "completions"
+    unsupported = COMPLETIONS
 
     prompt: Prompts
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -17,7 +17,8 @@ from kvshare.conversation.chat import Chat, ToolChoice, ToolUse
 from kvshare.engine import SamplingParams
 from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
-from proxy.generate.fields import INT32, Name, Stops, Whole, refuse_unsupported
+from proxy.generate.fields import INT32, Name, Stops, Whole
+from proxy.generate.unsupported import MESSAGES
 from proxy.request_body import KVShareField, at_most
 
 _NO_MEDIA = "this server reads no images, documents or other blocks"
@@ -173,7 +174,7 @@ class CountTokensBody(body_parts.BodyPart):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported("messages", self.model_extra or {})
+        MESSAGES.refuse(self.model_extra or {})
         choice = self.tool_choice
         body_parts.check_tools(
             [tool.name for tool in self.tools], chosen=choice.name, required=choice.type in ("any", "tool")

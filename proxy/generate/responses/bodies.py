@@ -16,7 +16,8 @@ from kvshare.engine import SamplingParams
 from kvshare.errors import RequestError, UnsupportedParameterError
 from proxy.cache_salt import CacheSalt
 from proxy.generate import body_parts
-from proxy.generate.fields import Name, refuse_unsupported
+from proxy.generate.fields import Name
+from proxy.generate.unsupported import RESPONSES
 from proxy.request_body import KVShareField, at_most
 from proxy.wrong_values import invalid, wrong
 
@@ -197,7 +198,7 @@ class ResponsesBody(body_parts.BodyPart):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raises RequestError."""
-        refuse_unsupported("responses", self.model_extra or {})
+        RESPONSES.refuse(self.model_extra or {})
         if _LOGPROBS in self.include:
             problem = f"'{_LOGPROBS}': not implemented for responses; use /v1/chat/completions"
             raise UnsupportedParameterError("include", problem)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.cli.server_checks import check_costs
+from kvshare.cli.running_checks import check_costs
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.costs import COSTS
 from tests.kvshare.cli.fake_vllm import Fake, connector, vllm

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshare.cli.control_check import check_control
+from kvshare.cli.running_checks import check_control
 from kvshare.cli.views import draw
 from kvshare.sharing.control import Rung
 from tests.kvshare.cli.fake_vllm import Fake

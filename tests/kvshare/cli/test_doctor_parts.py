@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshare.cli.part_checks import check_parts
+from kvshare.cli.running_checks import check_parts
 from tests.kvshare.cli.fake_vllm import Fake
 from tests.kvshare.cli.findings import Start, nowhere
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvshare.cli import views
-from kvshare.cli.checks import found
+from kvshare.cli.server_checks import check_formats, check_replicas
 from kvshare.cli.views import draw
 from tests.kvshare.cli.conftest import EXPLANATION
 from tests.kvshare.cli.costs import COSTS
@@ -115,7 +115,7 @@ VERIFIED = {
     "attention_error": 1e-5,
     "layers": [{**LAYER, "layer": number} for number in (0, 1, 2, 3, 7, 9)],
 }
-CHECKS = [asdict(found("geometry.fixed", reason="keys cannot be moved")), asdict(found("vllm.none"))]
+CHECKS = [asdict(check) for check in (*check_replicas(()), check_formats())]
 MEASURED = Path(__file__).parents[3] / "docs" / "measured"
 _SMALL = results()
 REPLAY = {

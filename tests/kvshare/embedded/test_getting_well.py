@@ -12,13 +12,14 @@ from delta_tree import StoreUnavailableError
 from delta_tree.storage import Storage
 from kvshare import runtime
 from kvshare.embedded.engine import EmbeddedEngine
+from kvshare.part_problems import PartProblem
 from kvshare.parts import ServedPart
 from tests.kvshare.embedded.test_restart import DONOR, asked, edited, objects, running
 from tests.kvshare.embedded.tiny_engine import prompt, stored
 
 
-def kinds(engine: EmbeddedEngine) -> dict[ServedPart, str | None]:
-    return {reading.part: reading.kind for reading in engine.status().parts}
+def problems(engine: EmbeddedEngine) -> dict[ServedPart, PartProblem | None]:
+    return {reading.part: reading.problem for reading in engine.status().parts}
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -39,13 +40,13 @@ async def test_a_folder_that_can_be_used_later_is_used(tmp_path: Path) -> None:
     async with running(blocker / "store") as engine:
         await stored(engine, DONOR)
         before = await asked(engine, edited())
-        assert (kinds(engine)[ServedPart.STORE], kinds(engine)[ServedPart.DISK]) == (
-            "in memory",
-            "not written",
+        assert (problems(engine)[ServedPart.STORE], problems(engine)[ServedPart.DISK]) == (
+            PartProblem.STORE_IN_MEMORY,
+            PartProblem.DISK_NOT_WRITTEN,
         )
         blocker.unlink()
-        await eventually(lambda: kinds(engine)[ServedPart.STORE] is None)
-        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
+        await eventually(lambda: problems(engine)[ServedPart.STORE] is None)
+        await eventually(lambda: problems(engine)[ServedPart.DISK] is None)
         await eventually(lambda: len(objects(blocker)) > 0)
     async with running(blocker / "store") as engine:
         again = await asked(engine, edited())
@@ -65,7 +66,7 @@ async def test_a_store_that_is_deleted_is_written_anew(tmp_path: Path) -> None:
         later = prompt(200, seed=5)
         await stored(engine, later)
         await eventually(lambda: len(objects(folder)) > 0)
-        assert kinds(engine)[ServedPart.STORE] is None
+        assert problems(engine)[ServedPart.STORE] is None
     async with running(folder) as engine:
         assert (await asked(engine, later)).report.num_cached > 0
 
@@ -82,9 +83,9 @@ async def test_a_store_that_is_written_anew_takes_prompts_again(
     async with running(folder) as engine:
         monkeypatch.setattr(Storage, "write", full)
         await stored(engine, DONOR)
-        assert kinds(engine)[ServedPart.STORE] == "not written"
+        assert problems(engine)[ServedPart.STORE] == PartProblem.STORE_NOT_WRITTEN
         shutil.rmtree(folder)
-        await eventually(lambda: kinds(engine)[ServedPart.STORE] is None)
+        await eventually(lambda: problems(engine)[ServedPart.STORE] is None)
 
 
 async def test_an_idle_server_gets_well_too(tmp_path: Path) -> None:
@@ -92,10 +93,10 @@ async def test_an_idle_server_gets_well_too(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("no folder")
     async with running(blocker / "store") as engine:
-        assert kinds(engine)[ServedPart.DISK] == "not written"
+        assert problems(engine)[ServedPart.DISK] == PartProblem.DISK_NOT_WRITTEN
         blocker.unlink()
-        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
-        assert kinds(engine)[ServedPart.STORE] is None
+        await eventually(lambda: problems(engine)[ServedPart.DISK] is None)
+        assert problems(engine)[ServedPart.STORE] is None
 
 
 async def test_a_store_that_appears_late_is_kept_aside_with_its_kv(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ async def test_a_store_that_appears_late_is_kept_aside_with_its_kv(tmp_path: Pat
     async with running(folder) as engine:
         folder.unlink()
         away.rename(folder)
-        await eventually(lambda: kinds(engine)[ServedPart.DISK] is None)
+        await eventually(lambda: problems(engine)[ServedPart.DISK] is None)
         assert (folder / "tree.sqlite3.old").exists()
     (folder / "tree.sqlite3.old").replace(folder / "tree.sqlite3")
     async with running(folder) as engine:
@@ -129,7 +130,7 @@ async def test_a_disk_too_full_at_the_start_loses_no_prompts(
     with monkeypatch.context() as patched:
         patched.setattr(Storage, "write", full)
         async with running(tmp_path) as engine:
-            assert kinds(engine)[ServedPart.STORE] is None
+            assert problems(engine)[ServedPart.STORE] is None
             assert engine.status().num_nodes == 1
 
 
@@ -139,8 +140,8 @@ async def test_without_a_folder_nothing_is_wrong(tmp_path: Path) -> None:
     async with running(tmp_path, **in_memory) as engine:
         await stored(engine, DONOR)
         assert (await asked(engine, edited())).report.num_cached > 0
-        found = kinds(engine)
-    assert found.pop(ServedPart.MODEL) in ("cautious", None)
+        found = problems(engine)
+    assert found.pop(ServedPart.MODEL) in (PartProblem.MODEL_CAUTIOUS, None)
     assert set(found.values()) == {None}
     assert ServedPart.DISK not in found
     assert not objects(tmp_path)

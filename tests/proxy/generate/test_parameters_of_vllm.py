@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from proxy.generate.chat.bodies import ChatBody, CompletionBody
 from proxy.generate.messages.bodies import CountTokensBody, MessagesBody
 from proxy.generate.models import EmbeddingBody
 from proxy.generate.responses.bodies import ResponsesBody
+from proxy.generate.unsupported import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    UnsupportedParameters,
+)
 from tests.proxy.conftest import Server
 
-_UNSUPPORTED = Path(__file__).parents[3] / "proxy" / "generate" / "unsupported.yaml"
 _BESIDE_THE_MODELS = {"cache_salt"}  # read with the key, of every body
 
 APIS = [
-    ("ChatCompletionRequest", ChatBody, "chat"),
-    ("CompletionRequest", CompletionBody, "completions"),
-    ("ResponsesRequest", ResponsesBody, "responses"),
-    ("AnthropicMessagesRequest", MessagesBody, "messages"),
-    ("AnthropicCountTokensRequest", CountTokensBody, "messages"),
-    ("EmbeddingCompletionRequest", EmbeddingBody, "embeddings"),
+    ("ChatCompletionRequest", ChatBody, CHAT),
+    ("CompletionRequest", CompletionBody, COMPLETIONS),
+    ("ResponsesRequest", ResponsesBody, RESPONSES),
+    ("AnthropicMessagesRequest", MessagesBody, MESSAGES),
+    ("AnthropicCountTokensRequest", CountTokensBody, MESSAGES),
+    ("EmbeddingCompletionRequest", EmbeddingBody, EMBEDDINGS),
 ]
 
 
@@ -60,41 +66,40 @@ def fields_of(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "body", "api"), APIS)
-def test_each_parameter_of_vllm_is_known(name: str, body: type[BaseModel], api: str) -> None:
+def test_each_parameter_of_vllm_is_known(
+    name: str, body: type[BaseModel], api: UnsupportedParameters
+) -> None:
     """What vLLM reads and this server does not is refused, or has no effect on the answer."""
     theirs = fields_of(name)
     assert "model" in theirs
-    table = yaml.safe_load(_UNSUPPORTED.read_text("utf-8"))[api]
-    known = body.model_fields.keys() | table["parameters"].keys() | set(table["hints"]) | _BESIDE_THE_MODELS
+    known = body.model_fields.keys() | api.refused.keys() | api.hints | _BESIDE_THE_MODELS
     assert theirs - known == set()
 
 
 @pytest.mark.parametrize(("_", "body", "api"), APIS)
-def test_no_parameter_is_in_two_lists(_: str, body: type[BaseModel], api: str) -> None:
+def test_no_parameter_is_in_two_lists(_: str, body: type[BaseModel], api: UnsupportedParameters) -> None:
     """A parameter that is read is not refused, and one that is refused is no hint."""
-    table = yaml.safe_load(_UNSUPPORTED.read_text("utf-8"))[api]
-    assert table["parameters"].keys() & set(table["hints"]) == set()
-    assert body.model_fields.keys() & (table["parameters"].keys() | set(table["hints"])) == set()
+    assert api.refused.keys() & api.hints == set()
+    assert body.model_fields.keys() & (api.refused.keys() | api.hints) == set()
 
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", CHAT),
-    "completions": ("/v1/completions", {"prompt": "hi"}),
-    "responses": ("/v1/responses", {"input": "hi"}),
-    "messages": ("/v1/messages", {**CHAT, "max_tokens": 4}),
-    "embeddings": ("/v1/embeddings", {"input": "hi"}),
-}
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTES: Sequence[tuple[UnsupportedParameters, str, dict[str, Any]]] = [
+    (CHAT, "/v1/chat/completions", CHAT_BODY),
+    (COMPLETIONS, "/v1/completions", {"prompt": "hi"}),
+    (RESPONSES, "/v1/responses", {"input": "hi"}),
+    (MESSAGES, "/v1/messages", {**CHAT_BODY, "max_tokens": 4}),
+    (EMBEDDINGS, "/v1/embeddings", {"input": "hi"}),
+]
 
 
-@pytest.mark.parametrize("api", ROUTES)
+@pytest.mark.parametrize(("api", "path", "body"), ROUTES)
 async def test_what_asks_for_something_is_refused_and_what_asks_for_nothing_passes(
-    server: Server, api: str
+    server: Server, api: UnsupportedParameters, path: str, body: dict[str, Any]
 ) -> None:
     """Each row of the table: its neutral values are answered, another is a 400 that names it and says why."""
-    path, body = ROUTES[api]
-    for name, row in yaml.safe_load(_UNSUPPORTED.read_text("utf-8"))[api]["parameters"].items():
-        for value in (None, *row["neutral"]):
+    for name, row in api.refused.items():
+        for value in (None, *row.neutral):
             response = await server.post(path, {"model": "echo", **body, name: value})
             assert response.status == 200, (name, value, await response.text())
         response = await server.post(path, {"model": "echo", **body, name: {"other": 7}})

@@ -176,9 +176,6 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
             "Invalid 'max_tokens': expected a number of tokens from 1 to 2147483647, or -1 for no limit, "
             "got 0.",
         ),
-        ({"max_tokens": "5"}, "Invalid 'max_tokens': expected an integer, got a string."),
-        ({"messages": []}, "Invalid 'messages': expected a list of 1 or more, got an empty list."),
-        ({"temperature": 3}, "Invalid 'temperature': expected at most 2, got 3."),
         ({"stop": 5}, "Invalid 'stop': expected a string or a list of strings, got 5."),
         (
             {"logit_bias": {"a": 1}},
@@ -230,7 +227,7 @@ async def test_a_slash_at_the_end_needs_the_same_key(guarded: Server) -> None:
     ],
 )
 async def test_what_errors_say(server: Server, given: dict[str, object], message: str) -> None:
-    """The field, what was expected, what was found."""
+    """The field, what was expected, what was found. What pydantic says is in test_wrong_values.py."""
     response = await server.post(CHAT, chat() | given)
     assert response.status in (400, 404)
     assert (await response.json())["error"]["message"] == message

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvshare.part_problems import PartProblem
 from kvshare.parts import ServedPart
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
@@ -62,7 +63,7 @@ async def test_requests_pass_unshared_while_a_method_is_on_that_is_not_handled(t
         assert (vllm.rendered, vllm.tickets, len(vllm.generated)) == ([], [], 1)
         assert relay.counts.unshared[Reason.SPECULATION] == 1
         (part,) = (each for each in relay.engine.status().parts if each.part is ServedPart.REPLICA)
-        assert (part.kind, part.detail) == ("unshared", WHY)
+        assert (part.problem, part.cause) == (PartProblem.REPLICA_UNSHARED, WHY)
 
 
 @pytest.mark.parametrize(
