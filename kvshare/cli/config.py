@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, argument, option
+from kvshare.cli.options import Config, Format, Key, OutputFormat, SettingPath, SettingValue, ShowAll, Url
 from kvshare.cli.output import show
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show, check and change settings.")
@@ -19,7 +19,7 @@ def show_settings(
     config: Config = None,
     url: Url = None,
     key: Key = None,
-    everything: Annotated[bool, option("config-show", "--all", "-a")] = False,
+    everything: ShowAll = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """The settings that are not the defaults, and where each comes from; with --url those of a server."""
@@ -57,8 +57,8 @@ def schema() -> None:
 
 @app.command("set")
 def set_setting(
-    path: Annotated[str, argument("config-set", "path")],
-    value: Annotated[str, argument("config-set", "value")],
+    path: SettingPath,
+    value: SettingValue,
     url: Url = None,
     key: Key = None,
     output_format: Format = OutputFormat.TERMINAL,

@@ -11,12 +11,13 @@ import sqlite3
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvshare import __version__
-from kvshare.cli.options import Config, Format, Key, OutputFormat, Url, checked_url, option
+from kvshare.cli import options
+from kvshare.cli.options import OutputFormat
 from kvshare.cli.output import ExitCode, show
 from kvshare.errors import ConfigError
 from kvshare.extras import missing_modules
@@ -28,13 +29,13 @@ _LIBRARIES = ("torch", "transformers", "qdrant-edge-py", "qdrant-client", "sente
 
 
 def doctor(
-    config: Config = None,
-    vllm_url: Annotated[str | None, option("doctor", "--vllm-url")] = None,
-    vllm_control_url: Annotated[str | None, option("doctor", "--vllm-control-url")] = None,
-    vllm_data_parallel_size: Annotated[int, option("doctor", "--vllm-data-parallel-size", min=1)] = 1,
-    url: Url = None,
-    key: Key = None,
-    output_format: Format = OutputFormat.TERMINAL,
+    config: options.Config = None,
+    vllm_url: options.RunningVllm = None,
+    vllm_control_url: options.RunningConnector = None,
+    vllm_data_parallel_size: options.RunningRanks = 1,
+    url: options.Url = None,
+    key: options.Key = None,
+    output_format: options.Format = OutputFormat.TERMINAL,
 ) -> None:
     """
     Check this machine and this config, or a running vLLM. Each finding comes with a remedy.
@@ -46,7 +47,7 @@ def doctor(
 
     url = url or os.environ.get("KVSHARE_URL")
     if url is not None:
-        checked_url(url, "--url")
+        options.checked_url(url, "--url")
     if vllm_url is not None:
         checks = run_vllm_checks(vllm_url, vllm_control_url, vllm_data_parallel_size)
     elif vllm_control_url is not None:
@@ -60,7 +61,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def version(output_format: Format = OutputFormat.TERMINAL) -> None:
+def version(output_format: options.Format = OutputFormat.TERMINAL) -> None:
     """Show what is installed: KVShare, Python and the libraries that matter."""
     from importlib import metadata  # a third of the time that --help takes
 

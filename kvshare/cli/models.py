@@ -1,14 +1,10 @@
 """`kvshare fetch-model` and `verify`: get a model, and test which of its KV can be shared."""
 
-from typing import Annotated, Literal
-
 import typer
 
-from kvshare.cli.options import Format, OutputFormat, argument, option
+from kvshare.cli.options import ComputeDtype, Device, Format, OutputFormat, VerifiedModel
 from kvshare.cli.output import is_quiet, show
 from kvshare.extras import require
-
-Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 def fetch_model() -> None:
@@ -27,9 +23,9 @@ def fetch_model() -> None:
 
 
 def verify(
-    model: Annotated[str, argument("verify", "model")] = "default",
-    dtype: Annotated[Dtype, option("verify", "--dtype")] = "float32",
-    device: Annotated[str, option("verify", "--device")] = "auto",
+    model: VerifiedModel = "default",
+    dtype: ComputeDtype = "float32",
+    device: Device = "auto",
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """

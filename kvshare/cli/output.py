@@ -44,7 +44,7 @@ def is_quiet() -> bool:
 
 
 def show(view: str, document: Mapping[str, Any], output_format: OutputFormat) -> None:
-    """Write the document to stdout; `view` is one of those in templates/."""
+    """Write the document to stdout; `view`: one of `kvshare.cli.views.VIEWS`."""
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return

@@ -6,38 +6,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvshare.cli.options import Config, OutputFormat, argument, checked_url, option, with_options
+from kvshare.cli import traffic_options as options
+from kvshare.cli.options import Config, OutputFormat, checked_url
 from kvshare.cli.output import ExitCode, is_quiet, note, show
 from kvshare.cli.replay_sizes import check_evictions, parse_capacities, parse_tiers
 from kvshare.extras import require
 
 if TYPE_CHECKING:
+    from kvshare.replay.live import LiveOptions
     from kvshare.replay.options import ReplayOptions, Report
-    from kvshare.replay.tiers import TierSizes
-
-Files = Annotated[list[Path], typer.Argument(help="Logs: plain, gzip or zstd.", metavar="FILE")]
-Json = Annotated[bool, typer.Option("--json", help="Write the results to stdout as JSON.")]
-
-# As in `kvshare.replay.workloads.WORKLOADS`; named here so that --help need not import it.
-WorkloadName = Literal["template", "header", "window", "resubmit", "rag", "agent", "revise"]
 
 _RUN = "run"
 _DEFAULT_CAPACITY = "16GiB"  # what a GPU may have left: 131,072 tokens of a Llama-3-8B
-
-
-class _Tiered(NamedTuple):
-    """Memory and disk, and the policies that are compared."""
-
-    sizes: TierSizes
-    evictions: tuple[str, ...]
 
 
 class _RunByDefault(TyperGroup):
@@ -59,36 +48,78 @@ app = typer.Typer(cls=_RunByDefault, help="What sharing would save on your traff
 
 
 @app.command(_RUN, cls=_Run)
-@with_options("replay")
-def run(files: Files, *, config: Config = None, as_json: Json = False, **options: Any) -> None:
+def run(
+    files: options.LogFiles,
+    format_name: options.LogFormat = None,
+    tokenizer: options.Tokenizer = None,
+    arms: options.Arms = None,
+    capacity: options.Capacities = None,
+    tier: options.Tiers = None,
+    eviction: options.Eviction = None,
+    bytes_per_token: options.BytesPerToken = None,
+    prefill_tokens_per_s: options.PrefillSpeed = 5000.0,
+    out: options.ReplayFolder = Path("replay"),
+    limit: options.Limit = None,
+    interleave: options.Interleave = 1,
+    seed: options.ReplaySeed = 0,
+    resume: options.Resume = False,
+    paper: options.Paper = False,
+    url: options.LiveUrl = None,
+    key: options.LiveKey = None,
+    concurrency: options.InFlight = 4,
+    speedup: options.Speedup = None,
+    max_tokens: options.MaxTokens = 8,
+    config: Config = None,
+    as_json: options.ReplayJson = False,
+) -> None:
     """
     What sharing would save on your traffic, from a log file: no GPU, no model, no server.
 
     Shows every request of the log to several cache policies and counts the tokens that each need not
     compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.
     """
-    _check_options(options)
-    paper, resume, out = options.pop("paper"), options.pop("resume"), options["out"]
-    capacity, arms = options.pop("capacity"), options.pop("arms")
-    tier, eviction = options.pop("tier"), options.pop("eviction")
-    sent = {name: options.pop(name) for name in ("url", "key", "concurrency", "speedup", "max_tokens")}
-    kind = "paper" if paper else "live" if sent["url"] else "tiers" if tier else ""
+    _check_options(paper=paper, url=url, tier=tier, capacity=capacity, resume=resume, eviction=eviction)
+    kind = "paper" if paper else "live" if url else "tiers" if tier else ""
     require("replay", what="`kvshare replay`", embeds=False)
-    replayed = _replay_options(
-        options,
+    from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
+    from kvshare.replay.policies import parse_policies
+    from kvshare.settings import load_settings
+
+    token_bytes = bytes_per_token or LLAMA3_8B_BYTES_PER_TOKEN
+    replayed = ReplayOptions(
         paths=files,
-        policies=arms or _default_policies(kind),
-        config=config,
-        capacity=capacity or ([] if kind else [_DEFAULT_CAPACITY]),
+        out=out,
+        policies=parse_policies(arms or _default_policies(kind)),
+        settings=load_settings(config),
+        format_name=format_name,
+        tokenizer=tokenizer,
+        capacities_tokens=parse_capacities(capacity or ([] if kind else [_DEFAULT_CAPACITY]), token_bytes),
+        bytes_per_token=token_bytes,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        limit=limit,
+        seed=seed,
+        interleave=interleave,
     )
-    tiered = _tiered(tier, eviction, replayed) if tier else None
+    if replayed.embeds:
+        require("replay", what="a replay that embeds prompts (--arms fast does not)")
+    live = None
+    if url:
+        from kvshare.replay.live import LiveOptions
+
+        live = LiveOptions(url, key, concurrency, speedup, max_tokens)
+    chosen = _chosen(replayed, live, tier, eviction, paper=paper, resume=resume)
+    _run(chosen, out, is_drawn=not kind, as_json=as_json)
+
+
+def _run(replay: Callable[..., Mapping[str, Any]], out: Path, *, is_drawn: bool, as_json: bool) -> None:
+    """Replay into a folder, and show the results. `is_drawn`: as a report, too."""
     _make_folder(out)
     try:
         with progress_bar(hidden=as_json) as report:
-            document = _replay(replayed, sent, tiered, paper=paper, resume=resume, report=report)
-            written = out if kind else _drawn(out)
+            document = replay(report=report)
+            written = _drawn(out) if is_drawn else out
     except KeyboardInterrupt:
-        can_resume = not kind and _has_progress(out)
+        can_resume = is_drawn and _has_progress(out)
         note("interrupted; continue with --resume" if can_resume else "interrupted")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     show(document["kind"], document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
@@ -96,27 +127,6 @@ def run(files: Files, *, config: Config = None, as_json: Json = False, **options
         note(f"interrupted; the answers until then are in {out}")
         raise typer.Exit(ExitCode.INTERRUPTED)
     note(f"{'report' if written != out else 'results'}: {written}")
-
-
-def _replay_options(
-    options: dict[str, Any], *, paths: list[Path], policies: str, config: Path | None, capacity: list[str]
-) -> ReplayOptions:
-    """Raises typer.BadParameter for a capacity, and what policies, settings and extras raise."""
-    from kvshare.replay.options import LLAMA3_8B_BYTES_PER_TOKEN, ReplayOptions
-    from kvshare.replay.policies import parse_policies
-    from kvshare.settings import load_settings
-
-    options["bytes_per_token"] = options["bytes_per_token"] or LLAMA3_8B_BYTES_PER_TOKEN
-    replayed = ReplayOptions(
-        paths=paths,
-        policies=parse_policies(policies),
-        settings=load_settings(config),
-        capacities_tokens=parse_capacities(capacity, options["bytes_per_token"]),
-        **options,
-    )
-    if replayed.embeds:
-        require("replay", what="a replay that embeds prompts (--arms fast does not)")
-    return replayed
 
 
 def _make_folder(out: Path) -> None:
@@ -127,39 +137,33 @@ def _make_folder(out: Path) -> None:
         raise typer.BadParameter(f"{out}: {problem}", param_hint="--out") from None
 
 
-def _tiered(tier: list[str], eviction: str | None, replayed: ReplayOptions) -> _Tiered:
-    """Raises usage errors, also for arms that have no tiers."""
-    from kvshare.replay.tiers import check_tier_arms
-
-    check_tier_arms(replayed.policies)
-    return _Tiered(parse_tiers(tier), check_evictions(eviction, replayed.settings.store.eviction))
-
-
-def _replay(
+def _chosen(
     replayed: ReplayOptions,
-    sent: dict[str, Any],
-    tiered: _Tiered | None,
+    live: LiveOptions | None,
+    tier: list[str] | None,
+    eviction: str | None,
     *,
     paper: bool,
     resume: bool,
-    report: Report,
-) -> Mapping[str, Any]:
-    """The results, as a document. Each kind imports what it alone needs, seconds in all."""
-    if tiered is not None:
-        from kvshare.replay.tiers import replay_tiers
+) -> Callable[..., Mapping[str, Any]]:
+    """The replay that the options choose; each imports what it alone needs. Raises usage errors of --tier."""
+    if tier:
+        from kvshare.replay.tiers import check_tier_arms, replay_tiers
 
-        return replay_tiers(replayed, [tiered.sizes], tiered.evictions, report=report)
+        check_tier_arms(replayed.policies)
+        sizes, default = parse_tiers(tier), replayed.settings.store.eviction
+        return partial(replay_tiers, replayed, [sizes], check_evictions(eviction, default))
     if paper:
         from kvshare.replay.paper import replay_paper
 
-        return replay_paper(replayed, report=report)
-    if sent["url"]:
-        from kvshare.replay.live import LiveOptions, replay_live
+        return partial(replay_paper, replayed)
+    if live is not None:
+        from kvshare.replay.live import replay_live
 
-        return replay_live(replayed, LiveOptions(**sent), report=report)
+        return partial(replay_live, replayed, live)
     from kvshare.replay.run import replay
 
-    return replay(replayed, resume=resume, report=report)
+    return partial(replay, replayed, resume=resume)
 
 
 def _drawn(out: Path) -> Path:
@@ -177,11 +181,11 @@ def _has_progress(out: Path) -> bool:
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A folder of results.")],
-    b: Annotated[Path, typer.Argument(help="Another, of the same log.")],
-    resamples: Annotated[int, typer.Option("--resamples", min=1, help="Samples of the bootstrap.")] = 2000,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the bootstrap.")] = 0,
-    as_json: Json = False,
+    a: options.Results,
+    b: options.OtherResults,
+    resamples: options.Resamples = 2000,
+    seed: options.BootstrapSeed = 0,
+    as_json: options.ReplayJson = False,
 ) -> None:
     """Compare two runs request by request, with 95 % bootstrap intervals over conversations."""
     require("replay", what="`kvshare replay diff`", embeds=False)
@@ -192,11 +196,11 @@ def diff(
 
 
 def workload(
-    name: Annotated[WorkloadName, argument("workload", "name")],
-    out: Annotated[Path, option("workload", "--out", "-o")],
-    source: Annotated[list[Path] | None, option("workload", "--source")] = None,
-    requests: Annotated[int, option("workload", "--requests", "-n", min=1)] = 1000,
-    seed: Annotated[int, option("workload", "--seed")] = 0,
+    name: options.Workload,
+    out: options.WorkloadFile,
+    source: options.TextSources = None,
+    requests: options.MostRequests = 1000,
+    seed: options.WorkloadSeed = 0,
 ) -> None:
     """
     Write a stream of requests in which sharing pays.
@@ -232,9 +236,16 @@ def _default_policies(kind: str) -> str:
     return "all"
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(
+    *,
+    paper: bool,
+    url: str | None,
+    tier: list[str] | None,
+    capacity: list[str] | None,
+    resume: bool,
+    eviction: str | None,
+) -> None:
     """Refuse options that would be ignored, and a URL that is not one."""
-    paper, url, tier, capacity = (options[name] for name in ("paper", "url", "tier", "capacity"))
     without = "cannot be used with --paper or --engine"
     wrong = (
         ("--paper", paper and url, "cannot be used together with --engine"),
@@ -245,9 +256,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
             "cannot be used with --paper, whose stores are infinite",
         ),
         ("--capacity", capacity and tier, "cannot be used with --tier, which has its own sizes"),
-        ("--resume", options["resume"] and (paper or url), without),
-        ("--resume", options["resume"] and tier, "cannot be used with --tier"),
-        ("--eviction", options["eviction"] and not tier, "is an option of --tier"),
+        ("--resume", resume and (paper or url), without),
+        ("--resume", resume and tier, "cannot be used with --tier"),
+        ("--eviction", eviction and not tier, "is an option of --tier"),
     )
     for flag, is_wrong, problem in wrong:
         if is_wrong:

@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvshare.cli import options
 from kvshare.cli.open_files import raise_open_files
-from kvshare.cli.options import Config, Format, OutputFormat, option, with_options
+from kvshare.cli.options import OutputFormat
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
 from kvshare.extras import require
@@ -32,20 +32,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@with_options("serve")
-def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINAL, **options: Any) -> None:
+def serve(
+    config: options.Config = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    model: options.Model = None,
+    served_name: options.ServedName = None,
+    store: options.StoreFolder = None,
+    mode: options.Mode = None,
+    dtype: options.Dtype = None,
+    engine: options.Engine = None,
+    vllm_url: options.VllmUrls = None,
+    vllm_control_url: options.VllmControlUrls = None,
+    vllm_data_parallel_size: options.VllmRanks = None,
+    dry_run: options.PrintSettings = False,
+    output_format: options.Format = OutputFormat.TERMINAL,
+) -> None:
     """Serve a model over an OpenAI-shaped API. Listens on loopback by default."""
     from kvshare import safe_logging
     from kvshare.settings import SettingsSource
 
-    replicas = [options.pop(name) for name in ("vllm_url", "vllm_control_url", "vllm_data_parallel_size")]
-    dry_run, served_name = options.pop("dry_run"), options["model__served_name"]
-    given = {"vllm__replicas": _replicas(*replicas), **options}
-    overrides = {
-        name.replace("__", "."): str(value) if isinstance(value, Path) else value
-        for name, value in given.items()
-        if value is not None
+    given = {
+        "vllm.replicas": _replicas(vllm_url, vllm_control_url, vllm_data_parallel_size),
+        "server.host": host,
+        "server.port": port,
+        "model.path": model,
+        "model.served_name": served_name,
+        "store.path": None if store is None else str(store),
+        "sharing.mode": mode,
+        "model.dtype": dtype,
+        "engine.kind": engine,
     }
+    overrides = {path: value for path, value in given.items() if value is not None}
     source = SettingsSource(config, overrides)
     settings = source.load()
     if served_name is not None and settings.engine.kind == "vllm":
@@ -65,8 +83,7 @@ def serve(config: Config = None, *, output_format: Format = OutputFormat.TERMINA
 
 
 def hash_key(
-    generate: Annotated[bool, option("hash-key", "--generate", "-g")] = False,
-    output_format: Format = OutputFormat.TERMINAL,
+    generate: options.Generate = False, output_format: options.Format = OutputFormat.TERMINAL
 ) -> None:
     """Hash an API key for `auth.keys`. The key is read from stdin, or made with --generate."""
     key = "kvs-" + secrets.token_urlsafe(32) if generate else _read_key()

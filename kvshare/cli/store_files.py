@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
-from kvshare.cli.options import Config, Format, OutputFormat, Store, option
+from kvshare.cli.options import Config, CountOnly, Format, OutputFormat, Store
 from kvshare.cli.output import ExitCode, show
 from kvshare.cli.store import stopped_store
 
@@ -27,7 +26,7 @@ def verify(store: Store = None, config: Config = None, output_format: Format = O
 def gc(
     store: Store = None,
     config: Config = None,
-    dry_run: Annotated[bool, option("store-gc", "--dry-run", "-n")] = False,
+    dry_run: CountOnly = False,
     output_format: Format = OutputFormat.TERMINAL,
 ) -> None:
     """Delete KV on disk that belongs to no stored prompt. A server does that, too, once it has started."""

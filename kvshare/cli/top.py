@@ -7,11 +7,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvshare.cli.options import Key, OutputFormat, Url, option
+from kvshare.cli.options import Interval, Key, Once, OutputFormat, TopJson, Url
 from kvshare.cli.output import note, show
 from kvshare.errors import UnreachableError
 
@@ -23,11 +23,7 @@ _LOOKUP = ("prefix", "fingerprint", "embedding", "plan", "fetch")  # as the serv
 
 
 def top(
-    once: Annotated[bool, option("top", "--once")] = False,
-    as_json: Annotated[bool, option("top", "--json")] = False,
-    interval: Annotated[float, option("top", "--interval", min=0.2)] = 2.0,
-    url: Url = None,
-    key: Key = None,
+    once: Once = False, as_json: TopJson = False, interval: Interval = 2.0, url: Url = None, key: Key = None
 ) -> None:
     """Show what a running server does: requests, reuse, queue, tenants, slowest lookups. Ctrl-C ends it."""
     from kvshare.cli.server import server

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import csv
 import sys
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 
-from kvshare.cli.options import Format, Key, OutputFormat, TenantName, Url, option
+from kvshare.cli.options import Csv, Format, Key, OutputFormat, Since, TenantName, Url, UsageBy
 from kvshare.cli.output import show
-
-By = Literal["key", "tenant", "day"]
 
 
 def usage(
-    by: Annotated[By, option("usage", "--by")] = "key",
-    since: Annotated[str | None, option("usage", "--since")] = None,
+    by: UsageBy = "key",
+    since: Since = None,
     tenant: TenantName = None,
-    as_csv: Annotated[bool, option("usage", "--csv")] = False,
+    as_csv: Csv = False,
     url: Url = None,
     key: Key = None,
     output_format: Format = OutputFormat.TERMINAL,

@@ -10,19 +10,12 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvshare.cli.connector_options import (
-    connector_options,
-    disk_settings,
-    parse_bytes,
-    parse_connector,
-    parse_shared_tier,
-    shared_settings,
-)
-from kvshare.cli.options import argument, option
+from kvshare.cli import options
+from kvshare.cli.connector_options import connector_options, disk_settings, shared_settings
 from kvshare.cli.output import note
 from kvshare.errors import EngineError
 
@@ -47,24 +40,15 @@ _SPREAD = [_SHORT[f"-dp{letter}"] for letter in "nrlhem"]  # ranks behind severa
 
 def vllm(
     context: typer.Context,
-    arguments: Annotated[list[str], argument("vllm", "arguments", metavar="MODEL")],
-    control_host: Annotated[str, option("vllm", "--control-host")] = "127.0.0.1",
-    control_port: Annotated[int | None, option("vllm", "--control-port", min=1, max=65535)] = None,
-    kv_bytes: Annotated[
-        int, option("vllm", "--kv-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
-    ] = 4 * 1024**3,
-    disk: Annotated[Path | None, option("vllm", "--disk", metavar="PATH", show_default=False)] = None,
-    disk_bytes: Annotated[
-        int | None, option("vllm", "--disk-bytes", parser=parse_bytes, metavar="SIZE", show_default=False)
-    ] = None,
-    shared_tier: Annotated[
-        dict[str, Any] | None,
-        option("vllm", "--shared-tier", parser=parse_shared_tier, metavar="URL", show_default=False),
-    ] = None,
-    beside: Annotated[
-        dict[str, Any] | None, option("vllm", "--beside", parser=parse_connector, metavar="JSON")
-    ] = None,
-    print_command: Annotated[bool, option("vllm", "--print-command")] = False,
+    arguments: options.VllmArguments,
+    control_host: options.ControlHost = "127.0.0.1",
+    control_port: options.ControlPort = None,
+    kv_bytes: options.KvBytes = 4 * 1024**3,
+    disk: options.Disk = None,
+    disk_bytes: options.DiskBytes = None,
+    shared_tier: options.SharedTier = None,
+    beside: options.Beside = None,
+    print_command: options.PrintCommand = False,
 ) -> None:
     """
     Start `vllm serve` with KVShare's connector. Options that are not listed here are vLLM's.

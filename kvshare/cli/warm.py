@@ -1,19 +1,23 @@
 """`kvshare warm`: compute documents and prompts before the first user asks."""
 
 import os
-from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from kvshare.cli.options import OutputFormat, argument, checked_url, with_options
+from kvshare.cli import traffic_options as options
+from kvshare.cli.options import OutputFormat, checked_url
 from kvshare.cli.output import ExitCode, is_quiet, note, show
 
 
-@with_options("warm")
 def warm(
-    files: Annotated[list[Path], argument("warm", "files", metavar="FILE...", exists=True, dir_okay=False)],
-    **options: Any,
+    files: options.WarmFiles,
+    url: options.WarmUrl = None,
+    key: options.WarmKey = None,
+    pin: options.WarmPin = False,
+    admin_key: options.AdminKey = None,
+    admin_url: options.AdminUrl = None,
+    concurrency: options.AtATime = 4,
+    as_json: options.WarmJson = False,
 ) -> None:
     """
     Compute documents and prompts ahead and store them, for all users of a key.
@@ -29,10 +33,10 @@ def warm(
     from kvshare.warming.entries import read_entries
     from kvshare.warming.run import warm
 
-    as_json, url = options.pop("as_json"), options.pop("url") or os.environ.get("KVSHARE_URL")
-    chosen = WarmOptions(checked_url(url, "--url"), **options)
-    if chosen.admin_url is not None:
-        checked_url(chosen.admin_url, "--admin-url")
+    url = checked_url(url or os.environ.get("KVSHARE_URL"), "--url")
+    if admin_url is not None:
+        checked_url(admin_url, "--admin-url")
+    chosen = WarmOptions(url, key, admin_url, admin_key, concurrency=concurrency, pin=pin)
     with Console(stderr=True, quiet=is_quiet()).status("reading") as status:
         document = warm(read_entries(files), chosen, lambda done: status.update(f"{done:,} finished"))
     show("warm", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)

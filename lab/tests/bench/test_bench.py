@@ -4,7 +4,6 @@ Every benchmark runs, at a small size, and gives the keys that scripts read. No 
 What embeds is not installed here, but for tests marked `model`: a benchmark that embeds nothing needs none.
 """
 
-import importlib
 import json
 import sys
 
@@ -25,7 +24,8 @@ from kvshare_lab.bench import (
 )
 from kvshare_lab.bench import replay as replayed
 from kvshare_lab.cli import bench
-from kvshare_lab.cli.bench import BENCHMARKS, Benchmark
+from kvshare_lab.cli.bench import BENCHMARKS
+from kvshare_lab.cli.benchmark import Benchmark, Runner
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,9 @@ def test_no_command_asks_for_an_embedder_before_it_runs(
     benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its default engine; what runs then is tested below."""
-    module = importlib.import_module(bench.module_of(benchmark, benchmark.engines[0], {}))
-    config = benchmark.engines[0] == bench.VLLM
-    monkeypatch.setattr(module, "run", (lambda config: {"ran": True}) if config else (lambda: {"ran": True}))
-    if config:
-        monkeypatch.setattr(module, "Config", dict)
+    in_process, served = Runner(lambda: {"ran": True}), Runner(lambda config: {"ran": True}, dict)
+    ran = in_process if benchmark.load(benchmark.engines[0]).config is None else served
+    monkeypatch.setattr(Benchmark, "load", lambda benchmark, engine: ran)
     outcome = CliRunner().invoke(bench.app, [benchmark.name, "--json"])
     assert outcome.exit_code == 0, outcome.output
     assert json.loads(outcome.stdout)["ran"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from kvshare_lab.cli import bench
+from kvshare_lab.cli.bench import BENCHMARKS
 from tests.kvshare.cli.conftest import Cli
 
 BENCHES = [
@@ -37,17 +37,28 @@ def test_bench_lists_its_commands(cli: Cli) -> None:
         assert f"  {name} " in outcome.stdout
 
 
+COMMANDS = {each.name: each for each in BENCHMARKS}
+
+
 def check_options(name: str, engine: str) -> None:
     """A command's options for an engine are the arguments of its benchmark: no default is written twice."""
-    command = next(each for each in bench.BENCHMARKS if each.name == name)
-    module = importlib.import_module(bench.module_of(command, engine, {}))
+    command = COMMANDS[name]
+    runner = command.load(engine)
     offered = {option.name for option in command.options}
     if len(command.engines) == 2:
-        offered -= {name for name, owner in command.owners.items() if owner != engine}
+        offered = {each.name for each in command.options if each.engine in (None, engine)}
     if engine == "vllm":
-        assert offered <= {field.name for field in fields(module.Config)}
+        assert offered <= {field.name for field in fields(config_of(name))}
         return
-    assert offered == set(inspect.signature(module.run).parameters)
+    assert runner.config is None
+    assert offered == set(inspect.signature(runner.run).parameters)
+
+
+def config_of(name: str) -> Any:
+    """The class of a benchmark's options for real servers."""
+    config = COMMANDS[name].load("vllm").config
+    assert config is not None
+    return config
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -97,9 +108,8 @@ def test_bench_refuses_wrong_options(cli: Cli) -> None:
 @pytest.mark.parametrize("name", VLLM_BENCHES)
 def test_every_benchmark_of_vllm_takes_a_model(name: str) -> None:
     """Which takes the place of its own one on both servers, with room for as many tokens of KV."""
-    command = next(each for each in bench.BENCHMARKS if each.name == name)
-    assert "model" in {option.name for option in command.options}
-    config_class = importlib.import_module(bench.module_of(command, "vllm", {})).Config
+    assert "model" in {option.name for option in COMMANDS[name].options}
+    config_class = config_of(name)
     own, large = config_class().options, config_class(model="random-8b").options
     assert own.model != "random-8b"
     assert large.model == "random-8b"
@@ -110,8 +120,7 @@ def test_every_benchmark_of_vllm_takes_a_model(name: str) -> None:
 @pytest.mark.parametrize("name", VLLM_BENCHES)
 def test_both_vllms_share_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default each vLLM would take nearly all of its memory."""
-    command = next(each for each in bench.BENCHMARKS if each.name == name)
-    config_class = importlib.import_module(bench.module_of(command, "vllm", {})).Config
+    config_class = config_of(name)
     assert "--gpu-memory-utilization" not in config_class().options.vllm.arguments
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     arguments = config_class().options.vllm.arguments
@@ -130,7 +139,7 @@ importlib.util.find_spec = lambda name, *rest: None if name in missing else find
 from kvshare.cli.main import main
 from kvshare_lab.cli.bench import BENCHMARKS
 for each in BENCHMARKS:
-    importlib.import_module(each.module if "embedded" in each.engines else f"kvshare_lab.vllm.{each.name}")
+    each.load(each.engines[0])
 sys.argv = "kvshare bench connections --idle 1 --concurrency 1 --requests 1 --repeats 1".split()
 main()
 """

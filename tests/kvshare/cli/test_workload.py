@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from kvshare.cli.replay import WorkloadName
+from kvshare.cli.traffic_options import WorkloadName
 from kvshare.replay.workloads import WORKLOADS
 from tests.kvshare.cli.conftest import Cli
 

@@ -1,6 +1,10 @@
 """
 The lab's commands, which `kvshare` finds by the entry points of kvshare-lab (lab/pyproject.toml).
 
-    bench.py      `kvshare bench NAME`; bench.toml has the options of each benchmark
-    calibrate.py  `kvshare calibrate`; its options are in calibrate.toml
+    bench.py              `kvshare bench NAME`: runs a benchmark and shows its result
+    benchmarks.py         the benchmarks that run in this process alone
+    served_benchmarks.py  those that start real vLLM servers
+    benchmark.py          how a benchmark and its options are declared
+    options.py            the options that several of them have
+    calibrate.py          `kvshare calibrate`
 """

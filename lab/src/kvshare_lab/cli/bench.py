@@ -1,124 +1,117 @@
 """
-`kvshare bench ...`: the commands behind the project's published figures. bench.toml has their options.
+`kvshare bench ...`: the commands behind the project's published figures.
 
-In this process a command calls `run(**options)` of `kvshare_lab.bench.<name>` or of its `module`, with vLLM
-`run(Config(**options))` of `kvshare_lab.vllm.<name>`. It passes only options that were given: those functions
-have the defaults. A result with `"passed": false` ends with exit code 1. In a git checkout a result carries
+benchmarks.py and served_benchmarks.py declare them. Only options that were given are passed on: what measures
+has the defaults. A result with `"passed": false` ends with exit code 1. In a git checkout a result carries
 its `commit`.
 """
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from inspect import Parameter, Signature, iscoroutine, signature
+from collections.abc import Mapping
+from functools import partial
+from inspect import iscoroutine, signature
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from kvshare.cli.options import Format, OutputFormat, described, parameter
+from kvshare.cli.options import OutputFormat
 from kvshare.cli.output import ExitCode, show
 from kvshare.cli.plugins import LAB
 from kvshare_lab.checkout import checkout_commit
+from kvshare_lab.cli import benchmarks as own
+from kvshare_lab.cli import served_benchmarks as served
+from kvshare_lab.cli.benchmark import EMBEDDED, Benchmark, Option
 from kvshare_lab.vllm.termination import ending_on_sigterm
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help=LAB["bench"],  # as the product lists it
+BENCHMARKS = (
+    *(served.parity, served.ttft, served.restart, served.load, served.acceptance, served.way, served.steady),
+    *(served.interference, served.soak, served.gpu, own.device, served.inway, own.plan, own.index),
+    *(own.replay, own.fidelity, served.burst, own.papers, own.pairs, own.agents, own.grammar),
+    *(own.connections, own.flood, own.proxy),
+)
+_JSON = Option("as_json", bool, "The same as --format json.", flag="--json", default=False)
+_FORMAT = Option(
+    "output_format",
+    OutputFormat,
+    "terminal for people, json for programs.",
+    flag="--format",
+    default=OutputFormat.TERMINAL,
 )
 
-EMBEDDED, VLLM = "embedded", "vllm"
-_JSON = parameter("as_json", type="flag", help="The same as --format json.", flags=["--json"], default=False)
-_FORMAT = Parameter("output_format", Parameter.KEYWORD_ONLY, default=OutputFormat.TERMINAL, annotation=Format)
+
+class _Benchmarks(TyperGroup):
+    """A command for each benchmark."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for benchmark in BENCHMARKS:
+            self.add_command(_command(benchmark))
 
 
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """
-    A command. `options`: without those that all commands have. `owners`: the engines of options that only one
-    has, by their names. `engines`: the default one first. `module`: what runs in this process.
-    """
-
-    name: str
-    help: str
-    options: tuple[Parameter, ...]
-    owners: Mapping[str, str]
-    engines: tuple[str, ...]
-    module: str
+app = typer.Typer(cls=_Benchmarks, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
-def _benchmarks() -> Iterator[Benchmark]:
-    document = described(Path(__file__).with_suffix(".toml"))
-    shared = document["options"]
-    for name, command in document["commands"].items():
-        described_options = [
-            {"name": each, **shared[each]} if isinstance(each, str) else dict(each)
-            for each in command["options"]
-        ]
-        owners = {each["name"]: each.pop("engine") for each in described_options if "engine" in each}
-        options = tuple(parameter(**each) for each in described_options)
-        engines = tuple(command.get("engines", [EMBEDDED]))
-        module = command.get("module", f"kvshare_lab.bench.{name}")
-        yield Benchmark(name, command["help"], options, owners, engines, module)
+@app.callback(help=LAB["bench"])  # as the product lists it
+def bench() -> None:
+    pass
 
 
-BENCHMARKS = tuple(_benchmarks())
+def _command(benchmark: Benchmark) -> TyperCommand:
+    engines = benchmark.engines
+    about = "What computes; vllm starts real servers." if len(engines) > 1 else "What computes."
+    engine = Option("engine", Literal.__getitem__(engines), about, default=engines[0])
+    return TyperCommand(
+        benchmark.name,
+        params=[*([] if engines == (EMBEDDED,) else [engine]), *benchmark.options, _JSON, _FORMAT],
+        callback=partial(_measure, benchmark),
+        help=benchmark.help,
+        rich_markup_mode=None,
+    )
 
 
-def _command(benchmark: Benchmark) -> Callable[..., None]:
-    """A function with the benchmark's options as its parameters, from which Typer makes a command."""
-
-    def command(**options: Any) -> None:
-        as_json, output_format = options.pop("as_json"), options.pop("output_format")
-        engine = options.pop("engine", EMBEDDED)
-        given = {name: value for name, value in options.items() if value is not None}
-        chosen = module_of(benchmark, engine, given)
-        module = importlib.import_module(chosen)
-        commit = checkout_commit()
-        with ending_on_sigterm():  # the servers that it has started end, too
-            document = (
-                module.run(module.Config(**given)) if engine == VLLM else _run(benchmark, module, given)
-            )
-        if commit is not None:
-            document["commit"] = commit
-        show("bench", document, OutputFormat.JSON if as_json else output_format)
-        if document.get("passed") is False:
-            raise typer.Exit(ExitCode.FAILED)
-
-    engines, options = benchmark.engines, list(benchmark.options)
-    if engines != (EMBEDDED,):
-        about = "What computes; vllm starts real servers." if len(engines) > 1 else "What computes."
-        options.insert(0, parameter("engine", type=engines, default=engines[0], help=about))
-    command.__signature__ = Signature([*options, _JSON, _FORMAT])  # type: ignore[attr-defined]  # as functions may
-    return command
+def _measure(
+    benchmark: Benchmark,
+    *,
+    as_json: bool,
+    output_format: OutputFormat,
+    engine: str = EMBEDDED,
+    **options: Any,
+) -> None:
+    """Run a benchmark with the options that were given, and show its result."""
+    given = {name: value for name, value in options.items() if value is not None}
+    _check(benchmark, engine, given)
+    runner = benchmark.load(engine)
+    commit = checkout_commit()
+    with ending_on_sigterm():  # the servers that it has started end, too
+        if runner.config is not None:
+            document = runner.run(runner.config(**given))
+        else:
+            document = _in_this_process(benchmark, runner.run, given)
+    if commit is not None:
+        document["commit"] = commit
+    show("bench", document, OutputFormat.JSON if as_json else output_format)
+    if document.get("passed") is False:
+        raise typer.Exit(ExitCode.FAILED)
 
 
-def _run(benchmark: Benchmark, module: ModuleType, given: dict[str, Any]) -> dict[str, Any]:
-    """In this process. Name and options come before what was measured."""
-    measured = module.run(**given)
+def _in_this_process(benchmark: Benchmark, run: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Name and options come before what was measured."""
+    measured = run(**given)
     if iscoroutine(measured):
         import asyncio
 
         measured = asyncio.run(measured)
-    defaults = {name: option.default for name, option in signature(module.run).parameters.items()}
+    defaults = {name: option.default for name, option in signature(run).parameters.items()}
     # Results are published: of a file or folder they have the name, not where it lies.
     names = {name: value.absolute().name for name, value in given.items() if isinstance(value, Path)}
     return {"benchmark": benchmark.name, **defaults, **given, **names, **measured}
 
 
-def module_of(benchmark: Benchmark, engine: str, given: dict[str, Any]) -> str:
-    """The name of the module that runs. Raises typer.BadParameter for an option that it does not have."""
-    for name in given if len(benchmark.engines) > 1 else ():
-        owner = benchmark.owners.get(name, engine)
-        if engine != owner:
-            raise typer.BadParameter(f"only with --engine {owner}", param_hint=f"--{name}")
+def _check(benchmark: Benchmark, engine: str, given: Mapping[str, Any]) -> None:
+    """Raises typer.BadParameter for options that the engine does not have, or that exclude each other."""
+    for option in benchmark.options if len(benchmark.engines) > 1 else ():
+        if option.name in given and option.engine not in (None, engine):
+            raise typer.BadParameter(f"only with --engine {option.engine}", param_hint=f"--{option.name}")
     if benchmark.name == "load" and "workload" in given and given.keys() & {"changed", "edits"}:
         raise typer.BadParameter("not together with --changed or --edits", param_hint="--workload")
-    return f"kvshare_lab.vllm.{benchmark.name}" if engine == VLLM else benchmark.module
-
-
-for _benchmark in BENCHMARKS:
-    app.command(_benchmark.name, help=_benchmark.help)(_command(_benchmark))
