@@ -80,7 +80,7 @@ def dynamic_model(tmp_path: Path) -> Path:
     [
         ("demo", "approx", CHEAP, {None, "no_candidates"}),
         ("demo", "approx", DEAR, {None, "does_not_pay"}),
-        ("demo", "exact", CHEAP, {None, "nothing_in_common", "no_candidates"}),
+        ("demo", "exact", CHEAP, {None, "exact_only", "no_candidates"}),
         ("dynamic", "approx", CHEAP, {None, "rotation_unknown", "no_candidates"}),
     ],
 )
