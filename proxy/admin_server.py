@@ -12,8 +12,8 @@ from aiohttp import web
 from kvshare.admin import StatsQuestion
 from kvshare.errors import ConfigError, ErrorCode, RequestError
 from proxy.context import SERVER, ServerContext
-from proxy.live_settings import Changes
 from proxy.request_body import read_object
+from proxy.setting_changes import Changes
 from proxy.usage import UsageQuestion
 
 

@@ -84,6 +84,15 @@ async def test_a_setting_is_changed_shown_and_given_back(used: Server) -> None:
 
 
 async def test_explain_is_about_the_tenant_that_is_named(used: Server) -> None:
+async def test_a_reload_prints_what_changed_of_each_entry(used: Server, tmp_path: Path) -> None:
+    limits = {"name": "globex", "max_mode": "exact"}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": key_settings(), "tenants": [limits]}))
+    assert (await command(used, "config", "reload")).splitlines() == [
+        "tenant globex: requests_per_minute is null, was 1",
+        "tenant globex: max_mode is exact, was approx",
+    ]
+
+
     """The fake engine's answer does not matter: the request reaches the space of that tenant or key."""
 
     async def namespace(*options: str) -> Any:

@@ -92,8 +92,17 @@ TENANT_VIEWS: dict[str, Any] = {
     "config_valid": {"changed": 12, "keys": 1234, "tenants": 123},
     "reloaded": {
         "settings": {"sharing.max_mode": {"to": "exact", "from": "approx"}},
-        "keys": {"added": ["chatbot-1"], "removed": [], "changed": []},
-        "tenants": {"added": [], "removed": [], "changed": ["north-america"]},
-        "needs_restart": ["server.port"],
+        "keys": {
+            "added": ["chatbot-1"],
+            "removed": [],
+            "changed": {"chatbot-2": {"sha256": {"from": "hidden", "to": "hidden"}}},
+        },
+        "tenants": {
+            "added": [],
+            "removed": [],
+            "changed": {"north-america": {"max_kv_bytes": {"from": None, "to": 234_567_890_123}}},
+        },
+        "rules": {"added": [], "removed": [], "changed": {"nonce": {"first": {"from": False, "to": True}}}},
+        "needs_restart": {"server.port": {"from": 8000, "to": 9000}},
     },
 }
