@@ -53,7 +53,11 @@ async def tenants(request: web.Request) -> web.Response:
     stored = await server.engine.stats(StatsQuestion())
     num_bytes = {row["tenant"]: row["num_bytes"] for row in stored["tenants"]}
     names = dict.fromkeys([*server.keyring.tenants(), *num_bytes])
-    rows = [{**_tenant(server, name), "kv_bytes": num_bytes.get(name, 0)} for name in names]
+    evicted = server.engine.status().counts.tenant_evictions
+    rows = [
+        {**_tenant(server, name), "kv_bytes": num_bytes.get(name, 0), "evicted": evicted[name]}
+        for name in names
+    ]
     return web.json_response({"tenants": rows})
 
 

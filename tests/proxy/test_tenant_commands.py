@@ -65,7 +65,7 @@ async def test_usage_is_a_table_for_people_and_csv_for_sheets(used: Server) -> N
 async def test_tenants_are_listed_with_what_they_use_of_their_limits(used: Server) -> None:
     lines = (await command(used, "tenants")).splitlines()
     (globex,) = (line.split() for line in lines if line.startswith("globex"))
-    assert globex == ["globex", "1", "0", "0/1", "0", "B", "approx", "1"]
+    assert globex == ["globex", "1", "0", "0/1", "0", "B", "0", "approx", "1"]
     assert all(len(line) <= 80 for line in lines)
 
 

@@ -106,3 +106,4 @@ TENANT_VIEWS: dict[str, Any] = {
         "needs_restart": {"server.port": {"from": 8000, "to": 9000}},
     },
 }
+                "evicted": 123_456,
