@@ -21,6 +21,7 @@ from kvshare.sharing.rates import Estimate, Rates
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
 _ABOUT_EQUAL = 0.02  # of what a plan saves
+_WITHHELD_BY = 2  # donors that are looked at for a reason: it must not delay the prompt
 
 
 def make_plan(
@@ -93,9 +94,9 @@ class _Search:
         return NoPlan(first or last, self._prediction, refused_by_rates=by_rates)
 
     def _withholds(self, donors: Sequence[Node]) -> bool:
-        """Return whether donors share text that the mode of the request does not permit to copy."""
-        most, may_move = self._limits.sharing.max_donors, self._limits.can_move_keys
-        return self._composed(donors, max_donors=most, may_move=may_move, gives_reasons=True).withheld
+        """Return whether the best donors share text that the mode of the request does not permit to copy."""
+        best, may_move = donors[:_WITHHELD_BY], self._limits.can_move_keys
+        return self._composed(best, max_donors=1, may_move=may_move, gives_reasons=True).withheld
 
     def _composed(
         self, donors: Sequence[Node], *, max_donors: int, may_move: bool, gives_reasons: bool = False
