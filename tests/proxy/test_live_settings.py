@@ -38,7 +38,7 @@ class Files:
         self.write()
         self.write_keys(entry("root", role="admin"), entry("alice"))
 
-    def write(self, **sections: dict[str, Any]) -> None:
+    def write(self, **sections: Any) -> None:
         auth = {"keys_file": str(self.keys)}
         self.settings.write_text(yaml.safe_dump({"auth": auth, **sections}), encoding="utf-8")
 
