@@ -91,6 +91,7 @@ class _Layout:
         self._min_run = target.min_run
         self._max_donors, self._gives_reasons = max_donors, gives_reasons
         self._looks: dict[Donor, Look] = {}  # of the usable ones
+        self._withheld = False
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(self._target), dtype=np.bool_)
         self._mixed: set[Donor] = set()  # donors of approximate copies
@@ -106,9 +107,7 @@ class _Layout:
 
         A donor that shares a run, there or within the prefix, has the reason NOTHING_LEFT until it is used.
         """
-        if not (allow_approximate and self._usable):
-            for donor in self._usable:
-                donor.reason = DonorReason.EXACT_ONLY
+        if not self._usable or not (allow_approximate or self._gives_reasons):
             return []
         self._look_at_all()
         found: list[Donor] = []
@@ -119,7 +118,14 @@ class _Layout:
                 found.append(donor)
             if look.shares or (self._gives_reasons and self._shares_before(donor, look)):
                 donor.reason = DonorReason.NOTHING_LEFT
-        return found
+        return found if allow_approximate else self._withhold(found)
+
+    def _withhold(self, sharing: Sequence[Donor]) -> list[Donor]:
+        """Note that what these share may not be used. Returns no donors."""
+        self._withheld = bool(sharing)
+        for donor in sharing:
+            donor.reason = DonorReason.EXACT_ONLY
+        return []
 
     def _pair(self, look: Look) -> Pair:
         return Pair(look.visible, self._target, look.hashes, self._shared.hashes, self._min_run)
@@ -219,6 +225,7 @@ class _Layout:
             exact_length=self._exact_length,
             copies=merge_copies(self._copies, exact_length=self._exact_length),
             reasons=tuple(donor.reason for donor in self._donors) if self._gives_reasons else (),
+            withheld=self._withheld,
         )
 
     def _admits(self, donor: Donor) -> bool:

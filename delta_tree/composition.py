@@ -63,7 +63,7 @@ class DonorReason(StrEnum):
     BELOW_MIN_RUN = "below_min_run"  # no usable common run is long enough
     MAX_DONORS = "max_donors"  # it shares a run, but `max_donors` donors were in use
     GENERATION = "generation"  # all its KV is above `max_generation`
-    EXACT_ONLY = "exact_only"  # approximate copies were not allowed
+    EXACT_ONLY = "exact_only"  # what it shares would be approximate copies, which were not allowed
     MISSING_SEGMENT = "missing_segment"  # a segment was dropped, or belongs to another namespace
 
 
@@ -82,6 +82,7 @@ class Composition:
     exact_length: int
     copies: tuple[Copy, ...]
     reasons: tuple[DonorReason, ...] = ()  # by candidate, for `kvshare explain`; none where not asked for
+    withheld: bool = False  # where reasons were asked for: approximate copies would take more, if allowed
 
     @property
     def gaps(self) -> tuple[Span, ...]:

@@ -6,6 +6,8 @@ gives freed memory back.
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _YOUNG_OBJECTS = 20_000  # allocations between collections; planning a long prompt makes thousands, no cycles
 _TURN_S = 0.0005
@@ -22,6 +24,22 @@ def take_short_turns() -> None:
     wait for it again if meanwhile another thread stores a prompt or reads a body.
     """
     sys.setswitchinterval(_TURN_S)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """
+    Collect nothing while inside, and never what was made there: for imports, whose objects stay.
+
+    Those of torch and transformers make a million objects. Looking through them again and again took a sixth
+    of their time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def make_collections_rare() -> None:

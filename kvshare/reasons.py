@@ -59,8 +59,13 @@ class Reason(StrEnum):
     NOTHING_IN_COMMON = (
         "nothing_in_common",
         "Stored prompts are similar to this one, but none has a stretch of at least sharing.min_run equal "
-        "tokens that may be reused in this mode. Put the parts that change after the parts that stay the "
-        "same, or ask for mode approx.",
+        "tokens that may be reused. Put the parts that change after the parts that stay the same.",
+    )
+    EXACT_ONLY = (
+        "exact_only",
+        "Stored prompts have text in common with this one after the first difference, which only mode "
+        "approx reuses. The request asked for mode exact, or the setting sharing.mode, sharing.max_mode or "
+        "the max_mode of its tenant permits no more. Ask for mode approx, or set these.",
     )
     NOT_ENOUGH_SAVED = (
         "not_enough_saved",

@@ -71,6 +71,7 @@ class Counts:
     fallbacks: Counter[tuple[Component, FallbackReason]] = field(default_factory=Counter)
     replica_failures: Counter[str] = field(default_factory=Counter)  # by the name of the replica
     evictions: Counter[EvictionCause] = field(default_factory=Counter)
+    tenant_evictions: Counter[str] = field(default_factory=Counter)  # of them, by tenant: for its own quota
     # By what was planned, what was computed, and why less was shared than planned.
     executions: Counter[tuple[Decision, Decision, Reason | None]] = field(default_factory=Counter)
     vllm_seconds: Counter[str] = field(default_factory=Counter)  # that replicas report, by stage
@@ -99,9 +100,11 @@ class Telemetry:
         """A replica did not take a request, which then went to another one."""
         self._add(self._counts.replica_failures, name)
 
-    def evicted(self, cause: EvictionCause, num_prompts: int = 1) -> None:
-        """Prompts, or ends of prompts, left the tree."""
+    def evicted(self, cause: EvictionCause, num_prompts: int = 1, *, for_quota_of: str | None = None) -> None:
+        """Prompts, or ends of prompts, left the tree. `for_quota_of`: a tenant that has reached its own."""
         self._add(self._counts.evictions, cause, num_prompts)
+        if for_quota_of is not None:
+            self._add(self._counts.tenant_evictions, for_quota_of, num_prompts)
 
     def executed(
         self,

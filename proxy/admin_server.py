@@ -12,8 +12,8 @@ from aiohttp import web
 from kvshare.admin import StatsQuestion
 from kvshare.errors import ConfigError, ErrorCode, RequestError
 from proxy.context import SERVER, ServerContext
-from proxy.live_settings import Changes
 from proxy.request_body import read_object
+from proxy.setting_changes import Changes
 from proxy.usage import UsageQuestion
 
 
@@ -53,7 +53,11 @@ async def tenants(request: web.Request) -> web.Response:
     stored = await server.engine.stats(StatsQuestion())
     num_bytes = {row["tenant"]: row["num_bytes"] for row in stored["tenants"]}
     names = dict.fromkeys([*server.keyring.tenants(), *num_bytes])
-    rows = [{**_tenant(server, name), "kv_bytes": num_bytes.get(name, 0)} for name in names]
+    evicted = server.engine.status().counts.tenant_evictions
+    rows = [
+        {**_tenant(server, name), "kv_bytes": num_bytes.get(name, 0), "evicted": evicted[name]}
+        for name in names
+    ]
     return web.json_response({"tenants": rows})
 
 

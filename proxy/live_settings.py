@@ -20,6 +20,7 @@ from kvshare.settings import Access, Settings, SettingsSource, access_of, flatte
 from kvshare.settings.reading import Origin
 from proxy.auth import Keyring
 from proxy.quotas import Quotas
+from proxy.setting_changes import Changes, Differences, EntryChanges, differences
 
 log = logging.getLogger(__name__)
 
@@ -31,53 +32,6 @@ CHANGEABLE = (
 
 _KEYS = "auth.keys"
 _SWITCHES = tuple(path for path in CHANGEABLE if not path.startswith("auth.") and path != "rules")
-
-
-@dataclass(frozen=True, slots=True)
-class EntryChanges:
-    """Names of entries in a list of settings."""
-
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed)
-
-    def in_words(self, what: str) -> list[str]:
-        """`keys: alice added`; nothing for a list that did not change."""
-        parts = {"added": self.added, "removed": self.removed, "changed": self.changed}
-        return [f"{what} {', '.join(names)} {how}" for how, names in parts.items() if names]
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The differences from before. `needs_restart`: changed in the files, and not in force."""
-
-    settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # before, and now
-    keys: EntryChanges = EntryChanges()
-    tenants: EntryChanges = EntryChanges()
-    needs_restart: tuple[str, ...] = ()
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """JSON-ready, without hashes."""
-        listed = {name: getattr(self, name) for name in ("keys", "tenants")}
-        return {
-            "settings": {path: {"from": old, "to": new} for path, (old, new) in self.settings.items()},
-            **{
-                name: {how: list(getattr(found, how)) for how in ("added", "removed", "changed")}
-                for name, found in listed.items()
-            },
-            "needs_restart": list(self.needs_restart),
-        }
-
-    def __str__(self) -> str:
-        words = [f"{path} is {new}, was {old}" for path, (old, new) in self.settings.items()]
-        words += [*self.keys.in_words("keys"), *self.tenants.in_words("tenants")]
-        if self.needs_restart:
-            words.append(f"for {', '.join(self.needs_restart)} restart")
-        return "; ".join(words) or "nothing changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +50,7 @@ class _InForce:
     origins: Mapping[str, Origin]
     access: Access
     keyring: Keyring
-    needs_restart: tuple[str, ...] = ()
+    needs_restart: Differences = field(default_factory=dict)
 
 
 class LiveSettings:
@@ -140,7 +94,7 @@ class LiveSettings:
     @property
     def needs_restart(self) -> tuple[str, ...]:
         """Settings that differ in the files and cannot change now."""
-        return self._now.needs_restart
+        return tuple(self._now.needs_restart)
 
     async def reload(self) -> Changes:
         """Read all again. Raises ConfigError, and changes nothing then. What `change` has set stays set."""
@@ -227,10 +181,8 @@ class LiveSettings:
         for path in CHANGEABLE:
             section, _, key = path.rpartition(".")
             (tree[section] if section else tree)[key] = chosen.get(path, asked[path])
-        given = _values(self._started)
-        later = tuple(
-            path for path, value in asked.items() if path not in CHANGEABLE and value != given[path]
-        )
+        different = differences(_values(self._started), asked)
+        later = {path: pair for path, pair in different.items() if path not in CHANGEABLE}
         return _InForce(validated(tree), read.origins, access, Keyring(access.keys), later)
 
 
@@ -239,29 +191,20 @@ def _values(settings: Settings) -> dict[str, Any]:
 
 
 def _changes(before: _InForce, now: _InForce) -> Changes:
-    old, new = (_values(each.settings) for each in (before, now))
-    changed = {
-        path: (old[path], new[path])
-        for path in CHANGEABLE
-        if old[path] != new[path] and path not in ("auth.keys", "auth.tenants", "rules")
-    }
-    if before.settings.rules != now.settings.rules:
-        names = [[rule.name for rule in each.settings.rules] for each in (before, now)]
+    lists = ("auth.keys", "auth.tenants", "rules")  # each entry is compared by its name
+    old, new = (
+        {path: value for path, value in _values(each.settings).items() if path in CHANGEABLE}
+        for each in (before, now)
+    )
+    changed = {path: pair for path, pair in differences(old, new).items() if path not in lists}
+    was, rules = before.settings.rules, now.settings.rules
+    names = [[rule.name for rule in each] for each in (was, rules)]
+    if names[0] != names[1]:  # their order counts
         changed["rules"] = (names[0], names[1])
     return Changes(
         changed,
-        _entries({key.name: key for key in before.access.keys}, {key.name: key for key in now.access.keys}),
-        _entries(
-            {entry.name: entry for entry in before.access.tenants},
-            {entry.name: entry for entry in now.access.tenants},
-        ),
+        EntryChanges.between(before.access.keys, now.access.keys),
+        EntryChanges.between(before.access.tenants, now.access.tenants),
+        EntryChanges(changed=EntryChanges.between(was, rules).changed),
         now.needs_restart,
-    )
-
-
-def _entries(before: Mapping[str, object], now: Mapping[str, object]) -> EntryChanges:
-    return EntryChanges(
-        tuple(name for name in now if name not in before),
-        tuple(name for name in before if name not in now),
-        tuple(name for name in now if name in before and now[name] != before[name]),
     )

@@ -153,6 +153,11 @@ class EngineCounter(_Row, Enum):
     ISOLATION_DENIALS = "kvshare_isolation_denials", "Candidates of another namespace, dropped; alert on any."
     FALLBACK = "kvshare_fallback", "Requests served without a part that failed.", ("component", "reason")
     EVICTIONS = "kvshare_evictions", "Prompts evicted from the tree.", ("reason",)
+    TENANT_EVICTIONS = (
+        "kvshare_tenant_evictions",
+        "Prompts of a tenant evicted, whole or their end, as it has reached its max_kv_bytes.",
+        ("tenant",),
+    )
     PLANS_EXECUTED = (
         "kvshare_plans_executed",
         "Planned requests by what vLLM made of them.",

@@ -96,16 +96,17 @@ class Metrics(Collector):
         served = _family(EngineGauge.MODEL_INFO)
         served.add_metric((self._model(),), 1.0)
         yield served
-        yield self._bytes_of_tenants(status)
+        yield self._of_tenants(EngineGauge.TENANT_KV_BYTES, status.tenant_bytes())
+        yield self._of_tenants(EngineCounter.TENANT_EVICTIONS, status.counts.tenant_evictions)
         yield self._states_of_parts(status)
 
-    def _bytes_of_tenants(self, status: EngineStatus) -> Metric:
+    def _of_tenants(self, row: EngineGauge | EngineCounter, figures: Mapping[str, int]) -> Metric:
         sums = Counts[str]()
-        for tenant, num_bytes in status.tenant_bytes().items():
-            sums[self._named(tenant)] += num_bytes
-        family = _family(EngineGauge.TENANT_KV_BYTES)
-        for tenant, num_bytes in sums.items():
-            family.add_metric((tenant,), float(num_bytes))
+        for tenant, figure in figures.items():
+            sums[self._named(tenant)] += figure
+        family = _family(row)
+        for tenant, total in sums.items():
+            family.add_metric((tenant,), float(total))
         return family
 
     def _states_of_parts(self, status: EngineStatus) -> Metric:

@@ -90,6 +90,13 @@ def _asked_owner(request: web.Request) -> Owner:
     return owner
 
 
+def explained(request: web.Request, document: Mapping[str, Any]) -> web.Response:
+    """The answer of `/admin/explain`: a plan, the tenant or private key it was made for, and the rules."""
+    owner, rules = named(request[RECORD].owner), request[RECORD].body.rules
+    whom = {"tenant": owner.tenant, "key": owner.key}
+    return web.json_response({**document, "planned_for": whom, "rules": rules})
+
+
 def check_is_json(request: web.Request) -> None:
     """
     Raises HttpError 415 for another content type.

@@ -1,7 +1,6 @@
 """What `kvshare vllm` tells KVShare's connector, in the words of `vllm serve`. Imports no vLLM."""
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any
 import typer
 
 from kvshare.errors import ConfigError, MissingExtraError
+from kvshare.sizes import parse_size
 
 
 def parse_bytes(text: object) -> int:
     """A number of bytes with or without a unit: 4GiB, 1.5 GB, 500MB, 1073741824. Raises a usage error."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b?)", str(text).strip().lower())
-    if match is None or ("." in match[1] and match[2] is None):
-        raise typer.BadParameter(f"expected a size such as 4GiB, 500MB or 1073741824, got {str(text)!r}")
-    power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    try:
+        return parse_size(str(text))
+    except ValueError as exc:
+        raise typer.BadParameter(f"{exc}, got {str(text)!r}") from None
 
 
 def parse_connector(text: object) -> dict[str, Any]:

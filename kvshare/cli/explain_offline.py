@@ -26,6 +26,7 @@ from kvshare.sharing.explain import explain_lookup
 from kvshare.sharing.keeper import PromptKeeper
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.pipeline import Sharing
+from kvshare.tenants import Tenants
 from vector_index import Nominator, PromptRecord, QdrantEdgeIndex, VectorIndexError
 
 _NO_TIMEOUT_S = 3600.0  # no request waits for this search
@@ -58,15 +59,20 @@ def explain_offline(
         can_move_keys=may_move_keys(model_path),
         can_probe=True,
     )
+    tenants = Tenants()
+    tenants.load(store_path)
     with opened(store_path / METADATA_FILE, read_only=True) as tree:
-        return {**asyncio.run(_explain(tree, prompt, settings, limits)), "rules": list(rewritten.rules)}
+        sizes = Counter(node.namespace for node in tree.nodes())
+        namespace = sizes.most_common(1)[0][0] if sizes else ""
+        document = asyncio.run(_explain(tree, namespace, prompt, settings, limits))
+    owner = tenants.owner_of(namespace)
+    whom = None if owner is None else {"tenant": owner.tenant, "key": owner.key}
+    return {**document, "planned_for": whom, "rules": list(rewritten.rules)}
 
 
 async def _explain(
-    tree: DeltaTree, prompt: Prompt, settings: Settings, limits: PlannerLimits
+    tree: DeltaTree, namespace: str, prompt: Prompt, settings: Settings, limits: PlannerLimits
 ) -> dict[str, Any]:
-    sizes = Counter(node.namespace for node in tree.nodes())
-    namespace = sizes.most_common(1)[0][0] if sizes else ""
     nodes = tree.nodes(namespace)
     bytes_per_token = max((round(entry.bytes_per_token) for entry in tree.segments(namespace)), default=0)
     async with _nominator_of(nodes, settings.index) as nominator:

@@ -10,6 +10,7 @@ from kvshare.cli import (
     doctor,
     models,
     replay,
+    requests,
     serve,
     store,
     store_files,
@@ -63,6 +64,7 @@ app.command("workload")(replay.workload)
 app.add_typer(replay.app, name="replay")
 app.add_typer(store_files.app, name="store")
 app.command("top")(top.top)
+app.command("requests")(requests.requests)
 app.command("tenants")(usage.tenants)
 app.command("usage")(usage.usage)
 app.add_typer(config.app, name="config")

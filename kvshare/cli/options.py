@@ -201,6 +201,18 @@ TopJson = Annotated[bool, Option("--json", help="As JSON: a line each time, or w
 Interval = Annotated[float, Option(min=0.2, help="Seconds between updates.")]
 CountOnly = Annotated[bool, Option("--dry-run", "-n", help="Only count what would be deleted.")]
 
+# requests
+MOST_REQUESTS = 1000  # that a server lists
+RequestId = Annotated[
+    str | None,
+    Argument(
+        metavar="[ID]",
+        help="A request, by X-KVShare-Request or enough of its first digits. [default: lists the latest]",
+    ),
+]
+Latest = Annotated[int, Option("--limit", min=1, max=MOST_REQUESTS, help="How many of the latest.")]
+AsJson = Annotated[bool, Option("--json", help="As JSON: the same as --format json.")]
+
 # hash-key, verify
 Generate = Annotated[bool, Option("--generate", "-g", help="Make a new random key and show it once.")]
 VerifiedModel = Annotated[str, Argument(help="A folder, a Hugging Face name, default or demo.")]

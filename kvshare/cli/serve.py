@@ -111,19 +111,12 @@ def _replicas(
 def _run(settings: Settings, output_format: OutputFormat, source: SettingsSource) -> None:
     """Load the engine's code, then listen; the engine starts while the server already answers /health."""
     started = time.perf_counter()
-    from proxy.app import serve as serve_http
+    from kvshare.collector import no_collections
 
-    engine: Engine
-    if settings.engine.kind == "vllm":
-        from kvshare.fleet.engine import VllmEngine
+    with no_collections():
+        from proxy.app import serve as serve_http
 
-        engine, doing = VllmEngine(settings), "asking the replicas"
-    else:
-        what = "`kvshare serve` with the embedded engine"
-        require("embedded", what=what, embeds=settings.index.dense)
-        from kvshare.embedded.engine import EmbeddedEngine
-
-        engine, doing = EmbeddedEngine(settings), "loading the model"
+        engine, doing = _engine(settings)
 
     def listening(url: str) -> None:
         if settings.logging.json_lines:
@@ -140,6 +133,19 @@ def _run(settings: Settings, output_format: OutputFormat, source: SettingsSource
     except OSError as exc:
         # asyncio's text has the address, which may be the admin port's.
         raise EngineError(f"cannot serve: {exc.strerror or exc}; `kvshare doctor` says more") from exc
+
+
+def _engine(settings: Settings) -> tuple[Engine, str]:
+    """Return the engine, which is not started, and what its start does."""
+    if settings.engine.kind == "vllm":
+        from kvshare.fleet.engine import VllmEngine
+
+        return VllmEngine(settings), "asking the replicas"
+    what = "`kvshare serve` with the embedded engine"
+    require("embedded", what=what, embeds=settings.index.dense)
+    from kvshare.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(settings), "loading the model"
 
 
 def _read_key() -> str:

@@ -9,6 +9,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     shared_prompts.py  tells other servers of prompts, and stores theirs
     exchange_state.py  the names of these prompts in the shared store, and why they are not exchanged now
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
+    chunks.py          how many tokens of a prefill are computed before others have their turn
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
     retention.py       stores prompt and answer of one request
     choice.py          one completion: text, stop strings, log-probabilities (held_logprobs.py)

@@ -1,8 +1,7 @@
 """
 Running requests: a worker thread advances all tasks in turn, one quantum each, so that all streams progress.
 
-A quantum is a prefill chunk or one token of each choice. While other tasks decode, prefill chunks are a
-quarter as long, so that a long prompt delays other answers less.
+A quantum is a prefill chunk (`chunks.py`) or one token of each choice.
 
 Not thread-safe: a task belongs to the worker thread until `released`, and then to `Retention`, which stores
 its KV.
@@ -24,6 +23,7 @@ import torch
 
 from delta_tree import TokenIds, token_ids
 from kvshare.embedded.choice import Choice, Decoding, token_text
+from kvshare.embedded.chunks import PrefillChunks
 from kvshare.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.embedded.sampling import top_logprobs
 from kvshare.engine import Delta, GenerationRequest, TokenLogprob
@@ -64,6 +64,10 @@ class Task:
         self._running: RunningPrefill | None = None
         self._choices: list[Choice] = []
         self._unused_logits: dict[int, torch.Tensor] = {}  # of choices that wait for their grammar's mask
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
 
     @property
     def _num_to_compute(self) -> int:
@@ -231,7 +235,7 @@ class Scheduler:
     def __init__(
         self, *, chunk_tokens: int, on_release: Callable[[Task, BaseException | None], object]
     ) -> None:
-        self._chunk_tokens = chunk_tokens
+        self._chunks = PrefillChunks(chunk_tokens)
         self._on_release = on_release
         self._tasks: set[Task] = set()
         self._pending: set[Task] = set()  # tasks whose last token may have completed the answer
@@ -252,7 +256,7 @@ class Scheduler:
         if task not in self._tasks:  # its answer was settled in another task's turn
             return
         self._pending.discard(task)
-        if self._has_more(task, lambda: task.advance(max_queries=self._chunk_for(task))):
+        if self._has_more(task, lambda: task.advance(max_queries=self._chunk_of(task))):
             with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
                 self._worker.submit(self._advance, task)
         for other in tuple(self._pending):
@@ -277,6 +281,8 @@ class Scheduler:
             self._on_release(task, error)
         return more
 
-    def _chunk_for(self, task: Task) -> int:
+    def _chunk_of(self, task: Task) -> int:
         others_decode = any(other.prefilled for other in tuple(self._tasks) if other is not task)
-        return max(1, self._chunk_tokens // 4) if others_decode else self._chunk_tokens
+        return self._chunks.next(
+            task.tenant, others_decode=others_decode, seconds=lambda number: task.cost.rates.full_s(number)
+        )

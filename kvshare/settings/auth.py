@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
-from kvshare.settings.section import Mode, Section
+from kvshare.settings.section import Bytes, Mode, Section
 
 OTHERS = "*"
 """The name of the limits that hold for each tenant without an entry of its own."""
@@ -32,7 +32,7 @@ class TenantSettings(Section):
     name: str = Field(min_length=1)
     requests_per_minute: PositiveInt | None = None
     max_in_flight: PositiveInt | None = None
-    max_kv_bytes: NonNegativeInt | None = None
+    max_kv_bytes: Bytes | None = None
     max_mode: Mode = "approx"
 
 

@@ -17,7 +17,7 @@ from pydantic import (
 
 from kvshare.settings.auth import AuthSettings
 from kvshare.settings.patterns import checked_pattern
-from kvshare.settings.section import Mode, Section
+from kvshare.settings.section import SIZE, Bytes, Mode, PositiveBytes, Section
 from kvshare.settings.shared_tier import SharedTierSettings
 
 
@@ -33,7 +33,7 @@ def _origin(origin: str) -> str:
 class ServerSettings(Section):
     host: str
     port: int = Field(ge=0, le=65535)
-    max_body_bytes: PositiveInt
+    max_body_bytes: PositiveBytes
     keep_alive_s: PositiveFloat
     drain_s: NonNegativeFloat
     admin_port: int | None = Field(ge=0, le=65535)
@@ -130,12 +130,13 @@ class VllmSettings(Section):
 
 class StoreSettings(Section):
     path: str | None
-    kv_bytes: NonNegativeInt
-    disk_bytes: NonNegativeInt | None
-    disk_write_bytes_per_s: PositiveInt
-    disk_keep_free_bytes: NonNegativeInt
+    kv_bytes: Bytes
+    disk_bytes: Bytes | None
+    disk_write_bytes_per_s: PositiveBytes
+    disk_keep_free_bytes: Bytes
     eviction: Literal["copies", "lru", "s3-fifo", "worth"]
-    min_free_bytes: int = Field(ge=8 * 2**20)  # an empty index takes 3 MB, one write up to 1 MB
+    # An empty index takes 3 MB, one write up to 1 MB.
+    min_free_bytes: Annotated[int, Field(ge=8 * 2**20), SIZE]
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:
@@ -172,7 +173,7 @@ class RepairSettings(Section):
 
 class CostSettings(Section):
     prior_prefill_tokens_per_s: PositiveFloat
-    prior_load_bytes_per_s: PositiveFloat
+    prior_load_bytes_per_s: Annotated[PositiveFloat, SIZE]
     learn: bool
     measure_at_start: bool
     min_saved_s: float

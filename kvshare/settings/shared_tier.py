@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from kvshare.loopback import is_loopback
-from kvshare.settings.section import Section
+from kvshare.settings.section import PositiveBytes, Section
 
 
 def _redis_url(url: str) -> str:
@@ -39,7 +39,7 @@ class SharedTierSettings(Section):
     cert_key_file: str | None
     seal_key_file: str | None
     trusted: bool
-    max_bytes: PositiveInt
+    max_bytes: PositiveBytes
     keep_s: Annotated[int, Field(ge=60)]
     timeout_s: PositiveFloat
 

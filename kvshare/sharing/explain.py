@@ -36,6 +36,7 @@ def explain_lookup(sharing: Sharing, prompt: Prompt, lookup: Lookup, mode: Shari
     shared_s = lookup_s + (estimate.shared_s if isinstance(plan, Plan) else estimate.full_s)
     return {
         "decision": report.decision,
+        "mode": mode,
         "reason": report.reason,
         "cache_miss_reason": cache_miss_reason(report.reason),
         "num_tokens": num_tokens,

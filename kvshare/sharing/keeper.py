@@ -225,13 +225,14 @@ class PromptKeeper(Generic[TierT]):
         budget: Budget,
         held: Collection[NodeId],
         scopes: Collection[str] | None = None,
-        cause: EvictionCause = EvictionCause.CAPACITY,
+        tenant: str | None = None,
     ) -> bool:
         """
         Evict prompts until `num_bytes` fit, in the tree's order (`DeltaTree.next_to_evict`).
 
         Held and pinned prompts are never evicted. The last one is only shortened if a useful prefix remains.
         `scopes`: the group that has this budget, of a memory or a tenant; None: there is one memory for all.
+        `tenant`: whose quota it is, if it is one.
         Returns: whether `num_bytes` fit
         """
         if budget.num_bytes + num_bytes <= budget.max_bytes:
@@ -243,14 +244,15 @@ class PromptKeeper(Generic[TierT]):
         while (candidate := self.tree.next_to_evict(scopes, without=without)) is not None:
             excess = budget.num_bytes + num_bytes - budget.max_bytes
             # A tenant's own evictions say nothing of what others leave.
-            self.tree.age(candidate.node_id, scopes, raises_floor=cause is not EvictionCause.QUOTA)
+            self.tree.age(candidate.node_id, scopes, raises_floor=tenant is None)
             if num_left := self._useful_prefix(candidate, excess, budget):
                 self.tier.drop(self.tree.shorten(candidate.node_id, num_left, lazily=True).freed_segments)
                 self._shortened[candidate.node_id] = self.tree.node(candidate.node_id)
-                self.telemetry.evicted(EvictionCause.END)
+                cause = EvictionCause.END
             else:
                 self._evict(candidate)
-                self.telemetry.evicted(cause)
+                cause = EvictionCause.CAPACITY if tenant is None else EvictionCause.QUOTA
+            self.telemetry.evicted(cause, for_quota_of=tenant)
             if budget.num_bytes + num_bytes <= budget.max_bytes:
                 return True
         self.telemetry.fallback(Component.STORE, FallbackReason.NO_ROOM)
@@ -261,7 +263,7 @@ class PromptKeeper(Generic[TierT]):
         budget = budget_of(self.tree, self.tenants, namespace)
         if budget is None:
             return True
-        return self._make_room(num_bytes, budget, held, (group_of(budget.tenant),), EvictionCause.QUOTA)
+        return self._make_room(num_bytes, budget, held, (group_of(budget.tenant),), budget.tenant)
 
     def _not_to_evict(self, held: Collection[NodeId], budget: Budget) -> Container[NodeId]:
         """Return the prompts that stay when this budget needs room."""

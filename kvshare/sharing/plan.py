@@ -192,6 +192,7 @@ class NoPlan:
 
     reason: Reason | None = None
     prediction: Prediction | None = None  # for the refused plan
+    refused_by_rates: bool = False  # also where `reason` is an earlier cause: what is left does not pay
 
 
 def small_shift(num_tokens: int) -> int:

@@ -21,6 +21,7 @@ from kvshare.sharing.rates import Estimate, Rates
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
 _ABOUT_EQUAL = 0.02  # of what a plan saves
+_WITHHELD_BY = 2  # donors that are looked at for a reason: it must not delay the prompt
 
 
 def make_plan(
@@ -79,12 +80,27 @@ class _Search:
         if self._accepted:
             return _preferred(self._accepted)
         if exact is None:
-            return NoPlan(self._refusal or Reason.NOTHING_IN_COMMON, self._prediction)
+            return self._refused(Reason.NOTHING_IN_COMMON, donors)
         if not self._limits.threshold.pays(exact.estimate.full_s, exact.estimate.shared_s):
-            return NoPlan(Reason.DOES_NOT_PAY, self._prediction)
+            return self._refused(Reason.DOES_NOT_PAY, donors)
         return replace(exact, reason=self._refusal, prediction=self._prediction)
 
-    def _composed(self, donors: Sequence[Node], *, max_donors: int, may_move: bool) -> Composition:
+    def _refused(self, last: Reason, donors: Sequence[Node]) -> NoPlan:
+        """Make no plan, because of what was refused first: what users can change. `last`: without that."""
+        first = self._refusal
+        if not self._approximate and self._withholds(donors):
+            first = Reason.EXACT_ONLY
+        by_rates = Reason.DOES_NOT_PAY in (last, self._refusal)
+        return NoPlan(first or last, self._prediction, refused_by_rates=by_rates)
+
+    def _withholds(self, donors: Sequence[Node]) -> bool:
+        """Return whether the best donors share text that the mode of the request does not permit to copy."""
+        best, may_move = donors[:_WITHHELD_BY], self._limits.can_move_keys
+        return self._composed(best, max_donors=1, may_move=may_move, gives_reasons=True).withheld
+
+    def _composed(
+        self, donors: Sequence[Node], *, max_donors: int, may_move: bool, gives_reasons: bool = False
+    ) -> Composition:
         composition = compose(
             self._target,
             donors,
@@ -94,7 +110,7 @@ class _Search:
             min_run=self._limits.sharing.min_run,
             max_generation=self._limits.policy.max_generation,
             allow_approximate=self._approximate,
-            gives_reasons=False,
+            gives_reasons=gives_reasons,
         )
         return composed_with_whole_media(composition, self._media)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
-from kvshare.reasons import Reason
 from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
@@ -186,7 +185,7 @@ class Worth:
         excess_s = self._cost.waits.excess_s(queue.computing_s)
         rates = replace(self._cost.rates, queue=replace(queue, excess_s=excess_s))
         plan = make(limits, rates)
-        if not isinstance(plan, NoPlan) or plan.reason is not Reason.DOES_NOT_PAY:
+        if not isinstance(plan, NoPlan) or not plan.refused_by_rates:
             return plan
         tried, has_pass = None, bool(rates.num_extra_passes)
         if not (self._cost.knows(LOAD) and (self._cost.knows(PASS) or not has_pass)):

@@ -35,8 +35,7 @@ from proxy.generate.requests import ENGINE, ChatRequest, chat_request, engine_re
 from proxy.generate.responses.bodies import ResponsesBody
 from proxy.generate.responses.response_writer import ResponseWriter
 from proxy.generate.run import answer
-from proxy.request_body import api_of
-from proxy.request_record import RECORD
+from proxy.request_body import api_of, explained
 from proxy.wrong_values import invalid
 
 _ChatBody = TypeVar("_ChatBody", ChatBody, ResponsesBody, MessagesBody)
@@ -94,7 +93,7 @@ async def explain(request: web.Request) -> web.Response:
         ids = requests[0].prompt.token_ids.tolist()
         for span in document["spans"]:
             span["text"] = await engine.decode_tokens(ids[span["start"] : span["end"]])
-    return web.json_response({**document, "rules": request[RECORD].body.rules})
+    return explained(request, document)
 
 
 async def count_tokens(request: web.Request) -> web.Response:

@@ -37,6 +37,7 @@ from proxy.relay.sanitize import check_form, check_path, is_for_operators, sanit
 from proxy.request_body import (
     api_of,
     check_is_json,
+    explained,
     is_controlled,
     parse_kvshare,
     read_object,
@@ -121,8 +122,9 @@ async def explain(request: web.Request) -> web.Response:
         read = await prompt_of(document, body, dialect=dialect, engine=engine)
     except Unplannable as exc:
         raise RequestError(f"This request would not be planned: {exc}.") from exc
-    explained = await engine.explain(replace(_untokenized(request, document), prompt=read.prompt))
-    return web.json_response({**explained, "rules": request[RECORD].body.rules})
+    return explained(
+        request, await engine.explain(replace(_untokenized(request, document), prompt=read.prompt))
+    )
 
 
 async def generate(request: web.Request) -> web.StreamResponse:

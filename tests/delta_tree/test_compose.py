@@ -94,6 +94,17 @@ def test_without_approximate_copies_only_the_exact_prefix_is_used() -> None:
     assert made.gaps == (Span(30, 81),)
     assert [copy.target for copy in made.copies] == [Span(0, 30)]
     assert made.reasons == ("used", "exact_only")
+    assert made.withheld
+
+
+def test_nothing_is_withheld_where_only_the_prefix_is_in_common() -> None:
+    """Approximate copies would take nothing from such donors, so they are not left out for that."""
+    prompts = StoredPrompts()
+    prompts.add([*SYSTEM, 1, *DOCUMENTS[0]])
+    prompts.add(DOCUMENTS[2])
+    made = prompts.compose([*SYSTEM, 2, *DOCUMENTS[1]], allow_approximate=False)
+    assert made.reasons == ("used", "below_min_run")
+    assert not made.withheld
 
 
 def test_exactness_ends_where_the_donors_does() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvshare.collector import make_collections_rare, take_short_turns
+from kvshare.collector import make_collections_rare, no_collections, take_short_turns
 
 
 def test_what_is_there_is_not_looked_at_again() -> None:
@@ -20,6 +20,18 @@ def test_what_is_there_is_not_looked_at_again() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_nothing_is_collected_while_modules_are_imported() -> None:
+    """What they made is not looked at afterwards."""
+    frozen = gc.get_freeze_count()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_a_thread_waits_a_tenth_of_pythons_own_time_for_its_turn() -> None:

@@ -96,7 +96,7 @@ def test_a_computation_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """The worker goes on with the other requests."""
     released: SimpleQueue[object] = SimpleQueue()
     scheduler = Scheduler(chunk_tokens=8, on_release=lambda _, error: released.put(error))
-    failing, working = (Mock(cancelled=False, prefilled=False, is_pending=False) for _ in range(2))
+    failing, working = (Mock(cancelled=False, prefilled=False, is_pending=False, tenant="") for _ in range(2))
     failing.advance.side_effect = lambda **_: fail()
     working.advance.side_effect = [True, False]
     scheduler.submit(failing)
@@ -115,7 +115,7 @@ def test_a_computation_whose_library_panics() -> None:
     """Its request ends: a client would wait for ever otherwise."""
     released: SimpleQueue[object] = SimpleQueue()
     scheduler = Scheduler(chunk_tokens=8, on_release=lambda _, error: released.put(error))
-    panicking = Mock(cancelled=False, prefilled=False)
+    panicking = Mock(cancelled=False, prefilled=False, tenant="")
     panicking.advance.side_effect = Panic
     scheduler.submit(panicking)
     assert type(released.get(timeout=10)) is Panic

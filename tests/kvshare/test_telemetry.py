@@ -89,6 +89,19 @@ def test_counts_are_kept_apart_by_what_they_name() -> None:
     assert (counts.num_isolation_denials, counts.num_generated_tokens) == (0, 0)
 
 
+def test_an_eviction_for_a_quota_is_counted_for_its_tenant_too() -> None:
+    """Whole prompts and ends of prompts; those for want of memory are nobody's."""
+    telemetry = Telemetry()
+    telemetry.evicted(EvictionCause.CAPACITY)
+    telemetry.evicted(EvictionCause.QUOTA, for_quota_of="acme")
+    telemetry.evicted(EvictionCause.END, for_quota_of="acme")
+    counts = telemetry.counts()
+    assert counts.tenant_evictions == {"acme": 2}
+    assert counts.evictions == dict.fromkeys(
+        (EvictionCause.CAPACITY, EvictionCause.QUOTA, EvictionCause.END), 1
+    )
+
+
 def test_counts_that_were_read_stay_as_they_were() -> None:
     telemetry = Telemetry()
     telemetry.evicted(EvictionCause.CAPACITY)

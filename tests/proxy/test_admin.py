@@ -66,7 +66,12 @@ async def test_only_an_administrator_pins(guarded: Server) -> None:
 async def test_explain_reads_a_chat_body_and_runs_nothing(server: Server) -> None:
     """The body is checked as for a completion; no generation begins."""
     response = await server.post("/admin/explain", chat(kvshare={"mode": "exact"}))
-    assert await response.json() == {"prompt_tokens": 11, "mode": "exact", "rules": []}
+    assert await response.json() == {
+        "prompt_tokens": 11,
+        "mode": "exact",
+        "planned_for": {"tenant": "local", "key": None},
+        "rules": [],
+    }
     assert (await server.post("/admin/explain", chat(n=0))).status == 400
     assert (await server.post("/admin/explain", chat() | {"model": "other"})).status == 404
     assert not server.engine.requests

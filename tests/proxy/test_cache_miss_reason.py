@@ -69,7 +69,7 @@ async def test_the_operator_sees_where_the_prefix_broke_and_a_rule_mends_it() ->
         assert first["cache_miss_reason"] == miss("no_candidates")
         assert first["cache_missed_input_tokens"] == first["prompts"][0]["prompt_tokens"]
         broken = await server.history(await server.chat(*turn("34cd"), kvshare={"rules": False}))
-        assert broken["cache_miss_reason"] == miss("nothing_in_common")
+        assert broken["cache_miss_reason"] == miss("exact_only")
         pinned = [await server.history(await server.chat(*turn(nonce))) for nonce in ("56ef", "78ab")]
         (plan,) = pinned[1]["prompts"]
         assert plan["decision"] == "exact"

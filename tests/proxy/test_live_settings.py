@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ class Files:
         self.write()
         self.write_keys(entry("root", role="admin"), entry("alice"))
 
-    def write(self, **sections: dict[str, Any]) -> None:
+    def write(self, **sections: Any) -> None:
         auth = {"keys_file": str(self.keys)}
         self.settings.write_text(yaml.safe_dump({"auth": auth, **sections}), encoding="utf-8")
 
@@ -81,17 +82,48 @@ async def test_keys_change_without_a_restart(files: Files) -> None:
         changed = entry("root", tenant="operators", role="admin")
         files.write_keys(changed, entry("bob"), tenants=({"name": "acme", "requests_per_minute": 1},))
         document = await reload(server)
-        assert document["keys"] == {"added": ["bob"], "removed": ["alice"], "changed": ["root"]}
-        assert document["tenants"] == {"added": ["acme"], "removed": [], "changed": []}
+        assert document["keys"] == {
+            "added": ["bob"],
+            "removed": ["alice"],
+            "changed": {"root": {"tenant": {"from": "acme", "to": "operators"}}},
+        }
+        assert document["tenants"] == {"added": ["acme"], "removed": [], "changed": {}}
         assert changed["sha256"] not in str(document)
         assert [await status_of(server, name) for name in ("alice", "bob", "bob")] == [401, 200, 429]
         nothing = await reload(server)
         assert nothing == {
             "settings": {},
-            "keys": {"added": [], "removed": [], "changed": []},
-            "tenants": {"added": [], "removed": [], "changed": []},
-            "needs_restart": [],
+            **{key: {"added": [], "removed": [], "changed": {}} for key in ("keys", "tenants", "rules")},
+            "needs_restart": {},
         }
+
+
+async def test_the_answer_says_what_of_an_entry_changed(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each limit before and now; of a key's hash, and of an address with a password, only that it is new."""
+    rule = {"name": "nonce", "match": "cch=[0-9a-f]+", "action": "pin", "value": "cch=0"}
+    keys, address = (entry("root", role="admin"), entry("alice")), "http://u:{}@qdrant:6333"
+    files.write_keys(*keys, tenants=({"name": "acme"},))
+    files.write(rules=[rule], index={"url": address.format("SECRET")})
+    async with running(files) as server:
+        limits = {"name": "acme", "max_mode": "exact", "max_kv_bytes": 5}
+        files.write_keys(keys[0], entry("alice", key="another"), tenants=(limits,))
+        files.write(rules=[{**rule, "value": ""}], index={"url": address.format("OTHER")})
+        document = await reload(server)
+    hidden = {"from": "hidden", "to": "hidden"}
+    assert document["tenants"]["changed"] == {
+        "acme": {
+            "max_mode": {"from": "approx", "to": "exact"},
+            "max_kv_bytes": {"from": None, "to": 5},
+        }
+    }
+    assert document["keys"]["changed"] == {"alice": {"sha256": hidden}}
+    assert document["rules"]["changed"] == {"nonce": {"value": {"from": "cch=0", "to": ""}}}
+    assert document["needs_restart"] == {"index.url": hidden}
+    assert "tenants acme: max_kv_bytes is 5, was null, max_mode is exact, was approx" in caplog.text
+    assert "keys alice: sha256 is another one" in caplog.text
+    assert not {"SECRET", "OTHER", keys[1]["sha256"]} & set(re.findall(r"\w+", f"{document}{caplog.text}"))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +162,10 @@ async def test_settings_of_the_file_change_or_wait_for_a_restart(files: Files) -
             "sharing.mode": {"from": "approx", "to": "exact"},
             "engine.max_waiting": {"from": 64, "to": 3},
         }
-        assert document["needs_restart"] == ["sharing.min_run"]
+        assert document["needs_restart"] == {"sharing.min_run": {"from": 16, "to": 99}}
         assert await mode_of(server) == "exact"
         files.write(sharing={"mode": "exact"})
-        assert (await reload(server))["needs_restart"] == []
+        assert (await reload(server))["needs_restart"] == {}
 
 
 async def test_the_kill_switch_ends_sharing_at_once(files: Files) -> None:

@@ -90,6 +90,7 @@ def counted() -> Telemetry:
         telemetry.fallback(component, FallbackReason.ERROR)
     telemetry.replica_failed("replica-1")
     telemetry.evicted(EvictionCause.LOST)
+    telemetry.evicted(EvictionCause.QUOTA, for_quota_of="acme")
     telemetry.executed(Decision.APPROX, Decision.FULL, Reason.SEGMENTS_GONE, {"write": 0.1})
     telemetry.answered(Decision.APPROX, num_steps=2, num_tokens=5)
     telemetry.unshared(Reason.MULTIMODAL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ async def test_usage_is_a_table_for_people_and_csv_for_sheets(used: Server) -> N
 async def test_tenants_are_listed_with_what_they_use_of_their_limits(used: Server) -> None:
     lines = (await command(used, "tenants")).splitlines()
     (globex,) = (line.split() for line in lines if line.startswith("globex"))
-    assert globex == ["globex", "1", "0", "0/1", "0", "B", "approx", "1"]
+    assert globex == ["globex", "1", "0", "0/1", "0", "B", "0", "approx", "1"]
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -81,6 +82,15 @@ async def test_a_setting_is_changed_shown_and_given_back(used: Server) -> None:
     ]
     assert "is approx, was off" in await command(used, "config", "set", "sharing.max_mode", "null")
     assert await command(used, "config", "reload") == "nothing changed\n"
+
+
+async def test_a_reload_prints_what_changed_of_each_entry(used: Server, tmp_path: Path) -> None:
+    limits = {"name": "globex", "max_mode": "exact"}
+    (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": key_settings(), "tenants": [limits]}))
+    assert (await command(used, "config", "reload")).splitlines() == [
+        "tenant globex: requests_per_minute is null, was 1",
+        "tenant globex: max_mode is exact, was approx",
+    ]
 
 
 async def test_explain_is_about_the_tenant_that_is_named(used: Server) -> None:
@@ -102,3 +112,50 @@ async def test_explain_is_about_the_tenant_that_is_named(used: Server) -> None:
     assert (await namespace()).tenant == "acme"
     assert (await namespace("--tenant", "globex")).tenant == "globex"
     assert (await namespace("--of-key", "carol")).scope == "private"
+
+
+async def test_the_latest_requests_are_listed_and_one_is_shown(used: Server) -> None:
+    """Newest first, in 80 columns; one by its id or the first digits of it, with what was shared and why."""
+    document = json.loads(await command(used, "requests", "--json"))
+    assert document == json.loads(await command(used, "requests", "--format", "json"))
+    listed = document["requests"]
+    assert [(row["key"], row["status"]) for row in listed] == [
+        ("eve", 200),
+        ("carol", 200),
+        ("alice", 200),
+    ]
+    lines = (await command(used, "requests")).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[-3:]] == [row["id"][:8] for row in listed]
+    assert "full: no_candidates" in lines[-1]
+    of_globex = await command(used, "requests", "--tenant", "globex", "--limit", "1")
+    assert listed[0]["id"][:8] in of_globex
+    assert listed[1]["id"][:8] not in of_globex
+    shown = await command(used, "requests", listed[2]["id"][:8])
+    for part in (listed[2]["id"], "alice, tenant acme", "No stored prompt of this namespace is similar"):
+        assert part in shown
+
+
+async def test_an_id_that_is_not_known_is_an_error(used: Server) -> None:
+    """The first digits of several ids are not enough; of none, the server's answer says what an id is."""
+
+    def outcome(given: str) -> tuple[int, str]:
+        options = ["--url", used.url, "--key", key_of("root")]
+        result = CliRunner().invoke(app, ["requests", given, *options])
+        return result.exit_code, f"{result.output}{result.exception}"
+
+    code, text = await asyncio.to_thread(outcome, "")
+    assert (code, "3 requests have an id that begins with" in text) == (2, True)
+    code, text = await asyncio.to_thread(outcome, "no-such-id")
+    assert (code, "No request with this id is known" in text) == (1, True)
+
+
+async def test_explain_names_whom_it_plans_for(used: Server) -> None:
+    """The operator's own tenant, unless another one or a private key is named."""
+    for options, whom in (
+        ((), {"tenant": "acme", "key": None}),
+        (("--tenant", "globex"), {"tenant": "globex", "key": None}),
+        (("--of-key", "carol"), {"tenant": "acme", "key": "carol"}),
+    ):
+        shown = await command(used, "explain", "--prompt", "hello", "--format", "json", *options)
+        assert json.loads(shown)["planned_for"] == whom

@@ -162,6 +162,10 @@ async def test_a_flood_evicts_its_own_tenants_prompts(tmp_path: Path) -> None:
         assert (acme["max_bytes"], acme["num_bytes"] > SIZE) == (limit, True)
         assert acme["num_bytes"] <= limit
         assert 'kvshare_evictions_total{reason="quota"}' in await of.metrics()
+        evicted = {row["tenant"]: row["evicted"] for row in (await of.ask("/admin/tenants"))["tenants"]}
+        assert evicted["acme"] > 0
+        assert evicted["globex"] == 0
+        assert f'kvshare_tenant_evictions_total{{tenant="acme"}} {evicted["acme"]:.1f}' in await of.metrics()
 
 
 async def test_usage_is_that_of_the_answers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from kvshare.cli.views import benchmarks, explanation, prompts, replays, server, tenants
+from kvshare.cli.views import benchmarks, explanation, prompts, replays, requests, server, tenants
 from kvshare.cli.views.parts import Document, Parts
 
 _WIDTH_OFF_TERMINAL = 140
@@ -19,6 +19,7 @@ _NAMED = (
     *(server.ready, server.version, server.key, server.settings, server.doctor, server.verify, server.warm),
     *(prompts.stats, prompts.tiers, prompts.store_verify, prompts.store_gc, prompts.tree, prompts.node),
     *(prompts.diff, prompts.evict, prompts.pin, prompts.unpin, explanation.explain, benchmarks.bench),
+    *(requests.requests, requests.request),
     *(tenants.config, tenants.config_valid, tenants.reloaded, tenants.usage, tenants.top, tenants.tenants),
 )
 VIEWS: Mapping[str, Callable[[Document], Parts]] = {

@@ -24,6 +24,9 @@ _DONORS: Columns = {
 def explain(document: Document) -> Parts:
     reason = f": {document['reason']}" if document["reason"] else ""
     yield bold(document["decision"], reason)
+    if whom := document.get("planned_for"):
+        key = f"the private key {whom['key']} of " if whom["key"] else ""
+        yield f"planned for {key}tenant {whom['tenant']}, mode {document['mode']}"
     if missed := document.get("cache_miss_reason"):
         yield missed["message"]
     if rules := document.get("rules"):

@@ -40,6 +40,7 @@ _TENANTS: Columns = {
     "in flight": lambda row: f"{row['in_flight']}{_limit(row['limits']['max_in_flight'])}",
     "requests left": lambda row: _left(row["requests_left"], row["limits"]["requests_per_minute"]),
     "KV": lambda row: size(row["kv_bytes"]) + _limit(size(row["limits"]["max_kv_bytes"])),
+    "evicted": of("evicted", number),
     "mode": lambda row: row["limits"]["max_mode"],
     "refused": lambda row: sum(row["refused"].values()),
 }
@@ -57,16 +58,23 @@ def config_valid(document: Document) -> Parts:
 
 
 def reloaded(document: Document) -> Parts:
-    lines = [
-        f"{path} is {text(change['to'])}, was {text(change['from'])}"
-        for path, change in document["settings"].items()
-    ]
-    for what in ("key", "tenant"):
-        for how in ("added", "removed", "changed"):
-            lines += [f"{what} {name} {how}" for name in document[f"{what}s"][how]]
+    lines = [_difference(path, change) for path, change in document["settings"].items()]
+    for what in ("key", "tenant", "rule"):
+        changes = document[f"{what}s"]
+        lines += [f"{what} {name} {how}" for how in ("added", "removed") for name in changes[how]]
+        lines += [
+            f"{what} {name}: {_difference(path, change)}"
+            for name, changed in changes["changed"].items()
+            for path, change in changed.items()
+        ]
     yield from lines or ["nothing changed"]
-    if document["needs_restart"]:
-        yield f"changed in the files, in force after a restart: {', '.join(document['needs_restart'])}"
+    for path, change in document["needs_restart"].items():
+        yield f"after a restart: {_difference(path, change)}"
+
+
+def _difference(path: str, change: Document) -> str:
+    old, new = ("null" if change[when] is None else text(change[when]) for when in ("from", "to"))
+    return f"{path} is another one" if new == "hidden" else f"{path} is {new}, was {old}"
 
 
 def usage(document: Document) -> Parts:

@@ -26,7 +26,10 @@ _NO_TIMEOUTS = dict.fromkeys(("search_timeout_s", "embed_timeout_s", "write_time
 _OPEN_GATES = {"min_prompt_tokens": 1, "max_deviation": math.inf, "max_risk": 1.0}
 _NO_REPAIR = {"rule": "windows", "edit_window": 0, "relocated_head": 0, "tail": 1, "max_budget": 0.0}
 _REJECTIONS = frozenset(
-    {"not_enough_saved", "deviates_too_much", "too_much_relocated", "does_not_pay", "rotation_unknown"}
+    {
+        *("not_enough_saved", "deviates_too_much", "too_much_relocated", "does_not_pay"),
+        *("rotation_unknown", "exact_only"),
+    }
 )
 
 

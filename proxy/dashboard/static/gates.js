@@ -4,7 +4,7 @@ import { el } from "./dom.js";
 import { count, counted, nats, seconds, words } from "./format.js";
 
 const GATES = [
-  { name: "May it share?", reasons: ["off", "model_unshared", "experiment", "reduced"], measured: (_, status) => `mode of the server: ${status.limits.mode}` },
+  { name: "May it share?", reasons: ["off", "model_unshared", "experiment", "reduced", "exact_only"], measured: (_, status) => `mode of the server: ${status.limits.mode}` },
   { name: "Is it long enough?", reasons: ["short_prompt"], measured: (plan, status) => `${counted(plan.num_tokens, "token")}; at least ${count(status.limits.min_prompt_tokens)} are looked up` },
   { name: "Is something similar stored?", reasons: ["no_candidates", "nothing_in_common"], measured: (plan) => counted(plan.donors?.length ?? 0, "stored prompt") },
   { name: "Does it pay?", reasons: ["not_enough_saved", "does_not_pay"], measured: ({ estimate, saved_s }) => (estimate ? `${seconds(estimate.full_s)} without sharing, ${seconds(estimate.shared_s)} with it` : `${seconds(saved_s)} saved`) },

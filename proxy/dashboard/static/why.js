@@ -88,6 +88,7 @@ function explained(document, status) {
       "section",
       { class: "panel" },
       el("h2", { class: "verdict" }, verdict(document)),
+      whom(document.planned_for, document.mode),
       document.cache_miss_reason ? el("p", {}, document.cache_miss_reason.message) : null,
       positions(document.spans.map(drawn), "The prompt from its first token to its last"),
       legend(counts),
@@ -102,6 +103,12 @@ function explained(document, status) {
     panel("Candidates", "stored prompts that were compared", donors(document)),
     Object.keys(document.stage_ms).length ? panel("Time of this lookup", null, facts(Object.entries(document.stage_ms).map(([stage, ms]) => [words(stage), seconds(ms / 1000)]))) : null,
   ];
+}
+
+/** Whose stored prompts were looked at, and the most that was allowed. */
+function whom(planned, mode) {
+  const key = planned.key ? `the private key ${planned.key} of ` : "";
+  return el("p", { class: "muted small" }, `Planned for ${key}tenant ${planned.tenant}, mode ${mode}.`);
 }
 
 /** One sentence for a plan. */

@@ -84,6 +84,8 @@ EXPLANATION = {
     "reason": "deviates_too_much",
     "cache_miss_reason": {"type": "deviates_too_much", "message": "Put what changes near the end."},
     "rules": ["clock", "nonce"],
+    "planned_for": {"tenant": "north-america", "key": "chatbot-1"},
+    "mode": "approx",
     "num_tokens": 100,
     "exact": 40,
     "copied": 30,

@@ -1,6 +1,8 @@
-"""Documents of what `kvshare usage`, `tenants` and `config` show, as wide as they get."""
+"""Documents of what `kvshare usage`, `requests`, `tenants` and `config` show, as wide as they get."""
 
 from typing import Any
+
+from kvshare.cli.requests import detailed, listed
 
 USED = {
     "requests": 123_456,
@@ -57,7 +59,37 @@ TOP = {
         }
     ],
 }
+REQUEST = {
+    "id": "0123456789abcdef0123456789abcdef",
+    "key": "chatbot-1",
+    "tenant": "north-america",
+    "at": 1.8e9,
+    "endpoint": "/v1/chat/completions",
+    "mode": "approx",
+    "status": 200,
+    "finish_reason": "stop",
+    "rules": ["nonce", "clock"],
+    "cache_miss_reason": {"type": "deviates_too_much", "message": "Put what changes near the end."},
+    "prompts": [
+        {
+            "decision": "approx",
+            "prompt_tokens": 131_072,
+            "exact": 120_000,
+            "copied": 10_000,
+            "recomputed": 1_000,
+            "repaired": 72,
+            "donors": [8_654_221_355_326_034, 8_654_221_355_326_035],
+            "prediction": {"expected": 0.0123, "bound": 0.0321, "limit": 0.05, "rule": "windows"},
+        }
+    ],
+    "completion_tokens": 12_345,
+    "seconds": {"total": 123.4567, "tokenize": 0.123, "first_token": 12.345, "prefix": 0.0001, "plan": 0.123},
+    "stored": [{"node": 8_654_221_355_326_036, "settled": True}],
+    "gone": [8_654_221_355_326_034],
+}
 TENANT_VIEWS: dict[str, Any] = {
+    "requests": listed({"requests": [REQUEST, {**REQUEST, "status": None}, {**REQUEST, "prompts": []}]}),
+    "request": detailed(REQUEST),
     "top": TOP,
     "usage": {
         "by": "key",
@@ -74,6 +106,7 @@ TENANT_VIEWS: dict[str, Any] = {
                 "in_flight": 128,
                 "requests_left": 12_345,
                 "kv_bytes": 123_456_789_012,
+                "evicted": 123_456,
                 "limits": {
                     "max_in_flight": 256,
                     "requests_per_minute": 60_000,
@@ -92,8 +125,17 @@ TENANT_VIEWS: dict[str, Any] = {
     "config_valid": {"changed": 12, "keys": 1234, "tenants": 123},
     "reloaded": {
         "settings": {"sharing.max_mode": {"to": "exact", "from": "approx"}},
-        "keys": {"added": ["chatbot-1"], "removed": [], "changed": []},
-        "tenants": {"added": [], "removed": [], "changed": ["north-america"]},
-        "needs_restart": ["server.port"],
+        "keys": {
+            "added": ["chatbot-1"],
+            "removed": [],
+            "changed": {"chatbot-2": {"sha256": {"from": "hidden", "to": "hidden"}}},
+        },
+        "tenants": {
+            "added": [],
+            "removed": [],
+            "changed": {"north-america": {"max_kv_bytes": {"from": None, "to": 234_567_890_123}}},
+        },
+        "rules": {"added": [], "removed": [], "changed": {"nonce": {"first": {"from": False, "to": True}}}},
+        "needs_restart": {"server.port": {"from": 8000, "to": 9000}},
     },
 }

@@ -74,6 +74,7 @@ def test_the_schema_takes_the_defaults_and_refuses_what_is_unknown(kvshare: Kvsh
     validator = jsonschema.Draft202012Validator(schema)
     validator.validate(defaults)
     validator.validate({"sharing": {"mode": "exact"}})
+    validator.validate({"store": {"kv_bytes": "4GiB"}})
     assert not validator.is_valid({"sharing": {"mode": "most"}})
     assert not validator.is_valid({"sharign": {}})
     described = schema["$defs"]["SharingSettings"]["properties"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from delta_tree import DonorReason
 from kvshare.cli.explain_offline import explain_offline
 from kvshare.conversation.chat import Chat
 from kvshare.demo import MODEL_PATH
@@ -80,7 +82,7 @@ def dynamic_model(tmp_path: Path) -> Path:
     [
         ("demo", "approx", CHEAP, {None, "no_candidates"}),
         ("demo", "approx", DEAR, {None, "does_not_pay"}),
-        ("demo", "exact", CHEAP, {None, "nothing_in_common", "no_candidates"}),
+        ("demo", "exact", CHEAP, {None, "exact_only", "no_candidates"}),
         ("dynamic", "approx", CHEAP, {None, "rotation_unknown", "no_candidates"}),
     ],
 )
@@ -111,7 +113,11 @@ def test_a_stopped_store_explains_what_its_server_would_have(
     before = {path: path.read_bytes() for path in store.glob("tree.sqlite3*")}
     found = [explain_offline(store, settings, messages) for messages in ASKED]
     for here, there in zip(found, expected, strict=True):
-        assert without_times(here) == {**without_times(there), "rules": []}
+        assert without_times(here) == {
+            **without_times(there),
+            "planned_for": {"tenant": "t", "key": None},
+            "rules": [],
+        }
     assert {document["reason"] for document in found} == reasons
     assert {path: path.read_bytes() for path in store.glob("tree.sqlite3*")} == before
 
@@ -133,6 +139,15 @@ def test_a_stopped_store_explains_prompts_behind_the_rules(store: Path, family: 
     found = explain_offline(store, ruled, chat(text.format("9a8b7c6d")))
     assert (expected["rules"], found["rules"]) == ([], ["nonce"])
     assert without_times(found) == {**without_times(expected), "rules": ["nonce"]}
+
+
+def test_every_outcome_of_a_candidate_is_explained() -> None:
+    """docs/cli.md has a row for each word; two of them come from `explain_lookup`, not from a composition."""
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
+    explained = set(
+        re.findall(r"^\| `(\w+)` \|", page.partition("| outcome |")[2].partition("\n\n")[0], re.M)
+    )
+    assert explained == {*DonorReason, "left_out", "gone"}
 
 
 @pytest.mark.slow

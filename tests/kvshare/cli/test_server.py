@@ -80,7 +80,8 @@ def test_explain_of_another_api(cli: Cli, server: Running, tmp_path: Path) -> No
 def test_explain_on_a_terminal_tells_donors_and_saving(cli: Cli, server: Running) -> None:
     """Decision, spans, donors and the expected saving can be read."""
     outcome = cli("explain", "--prompt", "hello", "--url", server.url, "--key", ADMIN_KEY)
-    assert "approx: deviates_too_much\nPut what changes near the end.\n" in outcome.stdout
+    whom = "planned for the private key chatbot-1 of tenant north-america, mode approx"
+    assert f"approx: deviates_too_much\n{whom}\nPut what changes near the end.\n" in outcome.stdout
     assert "rules that acted: clock, nonce\n" in outcome.stdout
     assert outcome.code == 0
     for part in ("approx", "placeholder", "prefix", "1.40 s", "30.0%"):

@@ -16,6 +16,8 @@ from kvshare.engine import Delta, Event, Finished, FinishReason, GenerationReque
 from kvshare.errors import RequestError
 from kvshare.served_model import DEMO
 from kvshare.settings import load_settings
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.rates import Rates
 
 SCHEMA = {"x-guidance": {"whitespace_flexible": False}, "const": {"name": "Ann", "age": 41}}
 JSON = Grammar(f"start: json\njson: %json {json.dumps(SCHEMA)}")
@@ -103,6 +105,9 @@ class Answer:
         self.log, self.name, self.settles, self.num_left = log, name, settles, num_tokens
         self.cancelled = False
         self.may_begin = threading.Event()
+        self.tenant, self.num_queries = "", list[int]()
+        rates = Rates.linear(prefill_tokens_per_s=1000, load_bytes_per_s=1e9, bytes_per_token=1)
+        self.cost = CostModel(rates)
 
     @property
     def is_pending(self) -> bool:
@@ -111,6 +116,7 @@ class Answer:
     def advance(self, *, max_queries: int) -> bool:
         assert self.may_begin.wait(timeout=60)
         self.log.append(f"{self.name} advances")
+        self.num_queries.append(max_queries)
         self.num_left -= 1
         return self.num_left >= 0
 
@@ -152,3 +158,21 @@ def test_an_answer_that_is_not_complete_goes_on() -> None:
     assert {task for task, _ in run(slow, *others)} == {slow, *others}
     assert log.count("slow advances") == 3
     assert log[:5] == ["slow advances", "first advances", "slow settles", "second advances", "slow settles"]
+
+
+@pytest.mark.parametrize(("tenants", "used"), [("aaa", [64, 64, 64]), ("aba", [64, 16, 16])])
+def test_prefills_are_cut_shorter_once_another_tenant_was_served(
+    tenants: str, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rates of the task: 16 tokens take 16 ms here."""
+    monkeypatch.setattr("kvshare.embedded.chunks._SHARED_S", 3600.0)
+    released: SimpleQueue[object] = SimpleQueue()
+    scheduler = Scheduler(chunk_tokens=64, on_release=lambda task, _: released.put(task))
+    tasks = [Answer([], tenant, None, num_tokens=0) for tenant in tenants]
+    for task in tasks:
+        task.tenant, task.prefilled = task.name, False
+        task.may_begin.set()
+        scheduler.submit(cast(Task, task))
+        assert released.get(timeout=60) is task
+    scheduler.stop()
+    assert [number for task in tasks for number in task.num_queries] == used

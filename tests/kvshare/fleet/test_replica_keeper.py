@@ -110,6 +110,7 @@ def test_a_tenant_above_its_bytes_evicts_its_own_prompts(keeper: ReplicaKeeper) 
     assert other is not None
     assert {node.node_id for node in keeper.tree.nodes()} == {other.node_id, second.node_id, third.node_id}
     assert keeper.telemetry.counts().evictions[EvictionCause.QUOTA] == 1
+    assert sum(keeper.telemetry.counts().tenant_evictions.values()) == 1
     keeper.execute(Pin(node=second.node_id))
     keeper.execute(Pin(node=third.node_id))
     assert offer(keeper, whole(), prompt(4), namespace="shared", max_bytes=5000) is None

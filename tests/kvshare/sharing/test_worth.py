@@ -223,7 +223,7 @@ def test_a_plan_that_waits_for_steps_of_others_must_still_pay(queue_s: float, ex
         work = PrefillWork(819, 8192 * 819 / 2, num_passes=1, num_reused=7373)
         estimate = rates.estimate(8192, work)
         if not limits.threshold.pays(estimate.full_s, estimate.shared_s):
-            return NoPlan(Reason.DOES_NOT_PAY)
+            return NoPlan(Reason.DOES_NOT_PAY, refused_by_rates=True)
         return Plan(8192, 7373, (), (Span(7373, 8192),), (), generation=0, estimate=estimate)
 
     plan = Worth(cost).plan(make, LIMITS, Queue(computing_s=queue_s))
@@ -241,7 +241,7 @@ def test_a_plan_is_tried_where_it_may_pay_if_loads_cost_nothing(num_reused: int,
         if limits.threshold.pays(0.0, 1.0):  # anything does
             spans = (Span(num_reused, 4096),)
             return Plan(4096, num_reused, (), spans, (), generation=0, estimate=estimate)
-        return NoPlan(Reason.DOES_NOT_PAY)
+        return NoPlan(Reason.DOES_NOT_PAY, refused_by_rates=True)
 
     assert isinstance(worth.plan(make, LIMITS, Queue()), Plan) is expected
 
@@ -254,7 +254,7 @@ def test_host_memory_is_tried_although_copies_from_blocks_are_measured() -> None
         cost.observe_load(num_tokens * BYTES, 0.001, place=BLOCKS)
         cost.observe(PrefillWork(400, 1e6, num_steps=0, num_passes=1, num_reused=num_tokens), 0.02)
     plan = Plan(16384, 0, (), (Span(0, 400),), (), 0, cost.rates.estimate(16384, PrefillWork(400, 1e6)))
-    refused = NoPlan(Reason.DOES_NOT_PAY)
+    refused = NoPlan(Reason.EXACT_ONLY, refused_by_rates=True)  # whatever users are told
 
     def make(limits: PlannerLimits, _: Rates) -> Plan | NoPlan:
         return refused if limits.threshold is LIMITS.threshold else plan
