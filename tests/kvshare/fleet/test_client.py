@@ -11,7 +11,7 @@ from delta_tree import SegmentId
 from kvshare.errors import UpstreamError, WrongServerError
 from kvshare.fleet.client import ControlClient
 from kvshare.vllm_protocol.json_fields import WireError
-from kvshare.vllm_protocol.messages import PROTOCOL, Dropped, FinishedReport
+from kvshare.vllm_protocol.messages import PROTOCOL, Dropped, FinishedReport, JournalEvent
 from kvshare.vllm_protocol.places import DiskProblem, Moved
 from tests.kvshare.fleet.http_servers import raw_server, reply, unused_port
 from tests.kvshare.fleet.real_control import info_of, running_control
@@ -22,7 +22,11 @@ MISSING = reply(b"{}", status="404 Not Found")
 
 async def test_what_a_connector_says_is_read_as_it_was_said() -> None:
     """Its info, its journal from any event on, what it holds, and what it is to drop."""
-    events = [FinishedReport("r", "full", None), Dropped((SegmentId(3),)), Moved((SegmentId(1),))]
+    events: list[JournalEvent] = [
+        FinishedReport("r", "full", None),
+        Dropped((SegmentId(3),)),
+        Moved((SegmentId(1),)),
+    ]
     async with running_control(warnings=("slow",)) as server, ControlClient(server.url) as control:
         server.hold(1, 2, 3)
         for event in events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,8 @@ class TestReports:
         assert request.execution.stored.node == whole.node_id
         assert request.execution.stored.is_settled
         assert request.execution.finished is not None
-        assert request.execution.finished.stored == request.execution.finished.output_ids == ()
+        assert not request.execution.finished.stored
+        assert not request.execution.finished.output_ids
 
     async def test_what_was_stored_before_is_named_again(self, fleet: ServedFleet) -> None:
         """The same prompt with the same answer is one node."""
@@ -154,7 +156,7 @@ class TestReports:
         self, vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
     ) -> None:
         """Even where writing raises what it never should, nobody waits for the prompt."""
-        short = {"vllm__ticket_expiry_s": 0.2, "vllm__journal_wait_s": 0.05}
+        short: dict[str, Any] = {"vllm__ticket_expiry_s": 0.2, "vllm__journal_wait_s": 0.05}
 
         def fail(*_: object) -> None:
             raise RuntimeError("a fault of ours")
@@ -231,6 +233,7 @@ class TestCosts:
         """One that cannot makes plans without that for all, until it can, or is gone."""
         reconciler, replica = reconciler_of(fleet), fleet.replica
         for can in (False, True):
-            replica.info = info_of(**{ability: can})
+            known: dict[str, Any] = {ability: can}
+            replica.info = info_of(**known)
             await reconciler.resync(replica, [], is_new=False)
             assert getattr(fleet.engine.sharing.limits, limit) is can

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,8 +230,7 @@ class TestReplicas:
             running_vllm() as two,
             serving(tmp_path, one, two, vllm__health_interval_s=60.0) as fleet,
         ):
-            await one.stop()
-            await two.stop()
+            await asyncio.gather(one.stop(), two.stop())
             with pytest.raises(NoReplicaError):
                 await fleet.send(FORM)
             assert sorted(fleet.counts.replica_failures.values()) == [1, 1]
@@ -257,7 +257,7 @@ class TestControl:
         self, vllm: FakeVllm, tmp_path: Path
     ) -> None:
         """Neither a copy nor a save."""
-        shares = {"control__unshared_share": 1.0, "control__first_requests": 0}
+        shares: dict[str, Any] = {"control__unshared_share": 1.0, "control__first_requests": 0}
         async with serving(tmp_path, vllm, **shares) as fleet:
             for place in ("Rome", "Oslo"):
                 assert (await fleet.report(place)).routed.plan.reason is Reason.EXPERIMENT
@@ -270,7 +270,7 @@ class TestControl:
 
     async def test_with_drafts_an_experiment_is_reported(self, tmp_path: Path) -> None:
         """By a ticket that copies and stores nothing: or there would be nothing to compare with."""
-        shares = {"control__unshared_share": 1.0, "control__first_requests": 0}
+        shares: dict[str, Any] = {"control__unshared_share": 1.0, "control__first_requests": 0}
         async with (
             running_vllm(Behaviour(speculation="ngram", caches_prefixes=True)) as vllm,
             serving(tmp_path, vllm, **shares) as fleet,
