@@ -9,13 +9,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+import pytest_asyncio
 
 from kvshare.errors import UnsupportedFormatError
 from kvshare.fleet import format_guard
 from kvshare.fleet.format_guard import AnswerFormat, FormatGuard
 from kvshare.fleet.replica import Fleet, Replica
+from kvshare.grammar_pool.pool import GrammarPool
 from tests.kvshare.fleet.real_control import info_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 # In vLLM llguidance compiles them together, as xgrammar has no `multipleOf`, and that ends the process.
 ENDS = {"a": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 3}}
 OTHER = {"b": {"type": "integer", "multipleOf": 3}}
@@ -34,18 +37,29 @@ def fleet_of(*backends: str | None) -> Fleet:
     return Fleet(replicas)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[GrammarPool]:
+    """The processes that compile, for all tests: the first one takes a second to start."""
+    pool = GrammarPool(lambda: {"kind": "vllm"})
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-async def guard() -> AsyncIterator[FormatGuard]:
+def guard(pool: GrammarPool) -> FormatGuard:
     guard = FormatGuard(fleet_of(None))
-    yield guard
-    guard.close()
+    guard._pool.close()
+    guard._pool = pool
+    return guard
 
 
-async def test_what_has_compiled_once_is_not_compiled_again(guard: FormatGuard) -> None:
+async def test_what_has_compiled_once_is_not_compiled_again(
+    guard: FormatGuard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the order of the tools, whoever asks, and wherever in the request they are."""
     one, two = schema({"a": {"type": "string"}}), schema({"b": {"type": "string"}})
     await guard.check([one, two], key="k")
-    guard.close()  # no process is left to ask
+    monkeypatch.setattr(guard, "_pool", None)  # no process is left to ask
     await guard.check([two, one], key="other")
     await guard.check([AnswerFormat(two.kind, two.text, "elsewhere"), one, one], key="k")
 
@@ -86,7 +100,7 @@ async def test_what_can_be_seen_is_refused_without_a_process(
     guard: FormatGuard, formats: list[AnswerFormat], reason: str, param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A schema without a finite answer, and texts that are too long, all together."""
-    monkeypatch.setattr(guard._pool, "compiled", None)
+    monkeypatch.setattr(guard, "_pool", None)
     with pytest.raises(UnsupportedFormatError, match=reason) as error:
         await guard.check(formats, key="k")
     assert error.value.param == param
@@ -111,14 +125,14 @@ async def test_only_so_many_are_remembered(guard: FormatGuard, monkeypatch: pyte
     formats = [AnswerFormat("choice", json.dumps([str(number)]), "c") for number in range(3)]
     for number in (0, 1, 0, 2):
         await guard.check([formats[number]], key="k")
-    guard.close()
+    monkeypatch.setattr(guard, "_pool", None)
     for number in (0, 2):
         await guard.check([formats[number]], key="k")
     assert len(guard._passed) == 2
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_server_without_xgrammar_says_so_once(
+async def test_a_server_without_xgrammar_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, installed: bool
 ) -> None:
     """When it starts."""
