@@ -169,6 +169,20 @@ class TestReports:
             assert len(fleet.engine.server.in_flight.arrivals) == 0
             assert (await fleet.report("Oslo")).execution.stored.node is not None
 
+    async def test_a_prompt_without_a_node_is_waited_for_no_longer(
+        self, fleet: ServedFleet, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While its answer is still generated: similar prompts are computed in full."""
+        monkeypatch.setattr(fleet.engine.server.runtime.keeper, "store_prompt", lambda *_: None)
+        arrivals = fleet.engine.server.in_flight.arrivals
+        vllm.release.clear()
+        asking = asyncio.create_task(fleet.report("Rome"))
+        await eventually(lambda: len(vllm.generated) == 1)
+        await eventually(lambda: len(arrivals) == 0)
+        assert not asking.done()
+        vllm.release.set()
+        await asking
+
 
 class TestCosts:
     """What reports teach."""

@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from kvshare.fleet import own_requests, start_measurement
+from kvshare.fleet.replica import Replica
+from kvshare.fleet.start_measurement import StartMeasurement
 from kvshare.sharing.kept_costs import COSTS_FILE
 from kvshare.vllm_protocol.salts import owner_salt
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
@@ -136,13 +138,17 @@ async def test_costs_are_kept_and_not_measured_again(
     assert len(document["kept"]) == 2
 
 
-async def test_a_replica_with_requests_is_not_measured(vllm: FakeVllm, tmp_path: Path) -> None:
+async def test_a_replica_with_requests_is_not_measured(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not before their last one has ended."""
+    quiet_s = start_measurement._QUIET_S
+    monkeypatch.setattr(start_measurement, "_QUIET_S", 3600.0)
     vllm.release.clear()
-    async with serving(tmp_path, vllm, wait=False, **MEASURING) as fleet:
-        await eventually(lambda: bool(fleet.engine.fleet.serving()))
+    async with serving(tmp_path, vllm, **MEASURING) as fleet:
         asking = asyncio.create_task(fleet.send(FORM))
         await eventually(lambda: len(vllm.generated) == 1)
+        monkeypatch.setattr(start_measurement, "_QUIET_S", quiet_s)
         await asyncio.sleep(0.2)  # ten times as long as it would have to be idle
         assert len(vllm.generated) == 1
         vllm.release.set()
@@ -162,24 +168,31 @@ async def test_one_that_is_never_idle_is_given_up(
     assert vllm.generated == []
 
 
+class FromTheSecondOn(asyncio.Event):
+    """What requests wait for, except the first one, which is not counted."""
+
+    def __init__(self, vllm: FakeVllm) -> None:
+        super().__init__()
+        self._vllm = vllm
+
+    async def wait(self) -> Literal[True]:
+        return True if len(self._vllm.generated) < 2 else await super().wait()
+
+
 async def test_a_prefill_that_was_not_alone_is_sent_again(vllm: FakeVllm, tmp_path: Path) -> None:
     """With other tokens, as vLLM's own cache has the first ones. What a client asks waits for one at most."""
-    vllm.prefill.clear()
+    vllm.prefill = FromTheSecondOn(vllm)
     async with serving(tmp_path, vllm, **MEASURING) as fleet:
-        await eventually(lambda: len(vllm.generated) == 1)
-        vllm.prefill.set()
         await eventually(lambda: len(vllm.generated) == 2)
-        vllm.prefill.clear()
-        await eventually(lambda: len(vllm.generated) == 3)
         asking = asyncio.create_task(fleet.send(FORM))
-        await eventually(lambda: len(vllm.generated) == 4)
+        await eventually(lambda: len(vllm.generated) == 3)
         vllm.prefill.set()
         await asking
-        await eventually(lambda: fleet.engine.sharing.cost.measured >= ALL)
-        await eventually(lambda: len(vllm.generated) >= 8)
+        await eventually(lambda: len(vllm.generated) == 9)
         await eventually(lambda: not fleet.engine.server.measurement.own_requests._awaited)
+        assert fleet.engine.sharing.cost.measured >= ALL
     own = [tuple(seen.body["prompt"]) for seen in vllm.generated if isinstance(seen.body["prompt"], list)]
-    assert len(set(own)) == len(own) == len(vllm.generated) - 1
+    assert len(set(own)) == len(own) == len(LENGTHS) + 1
 
 
 @pytest.mark.parametrize(
@@ -233,17 +246,26 @@ async def test_after_a_long_prefill_no_longer_one_is_sent(
 
 
 @pytest.mark.parametrize("setting", [None, "cost__measure_at_start", "cost__learn"])
-async def test_what_need_not_be_measured_is_not(setting: str | None, tmp_path: Path) -> None:
+async def test_what_need_not_be_measured_is_not(
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Switched off by its own setting, or nothing is learned; or the replica shares nothing."""
-    behaviour = Behaviour(refusals=("no",)) if setting is None else Behaviour()
-    off = {} if setting is None else {setting: False}
-    async with (
-        running_vllm(behaviour) as vllm,
-        serving(tmp_path, vllm, wait=False, **{**MEASURING, **off}) as fleet,
-    ):
-        await eventually(lambda: fleet.replica.is_connected and fleet.replica.serves)
-        assert not fleet.engine.server.measurement._is_wanted.is_set()
-        assert vllm.generated == []
+    begun: list[str] = []
+
+    async def begin(self: StartMeasurement, replica: Replica) -> None:
+        begun.append(replica.name)
+
+    monkeypatch.setattr(StartMeasurement, "_measure", begin)
+    for is_needed in (False, True):
+        behaviour = Behaviour(refusals=("no",)) if setting is None and not is_needed else Behaviour()
+        off = {} if setting is None else {setting: is_needed}
+        async with (
+            running_vllm(behaviour) as vllm,
+            serving(tmp_path, vllm, wait=False, **{**MEASURING, **off}) as fleet,
+        ):
+            await eventually(lambda fleet=fleet: fleet.replica.is_connected and fleet.replica.serves)  # type: ignore[misc]
+            await (eventually(lambda: bool(begun)) if is_needed else asyncio.sleep(0.1))
+            assert bool(begun) is is_needed
 
 
 async def test_of_several_replicas_one_is_measured(vllm: FakeVllm, tmp_path: Path) -> None:
