@@ -121,6 +121,10 @@ class FakeVllm(FakeConnector):
         while self._runners:
             await self._runners.pop().cleanup()
 
+    async def stop_api(self) -> None:
+        """The connector goes on."""
+        await self._runners.pop(0).cleanup()
+
     async def restart(self) -> None:
         await self.stop()
         self.forget_all()

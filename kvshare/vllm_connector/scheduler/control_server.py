@@ -15,16 +15,18 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from delta_tree import SegmentId
 from kvshare.loopback import is_loopback
 from kvshare.safe_logging import class_and_place
-from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_protocol.json_fields import Message, WireError
 from kvshare.vllm_protocol.places import HeldSegments
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
+
+if TYPE_CHECKING:
+    from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler  # imports vllm
 
 log = logging.getLogger("vllm.kvshare.control")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from kvshare.namespace import Owner
 from kvshare.requests import Prompt
 from kvshare.sharing.arrivals import Arrivals
 from kvshare.vllm_protocol.messages import Ticket
+from tests.kvshare.fleet.plans import PLAN
 from vector_index import PromptText
 
 OWNER = Owner("acme", "tenant")
@@ -127,3 +129,84 @@ async def test_a_report_that_does_not_come_is_not_waited_for_long() -> None:
     in_flight.end(entry)
     clock.now = 601.0
     await asyncio.wait_for(in_flight.wait_reconciled(OWNER, NEXT_TURN, timeout_s=600), 60)
+
+
+def test_its_length_is_that_of_those_without_a_report() -> None:
+    """A request without a ticket is not expected to have one."""
+    in_flight = InFlight(Arrivals(min_run=16), expiry_s=60)
+    relayed = RoutedRequest(Incoming(OWNER))
+    for entry in (sent("a"), sent("b"), relayed):
+        in_flight.add(entry)
+    assert len(in_flight) == 2
+    assert in_flight.take("a", "a") is not None
+    assert len(in_flight) == 1
+    in_flight.end(relayed)
+    assert relayed.progress.reconciled.is_set()
+
+
+def test_a_report_before_the_answers_end_is_not_taken_for_a_failure() -> None:
+    """The journal may be faster than the last byte; then the client breaks the connection."""
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60), sent()
+    in_flight.add(entry)
+    assert in_flight.take("r", "a") is entry
+    entry.progress.has_failed = True
+    in_flight.end(entry)
+    assert not entry.progress.reconciled.is_set()  # what it stored is still being written
+    in_flight.forget(entry)
+    assert entry.progress.reconciled.is_set()
+
+
+def test_only_the_first_end_counts() -> None:
+    """A request that was sent to two replicas ends twice; it expires by the first."""
+    clock = Clock()
+    in_flight, entry = InFlight(Arrivals(min_run=16), expiry_s=60, clock=clock), sent()
+    in_flight.add(entry)
+    in_flight.end(entry)
+    clock.now = 50.0
+    in_flight.end(entry)
+    clock.now = 60.0
+    assert in_flight.expire() == 1
+
+
+def test_a_lost_replica_takes_only_its_own_requests_and_none_that_is_reported() -> None:
+    """What is reported is being stored, and forgotten by who stores it."""
+    in_flight = InFlight(Arrivals(min_run=16), expiry_s=60)
+    lost, other, reported = sent("x"), sent("y", replica="b"), sent("z")
+    for entry in (lost, other, reported):
+        in_flight.add(entry)
+    in_flight.take("z", "a")
+    in_flight.forget_replica("a")
+    assert [entry.progress.reconciled.is_set() for entry in (lost, other, reported)] == [True, False, False]
+
+
+def test_donors_of_tickets_in_flight_are_held() -> None:
+    """Until their request is forgotten: their KV is being copied."""
+    in_flight = InFlight(Arrivals(min_run=16), expiry_s=60)
+    entry, unplanned = sent("x"), sent("y")
+    entry.routed = replace(entry.routed, plan=PLAN)
+    for each in (entry, unplanned):
+        in_flight.add(each)
+    assert in_flight.donors() == set(PLAN.donors) == {1, 2, 3}
+    in_flight.forget(entry)
+    assert in_flight.donors() == frozenset()
+
+
+def test_who_waits_for_a_prompt_is_woken_when_it_will_not_be_stored() -> None:
+    """The client left before the first token; after it, the report decides."""
+    arrivals = Arrivals(min_run=16)
+    in_flight, entry = InFlight(arrivals, expiry_s=60), sent()
+    entry.routed = replace(entry.routed, arrival=arrivals.begin("n", token_ids(np.arange(10))))
+    assert entry.routed.arrival is not None
+    in_flight.add(entry)
+    entry.note_prefilled()
+    in_flight.end(entry)
+    assert not entry.routed.arrival.over.is_set()
+    in_flight.end_arrival(entry, stored=True)
+    assert (entry.routed.arrival.is_stored, len(arrivals)) == (True, 0)
+    early = sent("s")
+    early.routed = replace(early.routed, arrival=arrivals.begin("n", token_ids(np.arange(10))))
+    in_flight.add(early)
+    in_flight.end(early)
+    assert early.routed.arrival is not None
+    assert early.routed.arrival.over.is_set()
+    assert not early.routed.arrival.is_stored

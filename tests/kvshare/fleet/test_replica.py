@@ -1,15 +1,26 @@
-"""Which replicas take requests, and which of them is next."""
+"""The state of one replica: what it may be asked, what is before a request, and how it reads."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from delta_tree import SegmentId
 from kvshare.fleet.client import ServedModels
 from kvshare.fleet.replica import Fleet, Replica
-from kvshare.fleet.routed_request import Incoming, RoutedRequest
+from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.namespace import Owner
+from kvshare.parts import PROBLEMS, ServedPart
+from kvshare.requests import Prompt
+from kvshare.sharing.plan import NoPlan
 from kvshare.sharing.rates import Rates
-from kvshare.vllm_protocol.messages import Dropped
-from kvshare.vllm_protocol.places import Moved
+from kvshare.vllm_protocol.messages import RANK_HEADER, Dropped
+from kvshare.vllm_protocol.places import DiskProblem, Moved
+from tests.kvshare.fleet.plans import OWNER, PLAN, PROMPT
+from tests.kvshare.fleet.real_control import FIELDS, info_of
+from vector_index import PromptText
 
 
 def fleet_of(*names: str) -> Fleet:
@@ -18,51 +29,6 @@ def fleet_of(*names: str) -> Fleet:
     for replica in replicas:
         replica.models = ServedModels(("m",))
     return Fleet(replicas)
-
-
-def names(fleet: Fleet) -> str:
-    return "".join(replica.name for replica in fleet.serving())
-
-
-def test_asking_who_serves_does_not_change_who_is_next() -> None:
-    """`/ready` and `/metrics` ask as well, and must not shift requests to other replicas."""
-    fleet = fleet_of("a", "b", "c")
-    assert [names(fleet), names(fleet)] == ["abc", "abc"]
-    fleet.sharing()
-    assert names(fleet) == "abc"
-
-
-def test_equally_idle_replicas_take_turns() -> None:
-    """Each request that is sent advances the rotation by one replica."""
-    fleet = fleet_of("a", "b", "c")
-    found = []
-    for _ in range(4):
-        found.append(names(fleet))
-        fleet.advance_rotation()
-    assert found == ["abc", "bca", "cab", "abc"]
-
-
-def test_a_model_that_changes_everywhere_leaves_no_replica_behind() -> None:
-    """The first one to serve the new model is refused, and admitted when the others follow."""
-    fleet = fleet_of("a", "b")
-    first, last = fleet.replicas
-    fleet.check_models(last)
-    for replica in (first, last):
-        replica.models = ServedModels(("n",))  # restarted
-        fleet.check_models(replica)
-        if replica is first:
-            assert (names(fleet), first.refusal) == ("b", "serves n, the others serve m")
-            last.models = None
-    assert sorted(names(fleet)) == ["a", "b"]
-    assert fleet.models == ServedModels(("n",))
-
-
-def test_the_idlest_replica_comes_first() -> None:
-    """Rotation decides between equals only, and a replica that takes no requests is not listed."""
-    fleet = fleet_of("a", "b", "c")
-    fleet.replicas[0].num_inflight = 1
-    fleet.replicas[1].models = None
-    assert names(fleet) == "ca"
 
 
 def test_a_replica_knows_what_lies_in_its_blocks() -> None:
@@ -92,3 +58,148 @@ def test_a_prefill_is_alone_if_no_other_one_overlaps_it() -> None:
             assert fourth.progress.sent_at > third.progress.sent_at > 0
     assert [each.progress.was_alone for each in requests] == [False, False, True, True]
     assert not replica.requests
+
+
+def connected(name: str = "a", **changes: Any) -> Replica:
+    """One that serves and shares, but for these fields of its info."""
+    (replica,) = fleet_of(name).replicas
+    replica.info, replica.is_connected = info_of(**changes), True
+    return replica
+
+
+def test_plans_are_made_for_one_that_serves_is_connected_and_shares() -> None:
+    """Each alone is not enough."""
+    assert connected().shares
+    for spoil in (
+        lambda replica: setattr(replica, "models", None),
+        lambda replica: setattr(replica, "refusal", "serves another model"),
+        lambda replica: setattr(replica, "is_connected", False),
+        lambda replica: setattr(replica, "info", None),
+        lambda replica: setattr(replica, "info", info_of(refusals=("no",))),
+        lambda replica: setattr(replica, "info", info_of(passing="drafts")),
+    ):
+        spoil(replica := connected())
+        assert not replica.shares
+        assert Fleet([replica]).sharing() == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "detail"),
+    [
+        ({}, None, ""),
+        ({"refusal": "serves n, the others serve m"}, "refused", "it serves n, the others serve m"),
+        ({"models": None}, "silent", ""),
+        ({"is_connected": False}, "no connector", "its connector has not answered yet"),
+        (
+            {"is_connected": False, "connector_problem": "no answer in time"},
+            "no connector",
+            "no answer in time",
+        ),
+        ({"info": None}, "no connector", "its connector has not answered yet"),
+        ({"info": info_of(refusals=("a", "b"), passing="c")}, "unshared", "a; b; c"),
+        ({"info": info_of(warnings=("slow", "old"))}, "warns", "slow; old"),
+        ({"models": None, "info": info_of(warnings=("slow",))}, "silent", ""),  # what matters most
+    ],
+)
+def test_an_operator_reads_what_is_wrong_with_it(
+    spoil: dict[str, Any], kind: str | None, detail: str
+) -> None:
+    """In one line, of which the list of parts has the words."""
+    replica = connected("10.0.0.1:8000")
+    replica.public_name = "1"
+    for name, value in spoil.items():
+        setattr(replica, name, value)
+    (reading,) = replica.readings()
+    assert (reading.kind, reading.detail) == (kind, detail)
+    assert (reading.name, reading.public_name) == ("10.0.0.1:8000", "1")
+    assert kind is None or kind in PROBLEMS[ServedPart.REPLICA]
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind"),
+    [
+        (DiskProblem(), None),
+        (DiskProblem("full"), "replica not written"),
+        (DiskProblem("other weights", is_lasting=True), "replica given up"),
+    ],
+)
+def test_a_disk_is_a_part_of_its_own(problem: DiskProblem, kind: str | None) -> None:
+    """By the name of its replica; changes come by the journal."""
+    replica = connected(max_disk_bytes=10)
+    replica.note_disk(problem)
+    _, disk = replica.readings()
+    assert (disk.part, disk.kind, disk.detail, disk.name) == (ServedPart.DISK, kind, problem.reason, "a")
+    assert kind is None or kind in PROBLEMS[ServedPart.DISK]
+
+
+def request(plan: Any) -> RoutedRequest:
+    return RoutedRequest(Incoming(OWNER, Prompt(PROMPT, PromptText("", ""))), Routed(plan))
+
+
+def test_what_is_before_a_request_is_what_its_replica_has_to_load_and_compute() -> None:
+    """By the plans, and in full where there are none; without those whose first token has come."""
+    replica, rates = connected(), Rates.linear(1000.0, 1e9)
+    assert (replica.queue(rates).loading_s, replica.queue(rates).computing_s) == (0.0, 0.0)
+    near, full, done, relayed = (
+        request(PLAN),
+        request(NoPlan()),
+        request(PLAN),
+        RoutedRequest(Incoming(OWNER)),
+    )
+    done.note_prefilled()
+    replica.requests |= {near, full, done, relayed}
+    queue = replica.queue(rates)
+    assert queue.loading_s == PLAN.estimate.load_s
+    assert queue.computing_s == pytest.approx(PLAN.estimate.compute_s + rates.full_s(100))
+    assert set(replica.being_prefilled()) == {near, full, relayed}
+
+
+def test_a_request_that_fails_is_not_before_the_next_one() -> None:
+    """Whatever ends it."""
+    replica = connected()
+    with pytest.raises(OSError, match="gone"), replica.computing(request(PLAN)):
+        raise OSError("gone")
+    assert not replica.requests
+
+
+def test_each_replica_has_a_namespace_but_for_those_that_share_a_store() -> None:
+    """And each owner, and each model."""
+    apart = connected("a"), connected("b")
+    assert len({each.namespace(OWNER).digest for each in apart}) == 2
+    store = connected("a", shared_store="s"), connected("b", shared_store="s")
+    assert len({each.namespace(OWNER).digest for each in store}) == 1
+    assert [each.holder for each in (*apart, *store)] == ["a", "b", "s", "s"]
+    assert [each.shares_store for each in (*apart, *store)] == [False, False, True, True]
+    (replica, _), seen = store, {store[0].namespace(OWNER).digest}
+    seen.add(replica.namespace(Owner("globex", "tenant")).digest)
+    seen.add(replica.namespace(OWNER.divided("salt")).digest)
+    for name in FIELDS:
+        replica.info = info_of(shared_store="s", namespace_fields={**FIELDS, name: "other"})
+        seen.add(replica.namespace(OWNER).digest)
+    assert len(seen) == 3 + len(FIELDS)
+
+
+@pytest.mark.parametrize(("rank", "headers"), [(None, {}), (0, {RANK_HEADER: "0"}), (3, {RANK_HEADER: "3"})])
+def test_a_request_names_its_rank_once_that_is_known(rank: int | None, headers: dict[str, str]) -> None:
+    """Rank 0 is one, too."""
+    replica = connected(data_parallel_rank=rank)
+    assert replica.headers == headers
+    replica.info = None
+    assert replica.headers == {}
+
+
+@pytest.mark.parametrize(("method", "speculates"), [("", False), ("ngram", True)])
+def test_one_that_drafts_says_with_which_method(method: str, speculates: bool) -> None:
+    assert connected(speculation=method).speculates is speculates
+    assert not fleet_of("a").replicas[0].speculates
+
+
+def test_a_lost_infos_disk_is_no_part() -> None:
+    """Its connector says what it has when it is back."""
+    replica = connected(max_disk_bytes=10)
+    assert len(list(replica.readings())) == 2
+    replica.info = None
+    assert [each.part for each in replica.readings()] == [ServedPart.REPLICA]
+    assert replica.info is None
+    replica.info = replace(info_of(), max_disk_bytes=0)
+    assert len(list(replica.readings())) == 1

@@ -1,5 +1,7 @@
 """What a pass's rows attend to, against the model's own eager attention."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from delta_tree import Span, token_ids
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import take_pass
 from kvshare.kv.layout import PLAIN, AttentionForm, Reach
-from kvshare.kv.listening import Listener, attention
+from kvshare.kv.listening import Listener, attention, hidden, placed
 from kvshare_lab.bench.random_models import tiny_model
 
 TOKENS = token_ids(np.random.default_rng(3).integers(16, 290, 40))
@@ -108,3 +110,80 @@ def test_what_all_keys_have_in_common_does_not_count() -> None:
     positions = torch.arange(4, 8)
     plain, common = (attention(positions, query, keys, scaling=None) for keys in (key, shifted))
     assert torch.allclose(plain, common, atol=1e-4)
+
+
+def test_runs_of_a_pass_are_placed_one_after_the_other() -> None:
+    """Each with its first row."""
+    runs = [Span(4, 6), Span(9, 10), Span(20, 23)]
+    assert placed(runs) == [(0, runs[0]), (2, runs[1]), (3, runs[2])]
+    assert placed([]) == []
+
+
+def listener_of(*spans: Span, num_layers: int = 2, **options: Any) -> Listener:
+    return Listener(spans, num_layers=num_layers, num_slots=12, device=torch.device("cpu"), **options)
+
+
+def test_only_the_rows_in_question_are_found_in_a_pass() -> None:
+    """With their positions, and up to where any of them sees; whatever runs they come in."""
+    rows = listener_of(Span(2, 5), Span(8, 10)).rows_of(placed([Span(0, 4), Span(8, 12)]))
+    assert rows is not None
+    assert rows.indices.tolist() == [2, 3, 4, 5]
+    assert rows.positions.tolist() == [2, 3, 8, 9]
+    assert (rows.first, rows.end) == (2, 10)
+
+
+def test_it_is_complete_with_its_last_row_in_its_last_layer() -> None:
+    """In the middle of a pass: choosing begins there. Each row counts once, in whatever pass it comes."""
+    completed: list[int] = []
+    listener = listener_of(Span(2, 5), Span(8, 10), when_complete=lambda: completed.append(1))
+    for runs in ([Span(0, 4)], [Span(4, 9)], [Span(9, 12)]):
+        assert completed == []
+        rows = listener.rows_of(placed(runs))
+        assert rows is not None
+        listener.note(0, rows)
+        assert completed == []
+        listener.note(1, rows)
+    assert completed == [1]
+
+
+def test_layers_above_the_last_one_in_question_are_not_listened_to() -> None:
+    """The second pass is launched while they are still computed."""
+    rows = listener_of(Span(2, 5), num_layers=2).rows_of(placed([Span(0, 12)]))
+    assert rows is not None
+    assert [rows.listen_in(layer) for layer in range(4)] == [True, True, False, False]
+
+
+def test_without_rows_there_is_nothing_and_no_division_by_it() -> None:
+    assert not listener_of().attended.any()
+
+
+def test_rows_of_several_passes_add_up_to_those_of_one() -> None:
+    """And a layer's sums are its own."""
+    torch.manual_seed(4)
+    query, key = torch.randn(2, 12, 4), torch.randn(1, 12, 4)
+    together, apart = listener_of(Span(3, 9)), listener_of(Span(3, 9))
+    for listener, passes in ((together, [Span(0, 12)]), (apart, [Span(0, 5), Span(5, 12)])):
+        for run in passes:
+            rows = listener.rows_of(placed([run]))
+            assert rows is not None
+            rows.observe(1, query[:, run.start : run.end], key, scaling=None)
+    assert apart.attended == pytest.approx(together.attended, abs=1e-6)
+    assert together.attended[1].sum() == pytest.approx(1.0, abs=1e-5)
+    assert not together.attended[0].any()
+    assert not together.attended[1, 9:].any()  # later tokens
+
+
+@pytest.mark.parametrize(
+    ("reach", "first", "expected"),
+    [
+        (Reach(), 0, ["..xxxx", "....xx"]),
+        (Reach(), 2, ["xxxx", "..xx"]),  # all see the first two
+        (Reach(2), 0, ["..xxxx", "xx..xx"]),
+        (Reach(2), 2, ["..xxxx", "xx..xx"]),  # not here
+        (Reach(3, is_chunked=True), 0, ["..xxxx", "xxx.xx"]),
+    ],
+)
+def test_what_a_row_does_not_see_is_hidden(reach: Reach, first: int, expected: list[str]) -> None:
+    """Of rows at 1 and 3, and six slots."""
+    found = hidden(torch.tensor([1, 3]), Span(0, 6), reach, first=first)
+    assert ["".join("x" if each else "." for each in row) for row in found.tolist()] == expected

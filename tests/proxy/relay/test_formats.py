@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from proxy.relay.formats import formats_of
 from tests.fake_vllm import MODEL, FakeVllm
-from tests.proxy.relay.relay_server import Relay, running_relay
+from tests.proxy.relay.relay_server import Relay
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # In vLLM llguidance compiles it, as xgrammar does not support `multipleOf`, and ends the process.
@@ -76,20 +72,6 @@ async def test_a_schema_that_ends_a_compiler_is_refused_on_every_route(relay: Re
     assert not [seen for seen in [*vllm.seen, *vllm.rendered] if seen.method == "POST"]
 
 
-async def test_tools_are_tried_together(relay: Relay, vllm: FakeVllm) -> None:
-    """Each of them had passed alone: vLLM compiles all of them as one schema."""
-    first, second = (
-        function({"type": "object", "properties": {name: each}}) for name, each in PROPERTIES.items()
-    )
-    path = "/v1/chat/completions"
-    for tool in (first, second):
-        await relay.send(path, whole(path, {"tools": [tool]}))
-    members = {"tools": [first, second], "tool_choice": "required"}
-    response = await relay.send(path, whole(path, members))
-    assert response.status == 400
-    assert "its compiler failed" in await response.text()
-
-
 async def test_a_schema_without_a_finite_answer_is_refused(relay: Relay) -> None:
     """vLLM would write to the end of the context."""
     path, members = places(ENDLESS)[0]
@@ -133,20 +115,3 @@ def test_what_is_no_format_is_left_for_vllm(members: dict[str, Any]) -> None:
     """Wrong types, and tools that may not be called."""
     kinds = [each.kind for each in formats_of(members)]
     assert kinds in ([], ["choice"])
-
-
-@pytest.mark.parametrize("installed", [True, False])
-async def test_a_proxy_without_xgrammar_says_so_once(
-    tmp_path: Path,
-    vllm: FakeVllm,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    installed: bool,
-) -> None:
-    """When it starts."""
-    module = ModuleType("xgrammar")
-    module.__spec__ = ModuleSpec("xgrammar", None)
-    monkeypatch.setitem(sys.modules, "xgrammar", module if installed else None)  # None: it is not found
-    async with running_relay(tmp_path, vllm):
-        pass
-    assert caplog.text.count("tried with llguidance only") == (not installed)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshare.sharing.control import Rung
 from kvshare.sharing.control.blocks import Arm
 from tests.fake_vllm import FakeVllm
-from tests.kvshare.sharing.control.on_rung import put_on
-from tests.proxy.relay.relay_server import LOCAL_SALT, OTHER, Relay, chat_body, running_relay
+from tests.proxy.relay.relay_server import LOCAL_SALT, Relay, chat_body, running_relay
 
 
 @pytest.fixture
@@ -70,27 +68,6 @@ async def test_without_a_share_for_it_nothing_is_served_unshared(relay: Relay, v
         await relay.chat(place)
     assert len(vllm.tickets) == 3
     assert (num_requests(relay), num_requests(relay, Arm.USUAL)) == (0, 3)
-
-
-async def test_a_rung_on_which_only_what_resembles_an_earlier_prompt_is_stored(
-    relay: Relay, vllm: FakeVllm
-) -> None:
-    """The first of a family has no ticket, the second is stored, the third copies; another one has none."""
-    put_on(relay.engine.server.runtime.control, Rung.WANTED_SAVES)
-    for body in (chat_body("Rome"), chat_body("Oslo"), chat_body("Bern"), OTHER):
-        assert (await relay.ask(body)).status == 200
-    stored, copied = vllm.tickets
-    assert (stored.copies, stored.store) == ((), True)
-    assert copied.copies
-
-
-async def test_a_rung_on_which_nothing_is_shared(relay: Relay, vllm: FakeVllm) -> None:
-    """What is stored is not looked up there, and nothing is added."""
-    await relay.chat("Rome")
-    put_on(relay.engine.server.runtime.control, Rung.NOTHING)
-    answer = await relay.chat("Oslo")
-    assert answer.headers["X-KVShare-Reason"] == "reduced"
-    assert (len(vllm.tickets), relay.num_nodes) == (1, 1)
 
 
 @pytest.mark.parametrize("extra", [{}, {"stream": True}])

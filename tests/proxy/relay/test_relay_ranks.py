@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvshare.vllm_protocol.messages import RANK_HEADER
 from tests.fake_vllm import Behaviour, FakeVllm, running_vllm
 from tests.proxy.relay.relay_server import Relay, running_relay
@@ -31,10 +29,3 @@ async def test_where_there_are_no_ranks_none_is_named(relay: Relay, vllm: FakeVl
     await relay.send("/v1/other", {}, X_Data_Parallel_Rank="7")
     await relay.chat("Rome")
     assert all(RANK_HEADER not in seen.headers for seen in vllm.seen)
-
-
-async def test_ranks_that_get_no_requests_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A vLLM with two ranks of which the proxy knows one."""
-    async with running_vllm(Behaviour(rank=0)) as replica, running_relay(tmp_path, replica):
-        (line,) = (entry.getMessage() for entry in caplog.records if "data-parallel" in entry.getMessage())
-    assert "--vllm-data-parallel-size 2" in line

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from delta_tree import SegmentId, Span
 from kvshare.reasons import Reason
 from kvshare.requests import Decision
-from kvshare.telemetry import Component, FallbackReason, TicketEvent
-from kvshare.vllm_protocol.messages import FinishedReport, JournalEvent, StoredSegment, Ticket, digest_of
-from kvshare.vllm_protocol.places import Moved
+from kvshare.vllm_protocol.messages import digest_of
 from kvshare.vllm_protocol.salts import private_salt
-from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
+from tests.fake_vllm import FakeVllm, covered
 from tests.proxy.conftest import eventually, key_of, key_settings
 from tests.proxy.relay.relay_server import FORM, LOCAL_SALT, Relay, chat_body, running_relay
 
@@ -138,135 +134,6 @@ async def test_tenants_never_meet(vllm: FakeVllm, tmp_path: Path) -> None:
         }
         assert len(salts) == 4
         assert relay.counts.num_isolation_denials == 0
-
-
-async def test_a_donor_that_is_gone_over_there_leaves_the_tree(relay: Relay, vllm: FakeVllm) -> None:
-    """The connector evicts as it sees fit, and tells; the next prompt is planned without it."""
-    await relay.chat("Rome")
-    vllm.evict(*vllm.segments)
-    await eventually(lambda: relay.num_nodes == 0)
-    await relay.chat("Oslo")
-    assert vllm.tickets[-1].copies == ()
-    assert relay.num_nodes == 1
-
-
-async def test_plans_know_what_lies_in_blocks_over_there(relay: Relay, vllm: FakeVllm) -> None:
-    """Until it has left them, is dropped, or another connector is there."""
-    await relay.chat("Rome")
-    (replica,), (segment_id, *_) = relay.engine.fleet.replicas, vllm.segments
-    other = SegmentId(segment_id + 1)
-    vllm._tell(Moved((segment_id, other)))
-    await eventually(lambda: replica.in_blocks == {segment_id, other})
-    vllm._tell(Moved((), (other,)))
-    await eventually(lambda: replica.in_blocks == {segment_id})
-    vllm.evict(*vllm.segments)
-    await eventually(lambda: not replica.in_blocks)
-
-
-async def test_a_plan_that_came_too_late_is_counted_and_kept_as_it_was_done(
-    relay: Relay, vllm: FakeVllm
-) -> None:
-    """The segments went before the request got there: computed in full, and a donor of its own."""
-    await relay.chat("Rome")
-    vllm.segments.clear()  # in silence
-    await relay.chat("Oslo")
-    assert vllm.tickets[-1].copies
-    assert relay.counts.executions[Decision.APPROX, Decision.FULL, None] == 1
-    newest = relay.engine.sharing.tree.nodes()[-1]
-    assert newest.pieces.segment_ids == vllm.segments.keys()
-    assert newest.exact_length == newest.num_tokens
-
-
-@pytest.mark.parametrize("prefills", [True, False])
-async def test_a_report_that_cannot_be_true_is_refused(
-    relay: Relay, vllm: FakeVllm, *, prefills: bool
-) -> None:
-    """Segments that leave a hole are dropped over there, and nothing becomes a node."""
-    vllm.behaviour.prefills = prefills
-    vllm.tokens_of = lambda body: list(range(100, 200))  # type: ignore[method-assign]  # the fake's own
-    original = vllm._store
-
-    def with_a_hole(ticket: Ticket, tokens: list[int], span: Span) -> StoredSegment:
-        stored = original(ticket, tokens, span)
-        return stored._replace(start=stored.start + 1)
-
-    vllm._store = with_a_hole  # type: ignore[method-assign]  # the fake's own
-    await relay.chat("Rome")
-    await eventually(lambda: not vllm.segments)
-    assert relay.num_nodes == 0
-    assert relay.counts.fallbacks[Component.STORE, FallbackReason.REFUSED] == (2 if prefills else 1)
-
-
-async def test_a_prompt_that_vllm_tokenizes_otherwise_is_not_kept(
-    relay: Relay, vllm: FakeVllm, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The ticket's digest does not fit: computed as ever, counted and logged."""
-    caplog.set_level("INFO", "kvshare.fleet")
-    vllm.behaviour.prefills = False
-    original = vllm._end
-
-    def otherwise(seen: Seen, answer: str) -> None:
-        tokens = vllm.tokens_of
-        vllm.tokens_of = lambda body: [1, *tokens(body)]  # type: ignore[method-assign]  # the fake's own
-        original(seen, answer)
-
-    vllm._end = otherwise  # type: ignore[method-assign]  # the fake's own
-    await relay.send("/v1/completions", {"prompt": FORM})  # whose tokens are not given back
-    await eventually(lambda: bool(relay.counts.executions))
-    assert relay.counts.executions[Decision.FULL, Decision.FULL, Reason.PROMPT_MISMATCH] == 1
-    assert "planned full, carried out as full" in caplog.text
-    assert "prompt_mismatch" in caplog.text
-    assert relay.num_nodes == 0
-
-
-async def test_tokens_that_vllm_had_itself_are_no_load(
-    relay: Relay, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the load bandwidth would be learned too high from copies that were not made."""
-    await relay.chat("Rome")
-    loaded: list[int] = []
-    cost = relay.engine.sharing.cost
-    monkeypatch.setattr(cost, "observe_load", lambda num_bytes, _: loaded.append(num_bytes))
-    original = vllm._tell
-
-    def with_local_tokens(event: JournalEvent) -> None:
-        original(replace(event, num_local=12) if isinstance(event, FinishedReport) else event)
-
-    vllm._tell = with_local_tokens  # type: ignore[method-assign]  # the fake's own
-    await relay.chat("Reykjavik")
-    first, *others = (copy.target for copy in vllm.tickets[-1].copies)
-    assert first.start < 12 < first.end
-    num_loaded = first.end - 12 + sum(map(len, others))
-    assert loaded[-1] == num_loaded * cost.rates.bytes_per_token
-
-
-async def test_several_choices_send_one_ticket_and_keep_one_node(relay: Relay, vllm: FakeVllm) -> None:
-    """Further news of a ticket is of segments that nobody knows: they are dropped."""
-    vllm.behaviour.prefills = False
-    original = vllm._end
-
-    def twice(seen: Seen, answer: str) -> None:
-        original(seen, answer)
-        original(seen, answer)
-
-    vllm._end = twice  # type: ignore[method-assign]  # the fake's own
-    await relay.chat("Rome", n=2)
-    await eventually(lambda: len(vllm.segments) == 1)
-    (node,) = relay.engine.sharing.tree.nodes()
-    assert node.pieces.segment_ids == vllm.segments.keys()
-    assert relay.counts.tickets[TicketEvent.UNKNOWN] == 1
-
-
-async def test_a_ticket_without_news_expires(tmp_path: Path) -> None:
-    """vLLM never admitted the request; what was remembered of it is let go."""
-    async with (
-        running_vllm(Behaviour(silent=True)) as vllm,
-        running_relay(tmp_path, vllm, vllm__ticket_expiry_s=0.1, vllm__journal_wait_s=0.1) as relay,
-    ):
-        await relay.send("/v1/chat/completions", chat_body("Rome"))
-        assert relay.num_pending_tickets == 1
-        await eventually(lambda: relay.num_pending_tickets == 0)
-        assert relay.counts.tickets[TicketEvent.EXPIRED] == 1
 
 
 @pytest.mark.parametrize("tokens", [[2**40] * 100, [-1] * 100, ["x"], None])

@@ -1,4 +1,4 @@
-"""The proxy measures what a replica costs by requests of its own, of which nothing is left."""
+"""The fleet measures what a replica costs by requests of its own, of which nothing is left."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from kvshare.fleet import own_requests, start_measurement
+from kvshare.fleet.replica import Replica
+from kvshare.fleet.start_measurement import StartMeasurement
 from kvshare.sharing.kept_costs import COSTS_FILE
+from kvshare.vllm_protocol.salts import owner_salt
 from tests.fake_vllm import Behaviour, FakeVllm, Seen, covered, running_vllm
-from tests.proxy.conftest import eventually
-from tests.proxy.relay.relay_server import LOCAL_SALT, Relay, chat_body, running_relay
+from tests.kvshare.fleet.served_fleet import FORM, OWNER, ServedFleet, eventually, serving
 
 ALL = {"prefill", "pass", "load"}
-# Whatever a quick fake takes, every plan is made.
-MEASURING: dict[str, Any] = {"cost__measure_at_start": True, "cost__min_saved_s": -60.0}
+MEASURING: dict[str, Any] = {"cost__measure_at_start": True}
 LENGTHS = [256, 256, 256, 2048, 2048, 4095, 4095]  # the first one has cold caches
 
 
@@ -35,13 +36,13 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def measured(
     vllm: FakeVllm, store: Path, *, num_sent: int = 7, **overrides: object
-) -> AsyncIterator[Relay]:
-    """A proxy that has sent so many requests of its own."""
-    async with running_relay(store, vllm, **{**MEASURING, **overrides}) as relay:
+) -> AsyncIterator[ServedFleet]:
+    """A fleet that has sent so many requests of its own."""
+    async with serving(store, vllm, **{**MEASURING, **overrides}) as fleet:
         await eventually(lambda: len(vllm.generated) >= num_sent)
-        await eventually(lambda: not relay.engine.server.measurement.own_requests._awaited)
+        await eventually(lambda: not fleet.engine.server.measurement.own_requests._awaited)
         await eventually(lambda: not vllm.segments)
-        yield relay
+        yield fleet
 
 
 def num_tokens(seen: Seen) -> int:
@@ -50,9 +51,9 @@ def num_tokens(seen: Seen) -> int:
 
 async def test_prefills_loads_and_passes_are_measured(vllm: FakeVllm, tmp_path: Path) -> None:
     """Of three lengths each, before any client has asked."""
-    async with measured(vllm, tmp_path) as relay:
-        await eventually(lambda: relay.engine.sharing.cost.measured == ALL)
-        rows = relay.engine.sharing.cost.rows()
+    async with measured(vllm, tmp_path) as fleet:
+        await eventually(lambda: fleet.engine.sharing.cost.measured == ALL)
+        rows = fleet.engine.sharing.cost.rows()
     assert [num_tokens(seen) for seen in vllm.generated] == LENGTHS
     assert sorted({features[1] for kind, features, _ in rows["work"] if kind == "prefill"}) == [
         256,
@@ -86,37 +87,30 @@ async def test_the_near_duplicates_are_plans_like_any(vllm: FakeVllm, tmp_path: 
 
 async def test_nothing_is_left_of_them(vllm: FakeVllm, tmp_path: Path) -> None:
     """Neither in tree and index, nor at the replica, nor in what operators count."""
-    async with measured(vllm, tmp_path) as relay:
-        status = relay.engine.status()
+    async with measured(vllm, tmp_path) as fleet:
+        status = fleet.engine.status()
         assert (status.num_nodes, status.num_segments, status.kv_bytes) == (0, 0, 0)
         assert (status.num_running, status.num_pending_tickets) == (0, 0)
-        counts = relay.counts
+        counts = fleet.counts
         counted = (counts.tickets, counts.executions, counts.evictions, counts.unshared, counts.fallbacks)
         assert sum(each.total() for each in counted) == 0
-        history = await (await relay.send("/admin/requests", method="GET")).json()
-        assert history["requests"] == []
-        metrics = (await relay.http.get(f"{relay.url}/metrics")).content
-        text = (await metrics.read()).decode()
-        assert not [line for line in text.splitlines() if 'endpoint="/v1' in line]
-        await relay.engine.settle()
-        assert relay.num_nodes == 0
+        await fleet.engine.settle()
+        assert fleet.nodes == ()
     assert len(vllm.dropped) >= 6
 
 
 async def test_no_key_reaches_them(vllm: FakeVllm, tmp_path: Path) -> None:
     """Their salts and namespaces are random, so a client that sends the same tokens shares nothing."""
-    async with measured(vllm, tmp_path) as relay:
+    async with measured(vllm, tmp_path) as fleet:
         own = vllm.generated[-2]
-        body = {"model": "tiny", "prompt": own.body["prompt"], "max_tokens": 1}
-        response = await relay.send("/v1/completions", body)
-        assert response.status == 200
-        assert relay.num_nodes <= 1
+        await fleet.ask(bytes(own.body["prompt"]).decode("ascii"))
     (client,) = vllm.generated[7:]
     assert client.ticket is not None
+    assert own.ticket is not None
+    assert client.ticket.prompt_digest == own.ticket.prompt_digest
     assert client.ticket.copies == ()
-    assert client.body["cache_salt"] == LOCAL_SALT
-    own_salts = {seen.body["cache_salt"] for seen in vllm.generated[:7]}
-    assert LOCAL_SALT not in own_salts
+    assert client.body["cache_salt"] == owner_salt(OWNER)
+    assert owner_salt(OWNER) not in {seen.body["cache_salt"] for seen in vllm.generated[:7]}
     namespaces = {seen.ticket.namespace for seen in vllm.generated[:7] if seen.ticket is not None}
     assert len(namespaces) == 1
     assert client.ticket.namespace not in namespaces
@@ -127,14 +121,14 @@ async def test_costs_are_kept_and_not_measured_again(
 ) -> None:
     """By the next proxy in front of the same vLLM; another version of it is measured."""
     caplog.set_level(logging.INFO)
-    async with measured(vllm, tmp_path) as relay:
+    async with measured(vllm, tmp_path) as fleet:
         await eventually(lambda: "requests of our own" in caplog.text)
-        rows = relay.engine.sharing.cost.rows()
+        rows = fleet.engine.sharing.cost.rows()
     assert (tmp_path / COSTS_FILE).exists()
-    async with running_relay(tmp_path, vllm, **MEASURING) as relay:
-        assert relay.engine.sharing.cost.rows() == rows
-        assert relay.engine.sharing.costs()["machine"] == "a device"
-        await asyncio.sleep(0.2)
+    async with serving(tmp_path, vllm, **MEASURING) as fleet:
+        assert fleet.engine.sharing.cost.rows() == rows
+        assert fleet.engine.sharing.costs()["machine"] == "a device"
+        assert not fleet.engine.server.measurement._is_wanted.is_set()
     assert len(vllm.generated) == 7
     vllm.behaviour.device = "another device"
     await vllm.restart()
@@ -144,19 +138,22 @@ async def test_costs_are_kept_and_not_measured_again(
     assert len(document["kept"]) == 2
 
 
-async def test_a_replica_with_requests_is_not_measured(vllm: FakeVllm, tmp_path: Path) -> None:
+async def test_a_replica_with_requests_is_not_measured(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not before their last one has ended."""
+    quiet_s = start_measurement._QUIET_S
+    monkeypatch.setattr(start_measurement, "_QUIET_S", 3600.0)
     vllm.release.clear()
-    async with running_relay(tmp_path, vllm, wait=False, **MEASURING) as relay:
-        await eventually(lambda: bool(relay.engine.fleet.serving()))
-        asking = asyncio.create_task(relay.send("/v1/chat/completions", chat_body("Rome")))
+    async with serving(tmp_path, vllm, **MEASURING) as fleet:
+        asking = asyncio.create_task(fleet.send(FORM))
         await eventually(lambda: len(vllm.generated) == 1)
-        before = len(vllm.generated)
-        await asyncio.sleep(0.2)
-        assert len(vllm.generated) == before
+        monkeypatch.setattr(start_measurement, "_QUIET_S", quiet_s)
+        await asyncio.sleep(0.2)  # ten times as long as it would have to be idle
+        assert len(vllm.generated) == 1
         vllm.release.set()
-        assert (await asking).status == 200
-        await eventually(lambda: len(vllm.generated) == before + 7)
+        await asking
+        await eventually(lambda: len(vllm.generated) == 8)
 
 
 async def test_one_that_is_never_idle_is_given_up(
@@ -166,29 +163,36 @@ async def test_one_that_is_never_idle_is_given_up(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(start_measurement, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(start_measurement, "_QUIET_S", 60.0)
-    async with running_relay(tmp_path, vllm, **MEASURING):
+    async with serving(tmp_path, vllm, **MEASURING):
         await eventually(lambda: "no replica was idle" in caplog.text)
     assert vllm.generated == []
 
 
+class FromTheSecondOn(asyncio.Event):
+    """What requests wait for, except the first one, which is not counted."""
+
+    def __init__(self, vllm: FakeVllm) -> None:
+        super().__init__()
+        self._vllm = vllm
+
+    async def wait(self) -> Literal[True]:
+        return True if len(self._vllm.generated) < 2 else await super().wait()
+
+
 async def test_a_prefill_that_was_not_alone_is_sent_again(vllm: FakeVllm, tmp_path: Path) -> None:
     """With other tokens, as vLLM's own cache has the first ones. What a client asks waits for one at most."""
-    vllm.prefill.clear()
-    async with running_relay(tmp_path, vllm, **MEASURING) as relay:
-        await eventually(lambda: len(vllm.generated) == 1)
-        vllm.prefill.set()
+    vllm.prefill = FromTheSecondOn(vllm)
+    async with serving(tmp_path, vllm, **MEASURING) as fleet:
         await eventually(lambda: len(vllm.generated) == 2)
-        vllm.prefill.clear()
+        asking = asyncio.create_task(fleet.send(FORM))
         await eventually(lambda: len(vllm.generated) == 3)
-        asking = asyncio.create_task(relay.send("/v1/chat/completions", chat_body("Rome")))
-        await eventually(lambda: len(vllm.generated) == 4)
         vllm.prefill.set()
-        assert (await asking).status == 200
-        await eventually(lambda: relay.engine.sharing.cost.measured >= ALL)
-        await eventually(lambda: len(vllm.generated) >= 8)
-        await eventually(lambda: not relay.engine.server.measurement.own_requests._awaited)
-        prompts = [tuple(seen.body["prompt"]) for seen in vllm.generated if seen.path == "/v1/completions"]
-    assert len(set(prompts)) == len(prompts)
+        await asking
+        await eventually(lambda: len(vllm.generated) == 9)
+        await eventually(lambda: not fleet.engine.server.measurement.own_requests._awaited)
+        assert fleet.engine.sharing.cost.measured >= ALL
+    own = [tuple(seen.body["prompt"]) for seen in vllm.generated if isinstance(seen.body["prompt"], list)]
+    assert len(set(own)) == len(own) == len(LENGTHS) + 1
 
 
 @pytest.mark.parametrize(
@@ -209,13 +213,13 @@ async def test_a_replica_that_does_not_answer_costs_one_warning(
     monkeypatch.setattr(own_requests, "_REPORT_S", 0.1)
     async with (
         running_vllm(behaviour) as vllm,
-        running_relay(tmp_path, vllm, **MEASURING) as relay,
+        serving(tmp_path, vllm, **MEASURING) as fleet,
     ):
         await eventually(lambda: "could not be measured" in caplog.text)
-        assert not relay.engine.sharing.cost.measured
+        assert not fleet.engine.sharing.cost.measured
         assert len(vllm.generated) == 1
         vllm.behaviour = Behaviour()
-        assert (await relay.send("/v1/chat/completions", chat_body("Rome"))).status == 200
+        assert (await fleet.send(FORM)).progress.is_complete
     (record,) = (record for record in caplog.records if "measured" in record.getMessage())
     assert record.levelname == "WARNING"
 
@@ -223,44 +227,60 @@ async def test_a_replica_that_does_not_answer_costs_one_warning(
 async def test_without_room_only_prefills_are_measured(vllm: FakeVllm, tmp_path: Path) -> None:
     """A replica that is full of its clients' KV does not evict any for it."""
     vllm.behaviour.max_bytes = 1000 * 64
-    async with measured(vllm, tmp_path, num_sent=5) as relay:
+    async with measured(vllm, tmp_path, num_sent=5) as fleet:
         await eventually(lambda: len(vllm.generated) == 5)
-        assert relay.engine.sharing.cost.measured == ALL  # from 256 tokens
+        assert fleet.engine.sharing.cost.measured == ALL  # from 256 tokens
     assert [num_tokens(seen) for seen in vllm.generated] == [256, 256, 256, 2048, 4095]
     assert [ticket.store for ticket in vllm.tickets] == [False, True, True, False, False]
 
 
-async def test_a_replica_that_shares_nothing_is_not_measured(tmp_path: Path) -> None:
-    """Nothing is planned there."""
-    async with running_vllm(Behaviour(refusals=("no",))) as vllm:
-        async with running_relay(tmp_path, vllm, wait=False, **MEASURING) as relay:
-            await eventually(lambda: all(each.is_connected for each in relay.engine.fleet.replicas))
-            await asyncio.sleep(0.2)
-        assert vllm.generated == []
+async def test_after_a_long_prefill_no_longer_one_is_sent(
+    vllm: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow replica is not kept from its clients for minutes."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(start_measurement, "_LONG_S", 0.0)
+    async with serving(tmp_path, vllm, **MEASURING):
+        await eventually(lambda: "measured by 3 requests of our own" in caplog.text)
+    assert [num_tokens(seen) for seen in vllm.generated] == [256, 256, 256]
 
 
-@pytest.mark.parametrize("setting", ["cost__measure_at_start", "cost__learn"])
-async def test_it_can_be_switched_off(setting: str, vllm: FakeVllm, tmp_path: Path) -> None:
-    """By its own setting, and where nothing is learned."""
-    async with running_relay(tmp_path, vllm, **{**MEASURING, setting: False}):
-        await asyncio.sleep(0.2)
-    assert vllm.generated == []
+@pytest.mark.parametrize("setting", [None, "cost__measure_at_start", "cost__learn"])
+async def test_what_need_not_be_measured_is_not(
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Switched off by its own setting, or nothing is learned; or the replica shares nothing."""
+    begun: list[str] = []
+
+    async def begin(self: StartMeasurement, replica: Replica) -> None:
+        begun.append(replica.name)
+
+    monkeypatch.setattr(StartMeasurement, "_measure", begin)
+    for is_needed in (False, True):
+        behaviour = Behaviour(refusals=("no",)) if setting is None and not is_needed else Behaviour()
+        off = {} if setting is None else {setting: is_needed}
+        async with (
+            running_vllm(behaviour) as vllm,
+            serving(tmp_path, vllm, wait=False, **{**MEASURING, **off}) as fleet,
+        ):
+            await eventually(lambda fleet=fleet: fleet.replica.is_connected and fleet.replica.serves)  # type: ignore[misc]
+            await (eventually(lambda: bool(begun)) if is_needed else asyncio.sleep(0.1))
+            assert bool(begun) is is_needed
 
 
 async def test_of_several_replicas_one_is_measured(vllm: FakeVllm, tmp_path: Path) -> None:
     """They are alike, and there is one set of costs."""
-    async with running_vllm() as other, running_relay(tmp_path, vllm, other, **MEASURING) as relay:
+    async with running_vllm() as other, serving(tmp_path, vllm, other, **MEASURING) as fleet:
         await eventually(lambda: len(vllm.generated) + len(other.generated) == 7)
-        await eventually(lambda: relay.engine.sharing.cost.measured == ALL)
+        await eventually(lambda: fleet.engine.sharing.cost.measured == ALL)
         await eventually(lambda: not vllm.segments and not other.segments)
-        await asyncio.sleep(0.2)
         assert sorted([len(vllm.generated), len(other.generated)]) == [0, 7]
 
 
-async def test_a_proxy_stops_in_the_middle_of_it(vllm: FakeVllm, tmp_path: Path) -> None:
+async def test_a_fleet_stops_in_the_middle_of_it(vllm: FakeVllm, tmp_path: Path) -> None:
     """At once: it waits for no answer to its own request."""
     vllm.prefill.clear()
-    async with asyncio.timeout(60), running_relay(tmp_path, vllm, **MEASURING):
+    async with asyncio.timeout(60), serving(tmp_path, vllm, **MEASURING):
         await eventually(lambda: len(vllm.generated) == 1)
     vllm.prefill.set()
     assert len(vllm.generated) == 1
