@@ -45,7 +45,8 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Three processes next to each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
-# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end.
+# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end. Models of
+# vLLM's tests are so small that threads of one wait for each other, and for the other two processes, more than they compute.
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
@@ -53,7 +54,8 @@ COMMAND_TESTS := lab/tests tests/kvshare/cli
 
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
-	{ $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector lab/tests/device && $(BIN)/python -m pytest $(COMPILED_TESTS); } \
+	{ OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --durations=10 tests/kvshare/vllm_connector lab/tests/device && \
+	  $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
 	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) $(WITH_MODELS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
 	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) $(CORE_TESTS:%=--ignore=%) \

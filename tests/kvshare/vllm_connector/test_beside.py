@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.kvshare.vllm_connector.starts import starts
 
+if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
 
 LIMIT = 1e-4
@@ -36,16 +36,22 @@ def outer(*children: dict[str, Any], name: str = "KVShareMultiConnector") -> dic
     return {"kv_connector": name, "kv_connector_extra_config": {"connectors": list(children)}}
 
 
-@pytest.fixture(params=[False, True], ids=["in step", "async"])
-def vllm(start: Start, request: pytest.FixtureRequest) -> Iterator[Vllm]:
+BESIDE = {"kv_transfer_config": outer(ours(by_block_hash=["BlockKeeper"]), KEEPER)}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(False, marks=starts(**BESIDE), id="in step"),
+        pytest.param(True, marks=starts(**BESIDE, async_scheduling=True), id="async"),
+    ]
+)
+def vllm(vllm: Vllm, request: pytest.FixtureRequest) -> Vllm:
     from tests.kvshare.vllm_connector.block_keeper import BlockKeeper
 
     BlockKeeper.forget()
-    connectors = outer(ours(by_block_hash=["BlockKeeper"]), KEEPER)
-    machine = start("llama", kv_transfer_config=connectors, async_scheduling=request.param)
-    assert not machine.side.info().refusals
-    yield machine
-    machine.check_idle()
+    info = vllm.side.info()
+    assert (info.refusals, info.settings["async_scheduling"]) == ((), request.param)
+    return vllm
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])

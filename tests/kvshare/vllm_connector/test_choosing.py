@@ -15,10 +15,11 @@ from kvshare.sharing.rates import Estimate
 from kvshare.sharing.selection import probes
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy, WireOrder, WireSpan
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.starts import IN_SMALL_STEPS, QWEN3, STEP_TOKENS, USUAL
 from tests.kvshare.vllm_connector.worker.small_worker import late_device
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Texts, Vllm
 
 LIMIT = 1e-4  # log-probability, float32
 NUM_REPAIRED = 60
@@ -85,11 +86,18 @@ def places(spans: Sequence[WireSpan]) -> list[int]:
     return [place for entry in spans for place in range(entry.start, entry.end)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "llama in small steps"])
-def architecture(request: pytest.FixtureRequest, start: Start) -> Vllm:
+@pytest.fixture(
+    params=[
+        pytest.param("llama", marks=USUAL),
+        pytest.param("qwen3", marks=QWEN3),
+        pytest.param("llama in small steps", marks=IN_SMALL_STEPS),
+    ]
+)
+def architecture(vllm: Vllm, request: pytest.FixtureRequest) -> Vllm:
     name, _, in_steps = request.param.partition(" ")
-    settings = {"control_port": 0, "max_bytes": 1 << 28, "step_tokens": 32 if in_steps else 0}
-    return start(name, kv_transfer_config={"kv_connector_extra_config": {"kvshare": settings}})
+    assert vllm.model.name == name
+    assert vllm.worker._start.step_tokens == (STEP_TOKENS if in_steps else 2048)
+    return vllm
 
 
 def test_it_chooses_and_answers_as_the_embedded_engine(

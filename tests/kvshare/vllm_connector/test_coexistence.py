@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.kvshare.vllm_connector.starts import ASYNC, IN_CHUNKS, IN_SMALL_STEPS, STEP_TOKENS, starts
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvshare.vllm_connector.worker.placeholders import ArrivedLoad
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -147,21 +149,29 @@ def test_generated_tokens_are_kept(vllm: Vllm, text: Texts, copies: Copies) -> N
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("step_tokens", "is_async"),
     [
-        {"max_num_batched_tokens": 128, "enable_chunked_prefill": True},
-        {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False},
-        {"async_scheduling": True},
-        {"max_num_batched_tokens": 128, "async_scheduling": True},
+        pytest.param(128, False, marks=IN_CHUNKS, id="chunked"),
+        pytest.param(
+            1024,
+            False,
+            marks=starts(max_num_batched_tokens=1024, enable_chunked_prefill=False),
+            id="unchunked",
+        ),
+        pytest.param(2048, True, marks=ASYNC, id="async"),
+        pytest.param(
+            128, True, marks=starts(max_num_batched_tokens=128, async_scheduling=True), id="chunked-async"
+        ),
     ],
-    ids=["chunked", "unchunked", "async", "chunked-async"],
 )
-def test_scheduling_modes(start: Start, text: Texts, copies: Copies, options: dict[str, Any]) -> None:
+def test_scheduling_modes(vllm: Vllm, text: Texts, copies: Copies, step_tokens: int, is_async: bool) -> None:
     """Placeholders beyond the step's token limit, long tails, chunked prefill on and off, steps in flight."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    vllm = start("llama", **options)
-    assert vllm.side.info().settings["async_scheduling"] == options.get("async_scheduling", False)
+    assert vllm.side.info().settings["async_scheduling"] == is_async
+    scheduled = vllm.core.vllm_config.scheduler_config
+    assert scheduled.max_num_batched_tokens == step_tokens
+    assert scheduled.enable_chunked_prefill == (step_tokens != 1024)
     texts = [text(700, 30 + seed) for seed in range(3)]
     donors = [vllm.store(tokens) for tokens in texts]
     spans = [((0, 10), (400, 690)), ((0, 300),), ((650, 690),)]  # a long run, a long tail, nearly everything
@@ -169,30 +179,32 @@ def test_scheduling_modes(start: Start, text: Texts, copies: Copies, options: di
     for tokens, donor, wanted in zip(texts, donors, spans, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, *wanted))
         requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
-    answers = vllm.ask(*requests, max_tokens=20)
+    answers = vllm.ask(*requests, max_tokens=10)
     for (tokens, ticket, _), answer in zip(requests, answers, strict=True):
         assert vllm.finished(ticket).decision == "approx"
-        assert answer.distance(vllm.plain(tokens, max_tokens=20)) <= LIMIT
-    vllm.check_idle()
+        assert answer.distance(vllm.plain(tokens, max_tokens=10)) <= LIMIT
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+FEW_BLOCKS = {"max_model_len": 256, "num_gpu_blocks_override": 14, "block_size": 32}
+
+
+@pytest.mark.parametrize(
+    "is_async",
+    [
+        pytest.param(False, marks=starts(**FEW_BLOCKS)),
+        pytest.param(True, marks=starts(**FEW_BLOCKS, async_scheduling=True)),
+    ],
+)
 def test_preemption(
-    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
     """A KV cache too small for all: preempted requests find their plan again and end as they should."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    vllm = start(
-        "llama",
-        max_model_len=256,
-        num_gpu_blocks_override=14,
-        block_size=32,
-        async_scheduling=async_scheduling,
-    )
+    assert vllm.side.info().settings["async_scheduling"] == is_async
     texts = [text(60, 50 + seed) for seed in range(6)]
     donors = [vllm.store(tokens) for tokens in texts]
-    truths = [vllm.plain(tokens, max_tokens=60) for tokens in texts]
+    truths = [vllm.plain(tokens, max_tokens=30) for tokens in texts]
     before = vllm.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
     assert before == 14
     preempted: list[str] = []
@@ -207,21 +219,20 @@ def test_preemption(
     for tokens, donor in zip(texts, donors, strict=True):
         ticket = vllm.ticket(tokens, copies(donor, (0, 20), (26, 50)))
         requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
-    answers = vllm.ask(*requests, max_tokens=60)
+    answers = vllm.ask(*requests, max_tokens=30)
     assert preempted
     for answer, truth in zip(answers, truths, strict=True):
         assert answer.distance(truth) <= LIMIT
-    vllm.check_idle()
 
 
+@IN_SMALL_STEPS
 def test_planned_requests_wait_their_turn(
-    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six arrive together, each larger than a step: computed one after the other in parts, and right."""
     from kvshare.vllm_protocol.salts import private_salt
 
-    vllm = start("llama", kv_transfer_config=with_settings(step_tokens=4))
-    texts = [text(200, 80 + seed) for seed in range(6)]
+    texts = [text(270, 80 + seed) for seed in range(6)]
     donors = [vllm.store(tokens) for tokens in texts]
     truths = [vllm.plain(tokens) for tokens in texts]
     computed: list[list[str]] = []
@@ -231,23 +242,18 @@ def test_planned_requests_wait_their_turn(
     def noted_compute(loads: Sequence[ArrivedLoad], joining: Sequence[ArrivedLoad]) -> Counter[str]:
         computed.append([load.request_id for load in loads])
         num_run = compute(loads, joining)
-        assert num_run.total() <= 4
+        assert num_run.total() <= STEP_TOKENS
         return num_run
 
     monkeypatch.setattr(placeholders, "_compute", noted_compute)
     requests = []
     for tokens, donor in zip(texts, donors, strict=True):
-        ticket = vllm.ticket(tokens, copies(donor, (0, 90), (100, 180)))
+        ticket = vllm.ticket(tokens, copies(donor, (0, 90), (170, 250)))
         requests.append((tokens, ticket, private_salt(ticket.ticket_id)))
     answers = vllm.ask(*requests)
     numbers = [int(name.split("-")[0]) for (name,) in computed]
     assert numbers == sorted(numbers)
-    assert list(Counter(numbers).values()) == [3] * 6  # of ten tokens
+    assert list(Counter(numbers).values()) == [3] * 6  # of eighty tokens
     for answer, truth, (_, ticket, _) in zip(answers, truths, requests, strict=True):
         assert answer.distance(truth) <= LIMIT
         assert vllm.finished(ticket).decision == "approx"
-    vllm.check_idle()
-
-
-def with_settings(**settings: int) -> dict[str, Any]:
-    return {"kv_connector_extra_config": {"kvshare": {"control_port": 0, "max_bytes": 1 << 28, **settings}}}

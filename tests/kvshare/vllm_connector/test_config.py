@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.in_process_vllm import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Vllm
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -212,13 +212,12 @@ def test_ranks_without_experts_are_supported() -> None:
     assert message == "the model has no KV cache"
 
 
-def test_vllms_own_settings_are_read_right(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_own_settings_are_read_right(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the configuration that vLLM made itself, set as it sets it for XPU."""
     from vllm.platforms import current_platform
 
     from kvshare.vllm_connector.config import unsupported_reasons
 
-    vllm = start("llama")
     config, cache = vllm.core.vllm_config, vllm.scheduler.kv_cache_config
     assert unsupported_reasons(config, cache) == []
     with monkeypatch.context() as patch:

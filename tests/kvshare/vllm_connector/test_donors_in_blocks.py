@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.starts import OF_SMALL_BLOCKS, starts
 
 if TYPE_CHECKING:
     from kvshare.vllm_protocol.messages import FinishedReport
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 PLACES = ("blocks", "host memory", "both")
 
 
+pytestmark = OF_SMALL_BLOCKS
+
+
 @pytest.fixture
-def small(start: Start) -> Iterator[Vllm]:
-    """Blocks of few tokens, so that segments end near the end of one. Nothing is left over."""
-    vllm = start("llama", block_size=32)
-    yield vllm
-    vllm.check_idle()
+def small(vllm: Vllm) -> Vllm:
+    """Blocks of few tokens, so that segments end near the end of one."""
+    assert vllm.scheduler.block_size == 32
+    return vllm
 
 
 class Sources:
@@ -195,18 +197,17 @@ def test_new_weights_end_what_lies_in_blocks(
 
 
 @pytest.mark.long
+@starts(block_size=32, enable_prefix_caching=False)
 def test_without_prefix_caching_everything_comes_from_host_memory(
-    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM does not know what lies in its blocks then, and the connector says so."""
-    vllm = start("llama", block_size=32, enable_prefix_caching=False)
     tokens, sources = text(600, 7), Sources(vllm, monkeypatch)
     donor = vllm.store(tokens, max_tokens=50)
     answer, event = vllm.shared(tokens, copies(donor, *SCATTERED))
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
     assert (len(event.used), comes_from("host memory", sources.found[-1])) == (5, True)
     assert vllm.side.info().settings["copies_in_gpu_memory"] is False
-    vllm.check_idle()
 
 
 def test_what_is_saved_later_is_what_was_left_in_blocks(

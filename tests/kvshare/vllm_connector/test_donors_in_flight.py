@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshare.vllm_protocol.messages import Prefilled, Ticket
+from tests.kvshare.vllm_connector.starts import ASYNC, USUAL
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 LONG = 40  # tokens of an answer that runs on
@@ -36,12 +37,12 @@ def finish(vllm: Vllm) -> None:
     vllm.settle()
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=USUAL), pytest.param(True, marks=ASYNC)])
 def test_others_copy_from_it_while_it_runs(
-    start: Start, text: Texts, copies: Copies, *, async_scheduling: bool
+    vllm: Vllm, text: Texts, copies: Copies, *, is_async: bool
 ) -> None:
     """What they copy is what a whole prefill gives; the answer's KV comes behind it."""
-    vllm = start("llama", async_scheduling=async_scheduling)
+    assert vllm.side.info().settings["async_scheduling"] == is_async
     tokens, other = text(400, 1), text(400, 1)[:300] + text(90, 2)
     ticket = vllm.ticket(tokens)
     begin(vllm, tokens, ticket)
@@ -55,7 +56,6 @@ def test_others_copy_from_it_while_it_runs(
     assert finished.stored[: len(donor.stored)] == donor.stored
     assert sum(segment.length for segment in finished.stored) == 400 + LONG - 1
     assert len(finished.output_ids) == LONG - 1
-    vllm.check_idle()
 
 
 def test_a_planned_one_is_a_donor_too(vllm: Vllm, text: Texts, copies: Copies) -> None:
@@ -90,9 +90,8 @@ def test_one_that_is_aborted_leaves_its_prompt(vllm: Vllm, text: Texts, copies: 
     assert answer.distance(vllm.plain(tokens)) <= LIMIT
 
 
-def test_one_that_is_preempted_is_not_saved_twice(start: Start, text: Texts) -> None:
+def test_one_that_is_preempted_is_not_saved_twice(vllm: Vllm, text: Texts) -> None:
     """It comes back, and its answer is added to what was saved."""
-    vllm = start("llama")
     tokens = text(400, 6)
     ticket = vllm.ticket(tokens)
     begin(vllm, tokens, ticket)
@@ -103,7 +102,6 @@ def test_one_that_is_preempted_is_not_saved_twice(start: Start, text: Texts) -> 
     assert event.stored[: len(donor.stored)] == donor.stored
     assert sum(segment.length for segment in event.stored) == 400 + LONG - 1
     assert len([e for e in vllm.events() if isinstance(e, Prefilled) and e == donor]) == 1
-    vllm.check_idle()
 
 
 def test_a_save_that_fails_is_tried_again_with_the_answer(

@@ -14,34 +14,34 @@ import numpy as np
 import pytest
 
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.starts import ASYNC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
+pytestmark = ASYNC
 
 
 @pytest.fixture(params=["at once", "announced", "from blocks"])
-def vllm(start: Start, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
+def vllm(vllm: Vllm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Vllm:
     """
     A load joins the step in which it begins, or it is announced as arrived with that step, as is one that may
     copy from the blocks of its donor.
     """
     from kvshare.vllm_connector.worker.load_copies import row_copies
 
-    machine = start("llama", async_scheduling=True)
-    joining, joins_at_once = machine.side.scheduler.joining, request.param == "at once"
+    joining, joins_at_once = vllm.side.scheduler.joining, request.param == "at once"
     assert joining.step_tokens == 2048
     monkeypatch.setattr(joining, "take", lambda *_: joins_at_once)
     monkeypatch.setattr(joining, "_fits", lambda _: not joins_at_once)
     monkeypatch.setattr(joining, "_has_failed", False)
-    monkeypatch.setattr(machine.side.scheduler.donors, "can_be_copied", request.param == "from blocks")
+    monkeypatch.setattr(vllm.side.scheduler.donors, "can_be_copied", request.param == "from blocks")
     monkeypatch.setattr("kvshare.vllm_connector.worker.copies_in_turn.row_copies", late(row_copies))
-    yield machine
-    machine.check_idle()
+    return vllm
 
 
 def late(copying: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshare.vllm_protocol.salts import private_salt
+from tests.kvshare.vllm_connector.starts import ASYNC
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadRequest
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
 LIMIT = 1e-4
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
@@ -30,12 +31,12 @@ def fail(*_: object) -> None:
     raise RuntimeError("out of memory, say")
 
 
+@ASYNC
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_load_that_breaks_off_with_a_step_in_flight(
-    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """The next step is scheduled before vLLM hears of it, and without this request: nothing is lost."""
-    vllm = start("llama", async_scheduling=True)
     tokens = text(600, 5)
     donor = vllm.store(tokens)
     with monkeypatch.context() as patch:
@@ -43,7 +44,6 @@ def test_a_load_that_breaks_off_with_a_step_in_flight(
         answer, event = vllm.shared(tokens, copies(donor, *SCATTERED), max_tokens=8)
     assert answer.distance(vllm.plain(tokens, max_tokens=8)) <= LIMIT
     assert (event.decision, event.reason, event.used) == ("full", "load_failed", ())
-    vllm.check_idle()
 
 
 @pytest.mark.parametrize("stage", STAGES)

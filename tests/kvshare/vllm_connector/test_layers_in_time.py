@@ -16,7 +16,7 @@ from tests.kvshare.vllm_connector.test_choosing import scene
 
 if TYPE_CHECKING:
     from kvshare.vllm_protocol.messages import FinishedReport
-    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Texts, Vllm
 
 LIMIT = 1e-4
 BUFFER_BYTES = 300_000  # less than two layers of a prompt
@@ -91,8 +91,7 @@ class Piped:
 
 
 @pytest.fixture
-def piped(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
-    vllm = start()
+def piped(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Piped]:
     with monkeypatch.context() as patch:
         made = Piped(vllm, patch)
         yield made
@@ -113,10 +112,10 @@ def test_each_layer_is_there_when_it_is_read(piped: Piped, text: Texts, copies: 
 
 @pytest.mark.parametrize("can_listen", [True, False], ids=["by attention", "by place"])
 def test_repairs_are_chosen_as_if_the_load_had_arrived(
-    start: Start, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, can_listen: bool
+    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, can_listen: bool
 ) -> None:
     """The probes are computed over their own copies, which arrive layer by layer and are put back."""
-    vllm, tokens = start(), text(600, 36)
+    tokens = text(600, 36)
     made = scene(vllm.store(tokens), tokens, text, copies)
     with monkeypatch.context() as patch:
         vllm.worker.use(vllm.worker.attached, can_listen=can_listen)

@@ -7,37 +7,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.kvshare.vllm_connector.starts import IN_BFLOAT16, starts
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
     from kvshare.vllm_protocol.messages import FinishedReport, Ticket, WireCopy
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts, Vllm
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
 
-ARCHITECTURES = [
-    "llama",
-    "llama3-rope",
-    "qwen2",
-    "qwen3",
-    *(
-        "glm4",
-        "smollm3",
-    ),  # half of a head in interleaved pairs; a layer without rotation, in transformers' form
-    *("gemma3", "cohere2"),  # windows: two tables; interleaved and none
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("exaone4", "gemma2", "glm4-moe", "gpt-oss", "olmo3", "phi")
-    ),
-]
+# Half of a head in interleaved pairs (glm4); a layer without rotation, as transformers has it (smollm3);
+# windows with two tables (gemma3), and with interleaved pairs and layers without rotation (cohere2).
+IN_EVERY_RUN = ("llama", "llama3-rope", "qwen2", "qwen3", "glm4", "smollm3", "gemma3", "cohere2")
+WITH_EXPERTS = ("glm4-moe", "gpt-oss")
+OTHERS = ("exaone4", "gemma2", "olmo3", "phi", *WITH_EXPERTS)
 LIMIT = 1e-4  # log-probability, float32
 SCATTERED = ((0, 100), (130, 300), (301, 500), (520, 590))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest, start: Start) -> Vllm:
-    """Of module scope, so that each vLLM is started once."""
-    vllm = start(request.param, disable_hybrid_kv_cache_manager=True)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    is_usual = name in ("llama", "qwen3")  # which other files start
+    started = starts(name) if is_usual else starts(name, disable_hybrid_kv_cache_manager=True)
+    return [started, *([pytest.mark.long] if name in OTHERS else [])]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks(name)) for name in (*IN_EVERY_RUN, *OTHERS)])
+def architecture(request: pytest.FixtureRequest, vllm: Vllm) -> Vllm:
+    assert vllm.model.name == request.param
+    if request.param not in WITH_EXPERTS:
+        return vllm
     # vLLM 0.32's CPU backend with experts: on several threads the same prompt has several answers.
     prompt = list(range(3, 203))
     first, *others = (vllm.plain(prompt) for _ in range(4))
@@ -98,13 +97,19 @@ class TestExactness:
         answers = vllm.ask(*requests)
         for (tokens, _, _), answer in zip(requests, answers, strict=True):
             assert answer.distance(vllm.plain(tokens)) <= LIMIT
-        vllm.check_idle()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_bfloat16(start: Start, text: Texts, copies: Copies, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama", marks=starts(dtype="bfloat16")),
+        pytest.param("qwen3", marks=IN_BFLOAT16),
+    ],
+)
+def test_bfloat16(vllm: Vllm, text: Texts, copies: Copies, name: str) -> None:
     """In bfloat16 the same plans give what rounding allows, and the layout is understood there, too."""
-    vllm, tokens = start(name, dtype="bfloat16"), text(600)
+    tokens = text(600)
+    assert vllm.model.name == name
     assert vllm.side.info().can_move_keys
     donor = vllm.store(tokens)
     shared, event = vllm.shared(tokens, copies(donor, *SCATTERED))
@@ -115,9 +120,9 @@ def test_bfloat16(start: Start, text: Texts, copies: Copies, name: str) -> None:
     assert all(abs(first[t] - shared.logprobs[0][t]) < 0.1 for t in first.keys() & shared.logprobs[0].keys())
 
 
-def test_moved_copies_equal_the_embedded_engine(start: Start, text: Texts, copies: Copies) -> None:
+def test_moved_copies_equal_the_embedded_engine(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Two engines that share no attention code give the same approximate answer for the same plan."""
-    vllm, tokens = start("llama"), text(600)
+    tokens = text(600)
     donor = vllm.store(tokens)
     recipient = text(41, 9) + tokens
     moved = copies(donor, (0, 100), (130, 300), (301, 560), shift=41)

@@ -9,11 +9,12 @@ import pytest
 
 from kvshare.replay.policies import make_policy, parse_policies
 from tests.kvshare.replay.synthetic import policy_context, request
+from tests.kvshare.vllm_connector.starts import OF_SMALL_BLOCKS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from tests.kvshare.vllm_connector.in_process_vllm import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Vllm
 
 BLOCK = 16
 _END = 1  # what ends an answer; sampled last, so it has no KV
@@ -85,24 +86,30 @@ def test_hits_are_vllms(num_blocks: int) -> None:
     assert num_hits > 50
 
 
-def test_hits_are_those_that_vllm_counts(start: Start) -> None:
+@OF_SMALL_BLOCKS
+def test_hits_are_those_that_vllm_counts(vllm: Vllm) -> None:
     """A real engine answers the same requests; its metrics say what it looked up and what it found."""
     block_size = 32  # the smallest of vLLM's CPU backend
-    vllm = start("llama", block_size=block_size, disable_log_stats=False)
+    assert vllm.llm.reset_prefix_cache()
+    before = counted(vllm)
     (spec,) = parse_policies(f"prefix:block_size={block_size}")
     arm = make_policy(spec, policy_context())
     rng = np.random.default_rng(5)
-    form = rng.integers(3, 300, 150).tolist()
+    form = rng.integers(3, 300, 250).tolist()
     chat: list[int] = []
     num_looked_up = num_hits = 0
-    for number in range(24):
+    for number in range(16):
         fresh = rng.integers(3, 300, int(rng.integers(1, 90))).tolist()
         prompt = [*chat, *fresh] if number % 2 else [*form, *fresh]
-        (answer,) = vllm.ask((prompt, None, None), max_tokens=int(rng.integers(1, 40)))
+        (answer,) = vllm.ask((prompt, None, None), max_tokens=int(rng.integers(1, 12)))
         # What was sampled last was never computed: it has no KV.
         num_hits += arm.observe(request(number, prompt, answer=answer.tokens[:-1])).num_hit
         num_looked_up += len(prompt)
         chat = [*prompt, *answer.tokens] if number % 2 and len(prompt) < 700 else chat
-    counted = {metric.name: metric.value for metric in vllm.llm.get_metrics() if hasattr(metric, "value")}
-    assert counted["vllm:prefix_cache_queries"] == num_looked_up
-    assert counted["vllm:prefix_cache_hits"] == num_hits > 2000
+    after = counted(vllm)
+    assert after["vllm:prefix_cache_queries"] - before["vllm:prefix_cache_queries"] == num_looked_up
+    assert after["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"] == num_hits > 2000
+
+
+def counted(vllm: Vllm) -> dict[str, float]:
+    return {metric.name: metric.value for metric in vllm.llm.get_metrics() if hasattr(metric, "value")}

@@ -6,28 +6,30 @@ from typing import TYPE_CHECKING
 
 from delta_tree import segment_tokens
 from kvshare.vllm_protocol.messages import budget_of
+from tests.kvshare.vllm_connector.starts import IN_CHUNKS, WITH_LITTLE_ROOM, starts
 
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Start, Texts
+    from tests.kvshare.vllm_connector.in_process_vllm import Copies, Texts, Vllm
+
+OF_A_PROMPT = starts(max_bytes=1536 * 800)
 
 
-def test_a_segment_that_leaves_before_it_is_saved(start: Start, text: Texts) -> None:
+@OF_A_PROMPT
+def test_a_segment_that_leaves_before_it_is_saved(vllm: Vllm, text: Texts) -> None:
     """Two prompts end in one step, the second needs the room of the first: one is told of and held."""
-    vllm = start("llama", max_bytes=1536 * 800)
     prompts = [text(500, 60 + number) for number in range(2)]
     tickets = [vllm.ticket(tokens) for tokens in prompts]
     vllm.ask(*((tokens, ticket, "tenant") for tokens, ticket in zip(prompts, tickets, strict=True)))
     events = [vllm.finished(ticket) for ticket in tickets]
     assert sorted(bool(event.stored) for event in events) == [False, True]
-    vllm.check_idle()
 
 
-def test_the_store_is_bounded(start: Start, text: Texts, copies: Copies) -> None:
+@WITH_LITTLE_ROOM
+def test_the_store_is_bounded(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Least recently used segments leave; a donor in use stays; the cap holds all along."""
-    vllm = start("llama", max_bytes=1536 * 2000)
     first = vllm.store(text(500, 30))
     wanted = copies(first, (0, 480))
-    for seed in range(6):
+    for seed in range(8):
         vllm.store(text(500, 31 + seed))
         _, event = vllm.shared(text(500, 30), wanted)
         assert event.used == tuple(range(len(wanted)))
@@ -36,9 +38,10 @@ def test_the_store_is_bounded(start: Start, text: Texts, copies: Copies) -> None
     assert first.stored[0].segment_id in vllm.side.segments
 
 
-def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Start, text: Texts) -> None:
+@IN_CHUNKS
+def test_segments_are_cut_by_what_the_proxy_lets_it_hold(vllm: Vllm, text: Texts) -> None:
     """As the embedded engine cuts them where the store has as many bytes; the last has what is left over."""
-    vllm = start("llama", max_bytes=1536 * 24_000)
+    assert vllm.side.segments.max_bytes == 1536 * 24_000
     stored = vllm.store(text(500, 77)).stored
     lengths = [segment.length for segment in stored if segment.start < 500]
     expected = segment_tokens(budget_of(1536 * 24_000) // 1536)
@@ -46,26 +49,23 @@ def test_segments_are_cut_by_what_the_proxy_lets_it_hold(start: Start, text: Tex
     assert set(lengths[:-1]) == {expected}
     assert sum(lengths) == 500  # the answer is kept apart
     assert [segment.start for segment in stored if segment.start >= 500] == [500]
-    vllm.check_idle()
 
 
-def test_a_prompt_larger_than_the_store(start: Start, text: Texts) -> None:
+@OF_A_PROMPT
+def test_a_prompt_larger_than_the_store(vllm: Vllm, text: Texts) -> None:
     """It is served and not kept, and nobody is evicted for it."""
-    vllm = start("llama", max_bytes=1536 * 400)
-    kept = vllm.store(text(300, 40))
-    event = vllm.store(text(500, 41))
+    kept = vllm.store(text(600, 40))
+    event = vllm.store(text(900, 41))
     assert (event.reason, event.stored) == ("no_room", ())
     assert kept.stored[0].segment_id in vllm.side.segments
-    vllm.check_idle()
 
 
-def test_an_answer_that_finds_no_room_leaves_its_prompt(start: Start, text: Texts) -> None:
-    vllm = start("llama", max_bytes=1536 * 320)
-    tokens = text(300, 42)
+@OF_A_PROMPT
+def test_an_answer_that_finds_no_room_leaves_its_prompt(vllm: Vllm, text: Texts) -> None:
+    tokens = text(780, 42)
     ticket = vllm.ticket(tokens)
     vllm.ask((tokens, ticket, vllm.fresh("tenant")), max_tokens=40)
     event = vllm.finished(ticket)
     assert event.reason == "no_room"
-    assert sum(segment.length for segment in event.stored) == 300
+    assert sum(segment.length for segment in event.stored) == 780
     assert all(segment.segment_id in vllm.side.segments for segment in event.stored)
-    vllm.check_idle()

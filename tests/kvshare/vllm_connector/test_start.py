@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvshare_lab.vllm.ports import port_with_next
+from tests.kvshare.vllm_connector.starts import IN_BFLOAT16, USUAL
 
 if TYPE_CHECKING:
     from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Texts, Vllm
@@ -82,13 +83,13 @@ def test_a_taken_control_port_stops_nothing(
         assert_served_unshared(served, text(300))
 
 
-def test_each_rank_has_its_own_control_port(start: Start) -> None:
+def test_each_rank_has_its_own_control_port(vllm: Vllm) -> None:
     """Counted from the one of the settings; the only engine of a vLLM is no rank."""
     from kvshare.vllm_connector.config import ConnectorSettings
     from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
     from tests.kvshare.vllm_connector.test_config import config
 
-    info = start("llama").side.info()
+    info = vllm.side.info()
     assert (info.data_parallel_rank, info.data_parallel_size) == (None, 1)
     base = port_with_next()
     settings = ConnectorSettings(control_port=base, data_parallel_size=3)
@@ -124,13 +125,12 @@ def test_an_open_control_server_needs_a_token(monkeypatch: pytest.MonkeyPatch) -
         SchedulerSide(SimpleNamespace(), ConnectorSettings(control_host="0.0.0.0"), ())
 
 
-def test_other_weights_are_another_namespace(start: Start) -> None:
+def test_other_weights_are_another_namespace(vllm: Vllm) -> None:
     """A model that is called the same but was trained on is told apart by its weights."""
     import torch
 
     from kvshare.vllm_connector.worker.model import weights_digest
 
-    vllm = start("llama")
     model = vllm.core.model_executor.driver_worker.model_runner.get_model()
     assert vllm.side.info().namespace_fields["revision"] == weights_digest(model)
     norm = model.model.layers[1].input_layernorm.weight
@@ -142,12 +142,18 @@ def test_other_weights_are_another_namespace(start: Start) -> None:
         norm.copy_(before)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("llama", "float32", marks=USUAL),
+        pytest.param("qwen3", "bfloat16", marks=IN_BFLOAT16),
+    ],
+)
 def test_both_engines_know_a_model_by_the_same_fingerprint(
-    start: Start, checkpoint: Checkpoint, name: str
+    vllm: Vllm, checkpoint: Checkpoint, name: str, dtype: str
 ) -> None:
     """A calibration is found by it, whoever measured and whoever serves, in whatever dtype."""
     from kvshare.embedded.stored_model import stored_fingerprint
 
-    found = start(name, dtype="bfloat16").side.info().fingerprint
-    assert found == stored_fingerprint(str(checkpoint(name)))
+    assert str(vllm.core.vllm_config.model_config.dtype) == f"torch.{dtype}"
+    assert vllm.side.info().fingerprint == stored_fingerprint(str(checkpoint(name)))

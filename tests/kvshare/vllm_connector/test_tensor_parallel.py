@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.kvshare.vllm_connector.starts import WITH_LITTLE_ROOM
+
 if TYPE_CHECKING:
-    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Vllm
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 1e-4
@@ -59,9 +61,9 @@ def run(model: Path, folder: Path, mode: str = "eager", fault: str = "") -> Outc
     return Outcome(said, done.stdout + done.stderr)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def outcome(checkpoint: Checkpoint, mode: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """All that can be tried with one start."""
+    """All that can be tried with one start; of the session, as tests of a vLLM are beside those of others."""
     return run(checkpoint("llama"), tmp_path_factory.mktemp("ranks"), mode)
 
 
@@ -73,12 +75,13 @@ def test_planned_requests_are_answered_as_in_full(outcome: Outcome) -> None:
         assert decision == "approx"
 
 
-def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Start) -> None:
+@WITH_LITTLE_ROOM
+def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, vllm: Vllm) -> None:
     """Each rank has half of the heads; scores are summed before the choice."""
     from tests.kvshare.vllm_connector.in_process_vllm import random_text
-    from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, ask_chosen
+    from tests.kvshare.vllm_connector.tensor_parallel import ask_chosen
 
-    vllm, tokens = start("llama", max_bytes=MAX_BYTES), random_text(600, 1)
+    tokens = random_text(600, 1)
     alone = ask_chosen(vllm, vllm.store(tokens), tokens)
     (ranks,) = outcome.said["chosen"]
     assert ranks["repaired"] == [list(span) for span in alone["repaired"]]
@@ -89,12 +92,12 @@ def test_the_same_repairs_are_chosen_as_on_one_rank(outcome: Outcome, start: Sta
     )
 
 
-def test_what_is_stored_does_not_depend_on_the_number_of_ranks(outcome: Outcome, start: Start) -> None:
+@WITH_LITTLE_ROOM
+def test_what_is_stored_does_not_depend_on_the_number_of_ranks(outcome: Outcome, vllm: Vllm) -> None:
     """Both see whole heads in one memory, which are those of a single rank."""
     from tests.kvshare.vllm_connector.in_process_vllm import random_text
-    from tests.kvshare.vllm_connector.tensor_parallel import MAX_BYTES, first_segment
+    from tests.kvshare.vllm_connector.tensor_parallel import first_segment
 
-    vllm = start("llama", max_bytes=MAX_BYTES)
     store, segment_id = vllm.worker.attached.store, first_segment(vllm, random_text(600, 1))
     (alone,) = (stored.rows[:, 0, 0, 0].flatten().tolist() for stored in store.find([segment_id]).values())
     ((first, second),) = outcome.said["whole"]

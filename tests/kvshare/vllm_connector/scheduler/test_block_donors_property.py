@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -175,15 +176,25 @@ class Donors(RuleBasedStateMachine):
         assert not self.stock.held_for_copies()
 
 
-TestDonors = Donors.TestCase
-TestDonors.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
-
-
 class DonorsWithDrafts(Donors):
     """The same with speculative decoding: what was rejected is never saved, nor copied from a block."""
 
     num_drafts = 3
 
 
+class ManyDonors(Donors):
+    """More of the same."""
+
+
+class ManyDonorsWithDrafts(DonorsWithDrafts):
+    """More of the same."""
+
+
+TestDonors = Donors.TestCase
+TestDonors.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
 TestDonorsWithDrafts = DonorsWithDrafts.TestCase
-TestDonorsWithDrafts.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestDonorsWithDrafts.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
+TestManyDonors = pytest.mark.long(ManyDonors.TestCase)
+TestManyDonors.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestManyDonorsWithDrafts = pytest.mark.long(ManyDonorsWithDrafts.TestCase)
+TestManyDonorsWithDrafts.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvshare.vllm_connector.worker.block_layout import WriteRows
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from tests.kvshare.vllm_connector.in_process_vllm import Start
+    from tests.kvshare.vllm_connector.in_process_vllm import Vllm
 
 
 class TestLayouts:
@@ -92,8 +92,8 @@ class TestLayouts:
 
         assert find_layout(block, write_rounded) is None
 
-    def test_vllms_own(self, start: Start) -> None:
-        assert start("llama").side.info().settings["attention_backend"] == "CPU_ATTN/transposed"
+    def test_vllms_own(self, vllm: Vllm) -> None:
+        assert vllm.side.info().settings["attention_backend"] == "CPU_ATTN/transposed"
 
 
 @pytest.mark.parametrize("memory", ["heads first", "tokens first", "layers side by side"])

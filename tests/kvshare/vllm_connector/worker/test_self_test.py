@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.kvshare.vllm_connector.starts import starts
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,8 +31,8 @@ class TestSelfTest:
             vllm.worker.attached.cache, vllm.worker.attached.forward, vocab_size=300, max_model_len=1024
         )
 
-    def test_they_hold(self, start: Start) -> None:
-        self_test = self.self_test(vllm := start("llama"))
+    def test_they_hold(self, vllm: Vllm) -> None:
+        self_test = self.self_test(vllm)
         assert self_test.check_layout() is None
         assert self_test.check_partial_attention() is None
         assert self_test.check_listening() is None
@@ -40,20 +42,18 @@ class TestSelfTest:
         assert all(verification.movement is not None for verification in verifications)
 
     def test_weights_that_are_not_the_kernels_are_found(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch
+        self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another scale, as of a model that scales its queries by itself."""
-        vllm = start("llama")
         scaling = vllm.worker.attached.forward.scaling
         monkeypatch.setattr(vllm.worker.attached.forward, "scaling", lambda layer: 1.2 * scaling(layer))
         assert "attention does not follow" in str(self.self_test(vllm).check_listening())
 
     @pytest.mark.parametrize("fault", ["another row", "a mask that is off by one", "another layer"])
     def test_rows_that_hear_something_else_are_found(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch, fault: str
+        self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch, fault: str
     ) -> None:
         """As kernels of our own would on a GPU that does not run them as they were meant."""
-        vllm = start("llama")
         observe = (forward := vllm.worker.attached.forward).observe
 
         def wrong(rows: Any, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
@@ -70,18 +70,16 @@ class TestSelfTest:
         assert "added up wrongly" in str(self.self_test(vllm).check_listening())
 
     def test_kernels_that_are_not_called_where_we_stand_in_are_found(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch
+        self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As they would be in a captured graph."""
         from contextlib import nullcontext
 
-        vllm = start("llama")
         monkeypatch.setattr("kvshare.vllm_connector.worker.partial_forward.hooked", lambda *_: nullcontext())
         assert "cannot be watched" in str(self.self_test(vllm).check_listening())
 
-    def test_an_error_is_a_reason_not_to_listen(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_is_a_reason_not_to_listen(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing else depends on it: windows are repaired all the same."""
-        vllm = start("llama")
 
         def scaling(layer: int) -> float:
             raise AttributeError("no scale")
@@ -89,26 +87,24 @@ class TestSelfTest:
         monkeypatch.setattr(vllm.worker.attached.forward, "scaling", scaling)
         assert "AttributeError: no scale" in str(self.self_test(vllm).check_listening())
 
-    def test_watching_leaves_no_trace(self, start: Start) -> None:
-        vllm = start("llama")
+    def test_watching_leaves_no_trace(self, vllm: Vllm) -> None:
         self.self_test(vllm).check_listening()
         layers = vllm.worker.attached.cache.layers.values()
         assert all("forward" not in vars(layer.impl) for layer in layers)
 
-    def test_wrong_frequencies_are_found(self, start: Start) -> None:
-        vllm = start("llama")
+    def test_wrong_frequencies_are_found(self, vllm: Vllm) -> None:
         (table,) = vllm.tables()
         right, wrong = (self.self_test(vllm).movements([t]) for t in (table, table * 1.01))
         assert all(k.movement is not None and v.movement is not None for k, v in right)
         assert all(k.movement is None for k, _ in wrong)
 
-    def test_a_layer_without_positions_is_found(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    @starts(enforce_eager=True)  # a compiled model does not ask its modules
+    def test_a_layer_without_positions_is_found(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its rows stay where all others turn."""
         import torch
 
         from kvshare.kv.movement import STAYS
 
-        vllm = start("llama", enforce_eager=True)  # a compiled model does not ask its modules
         model = vllm.core.model_executor.driver_worker.model_runner.get_model()
         attention = model.model.layers[1].self_attn
         self_test, tables = self.self_test(vllm), vllm.tables()
@@ -125,13 +121,10 @@ class TestSelfTest:
         assert [k.movement == STAYS for k, _ in found] == [False, True, False]
         assert not any(k.movement == STAYS for k, _ in self_test.movements(tables))
 
-    def test_a_mask_that_sees_later_keys_is_found(
-        self, start: Start, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_mask_that_sees_later_keys_is_found(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         """The shortcut of the published CacheBlend code: recomputed tokens see what comes after them."""
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
-        vllm = start("llama")
         self_test = self.self_test(vllm)
         inputs = PartialForward._inputs
 
@@ -284,7 +277,7 @@ def test_the_measure_sees_small_channels_beside_large_ones(wrong: str, limit: fl
     assert error <= limit if limit < 0.1 else error >= limit
 
 
-def test_a_worker_that_cannot_even_look_refuses(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_even_look_refuses(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend whose metadata cannot be built does not keep vLLM from starting."""
     from kvshare.vllm_connector.worker import start as starting
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
@@ -292,7 +285,7 @@ def test_a_worker_that_cannot_even_look_refuses(start: Start, monkeypatch: pytes
     def fail(*_: object, **given: object) -> None:
         raise RuntimeError("no such backend")
 
-    given = start("llama").worker._start
+    given = vllm.worker._start
     monkeypatch.setattr(starting, "PartialForward", fail)
     fresh = ConnectorWorker(given.config, given.settings, given.spec, given.layer_names)
     fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
