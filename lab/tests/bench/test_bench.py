@@ -24,12 +24,8 @@ from kvshare_lab.bench import (
     ttft,
 )
 from kvshare_lab.bench import replay as replayed
-from kvshare_lab.bench.random_models import ARCHITECTURES
 from kvshare_lab.cli import bench
 from kvshare_lab.cli.bench import BENCHMARKS, Benchmark
-
-# Alike layers, windows beside full attention, latents and experts, chunks and layers that do not rotate.
-TELLING = ["llama", "gemma3", "deepseek-v3", "llama4"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +60,11 @@ async def test_what_embeds_is_left_out_or_asked_for() -> None:
         replayed.run(dense=True)
 
 
-@pytest.mark.parametrize("names", [TELLING, pytest.param(list(ARCHITECTURES), marks=pytest.mark.long)])
-def test_parity_holds_on_every_architecture(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """
-    The promise of the README, at a shorter length. In every run tests/kvshare/kv/test_partial_attention.py
-    compares all architectures with transformers.
-    """
-    assert len(ARCHITECTURES) >= 6
-    monkeypatch.setattr(parity, "ARCHITECTURES", {name: ARCHITECTURES[name] for name in names})
+def test_parity_holds_on_every_architecture() -> None:
+    """The promise of the README, at a shorter length."""
     document = parity.run(tokens=80)
     assert document["max_abs_logit_error"] <= 1e-4
-    assert list(document["errors"]) == names
+    assert len(document["errors"]) >= 6
     for oracles in document["errors"].values():
         assert oracles["identity"] == 0.0
 
@@ -98,7 +88,7 @@ async def test_time_to_first_token_is_measured_in_four_arms() -> None:
 
 async def test_near_duplicates_at_once_are_measured_beside_a_stored_donor() -> None:
     """All but the first of a burst reuse what it computed."""
-    document = await burst.run(concurrency=3, prompt_tokens=400, changed=0.02, edits=1, repeats=2)
+    document = await burst.run(concurrency=3, prompt_tokens=200, changed=0.02, edits=1, repeats=2)
     assert document["reused"]["full"] == 0
     assert document["reused"]["burst"] > 0.3
     assert document["reused"]["warm"] > 0.3

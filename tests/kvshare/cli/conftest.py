@@ -58,6 +58,12 @@ def process(tmp_path: Path) -> Cli:
     return run
 
 
+class Stdin(io.BytesIO):
+    """With the name that a process's has, for messages."""
+
+    name = "<stdin>"
+
+
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """The same in this process: as real, and ten times faster, as a process imports for seconds."""
@@ -70,7 +76,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             for name, value in (env or {}).items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", ["kvshare", *map(str, arguments)])
-            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+            patch.setattr(sys, "stdin", io.TextIOWrapper(Stdin(stdin.encode())))
             patch.setattr(output, "_quiet", False)  # which -q changes
             with pytest.raises(SystemExit) as ended:
                 main.main()
