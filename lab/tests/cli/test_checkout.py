@@ -47,6 +47,6 @@ def test_an_installed_package_has_none(package: Path, tmp_path: Path) -> None:
 
 def test_benchmarks_carry_the_commit(cli: Cli) -> None:
     """`kvshare bench --json` says what `git` says of this checkout."""
-    outcome = cli("bench", "parity", "--tokens", "80", "--json")
+    outcome = cli("bench", "index", "--stored", 200, "--queries", 5, "--no-dense", "--json")  # has no model
     assert outcome.code == 0, outcome.stderr
     assert outcome.document.get("commit") == checkout_commit()

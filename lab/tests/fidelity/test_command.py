@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,30 @@ def _rows(out: Path) -> list[dict[str, object]]:
     ]
 
 
-def test_a_run_measures_and_reports(tmp_path: Path) -> None:
-    document = _run(tmp_path, "--report")
-    assert (document["measured"], document["left"]) == (4, 0)
-    measured = [row for row in _rows(tmp_path) if "arms" in row]
+@dataclass(frozen=True)
+class Run:
+    """A whole one with a report: what it printed, and its folder."""
+
+    document: dict[str, object]
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("fidelity")
+    return Run(_run(out, "--report"), out)
+
+
+def test_a_run_measures_and_reports(whole: Run) -> None:
+    assert (whole.document["measured"], whole.document["left"]) == (4, 0)
+    measured = [row for row in _rows(whole.out) if "arms" in row]
     assert measured
     for row in measured:
         by_rule = {arm["rule"]: arm for arm in row["arms"]}  # type: ignore[attr-defined]  # JSON
         assert by_rule["full"]["kl"] <= 1e-6
         assert by_rule["placeholders"]["b"] == 0
         assert 0 < by_rule["edit-windows"]["b"] <= 0.1 + 1 / row["tokens"]  # type: ignore[operator]  # JSON
-    assert (tmp_path / "report-0" / "report.md").read_text().startswith("#")
+    assert (whole.out / "report-0" / "report.md").read_text().startswith("#")
 
 
 @pytest.mark.long
@@ -62,9 +76,10 @@ def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
     assert "there are one; got 'two'" in str(result.exception)
 
 
-def test_no_prompt_text_is_written(tmp_path: Path) -> None:
-    _run(tmp_path)
-    assert all(len(word) < 40 for row in _rows(tmp_path) for word in json.dumps(row).split('"'))
+def test_no_prompt_text_is_written(whole: Run) -> None:
+    rows = _rows(whole.out)
+    assert rows
+    assert all(len(word) < 40 for row in rows for word in json.dumps(row).split('"'))
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
 import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 import kvshare
+from kvshare.cli import main
 from tests.kvshare.cli.outcome import TIMEOUT_S, Outcome
 
 EXIT_STATUS = 7
@@ -21,6 +29,21 @@ told = {{"pid": os.getpid(), "argv": sys.argv[1:], "home": os.environ.get("HF_HO
 print(json.dumps(told))
 sys.exit({EXIT_STATUS})
 """
+
+
+@contextmanager
+def captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """What is written to stdout and to stderr meanwhile."""
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        yield stdout, stderr
+
+
+def become(program: str, command: Sequence[str]) -> NoReturn:
+    """Instead of os.execv, which would end the tests: a process runs the program, this one ends like it."""
+    done = subprocess.run(command, executable=program, capture_output=True, text=True, timeout=TIMEOUT_S)
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    sys.exit(done.returncode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +106,30 @@ class Installation:
             text=True,
         )
 
-    def run(self, *arguments: object, **env: str) -> Outcome:
+    def run_apart(self, *arguments: object, **env: str) -> Outcome:
+        """`kvshare vllm` as a process of this Python, to the end of what it becomes."""
         with self.start("vllm", *arguments, **env) as process:
             stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         return Outcome(process.returncode, stdout, stderr)
+
+    def run(self, *arguments: object, **env: str) -> Outcome:
+        """
+        The same in this process, in a second less: it takes itself for that Python and sees its packages
+        first. What it would become is run as a process and ends it.
+        """
+        words = ["kvshare", "vllm", *map(str, arguments)]
+        with pytest.MonkeyPatch.context() as patch, captured() as (stdout, stderr):
+            for name in [name for name in os.environ if name.startswith("KVSHARE_")]:
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", words)
+            patch.setattr(sys, "executable", str(self.python))
+            patch.setattr(sys, "path", [str(self.packages), *sys.path])
+            patch.setattr(os, "execv", become)
+            with pytest.raises(SystemExit) as ended:
+                main.main()
+        return Outcome(int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue())
 
     def printed(self, *arguments: object, **env: str) -> list[str]:
         """The words of the command that would be run, from `serve` on."""

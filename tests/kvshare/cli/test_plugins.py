@@ -29,7 +29,7 @@ def greet(name: str) -> None:
 
 
 @pytest.fixture
-def with_other(cli: Cli, tmp_path: Path) -> Cli:
+def with_other(process: Cli, tmp_path: Path) -> Cli:
     """The command line beside a distribution with the commands `greet`, `serve` and `broken`."""
     folder = tmp_path / "other"
     facts = folder / "other-1.0.dist-info"
@@ -41,7 +41,7 @@ def with_other(cli: Cli, tmp_path: Path) -> Cli:
     (folder / "other_commands.py").write_text(MODULE)
 
     def run(*arguments: object) -> Outcome:
-        return cli(*arguments, env={"PYTHONPATH": str(folder)})
+        return process(*arguments, env={"PYTHONPATH": str(folder)})
 
     return run
 

@@ -93,33 +93,33 @@ def test_a_read_only_store_means_memory(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_a_store_in_use_is_refused_before_the_model_is_loaded(cli: Cli, tmp_path: Path) -> None:
+def test_a_store_in_use_is_refused_before_the_model_is_loaded(process: Cli, tmp_path: Path) -> None:
     """The one state of a store that ends the start; a model that is not there is not even looked for."""
     store = tmp_path / "store" / "tree.sqlite3"
     with DeltaTree.open(store, identity="of the first server"):
-        outcome = cli("serve", "--port", 0, "--store", store.parent, "--model", "./nowhere")
+        outcome = process("serve", "--port", 0, "--store", store.parent, "--model", "./nowhere")
     assert outcome.code == 1
     assert "another process has this store open" in outcome.stderr
     assert "nowhere" not in outcome.stderr
 
 
 @pytest.mark.parametrize(("option", "told"), [(("--model", "./nowhere"), "nowhere")])
-def test_serve_fails_in_one_line(cli: Cli, option: tuple[str, str], told: str) -> None:
+def test_serve_fails_in_one_line(process: Cli, option: tuple[str, str], told: str) -> None:
     """What keeps the server from starting is told once, with what to do, and ends it with exit code 1."""
-    outcome = cli("serve", "--port", 0, *option)
+    outcome = process("serve", "--port", 0, *option)
     assert (outcome.code, outcome.stdout) == (1, "")
     assert told in outcome.stderr.splitlines()[-1]
     assert "Traceback" not in outcome.stderr
 
 
 @pytest.mark.parametrize("setting", ["port", "admin_port"])
-def test_the_port_that_is_taken_is_named(cli: Cli, tmp_path: Path, setting: str) -> None:
+def test_the_port_that_is_taken_is_named(process: Cli, tmp_path: Path, setting: str) -> None:
     """With its setting and what to do, before a model is looked for."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = tmp_path / "kvshare.yaml"
         config.write_text(f"server: {{port: 0, {setting}: {port}}}\nmodel: {{path: nowhere}}\n")
-        outcome = cli("serve", "--config", config)
+        outcome = process("serve", "--config", config)
     assert outcome.code == 1
     (told,) = outcome.stderr.splitlines()
     assert f"server.{setting}" in told
@@ -147,9 +147,11 @@ def test_the_port_that_is_taken_is_named(cli: Cli, tmp_path: Path, setting: str)
         ),
     ],
 )
-def test_a_server_that_is_pointed_at_itself_says_so(cli: Cli, options: tuple[object, ...], told: str) -> None:
+def test_a_server_that_is_pointed_at_itself_says_so(
+    process: Cli, options: tuple[object, ...], told: str
+) -> None:
     """At start, with the setting: also where it is the default of the connector's address."""
-    outcome = cli("serve", "--engine", "vllm", "--port", 8411, *options)
+    outcome = process("serve", "--engine", "vllm", "--port", 8411, *options)
     assert (outcome.code, outcome.stdout) == (2, "")
     assert told in outcome.stderr.splitlines()[-1]
     assert "this server itself" in outcome.stderr

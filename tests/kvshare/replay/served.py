@@ -32,7 +32,8 @@ from kvshare.replay.requests import TokenizedRequest
 from kvshare.replay.stream import RequestStream
 from kvshare.replay.tokens import RequestTokenizer
 from kvshare.requests import Prompt, SharingReport
-from tests.kvshare.replay.served_by_vllm import replica, vllm_server
+from kvshare_lab.vllm.servers import Server
+from tests.kvshare.replay.served_by_vllm import replica
 from tests.kvshare.replay.stage import (
     BYTES_PER_TOKEN,
     MAX_TOKENS,
@@ -74,15 +75,14 @@ def stream(paths: Sequence[Path], *, num_requests: int, max_tokens: int) -> list
 
 
 async def compared(
-    stage: Stage, requests: Sequence[TokenizedRequest], *, vllm: bool
+    stage: Stage, requests: Sequence[TokenizedRequest], *, vllm: Server | None
 ) -> dict[str, Comparison]:
-    """By engine. All of them share one namespace: with vLLM, its replica's."""
+    """By engine. All of them share one namespace: with a vLLM of `vllm_server`, its replica's."""
     namespace, served = LOCAL, {}
-    if vllm:
-        with vllm_server(stage) as server:
-            async with replica(stage, server) as shared:
-                namespace = shared.namespace
-                served["vllm"] = await shared.serve(requests)
+    if vllm is not None:
+        async with replica(stage, vllm) as shared:
+            namespace = shared.namespace
+            served["vllm"] = await shared.serve(requests)
     served["embedded"] = await embedded(stage, requests, namespace)
     return {
         # In a thread: an arm has an event loop of its own.

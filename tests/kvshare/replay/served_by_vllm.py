@@ -99,7 +99,7 @@ class Replica:
 
 @asynccontextmanager
 async def replica(stage: Stage, server: Server) -> AsyncIterator[Replica]:
-    """The proxy's engine before a running vLLM, with an empty store."""
+    """The proxy's engine before a running vLLM, with an empty store: what is in it is dropped first."""
     ends = {"url": server.url, "control_url": server.control_url}
     with patch.dict(os.environ, {TOKEN_VARIABLE: server.environment[TOKEN_VARIABLE]}):
         engine = VllmEngine(stage.settings("vllm", **{"vllm.replicas": [ends]}))
@@ -110,7 +110,9 @@ async def replica(stage: Stage, server: Server) -> AsyncIterator[Replica]:
             await asyncio.wait_for(watcher.was_connected.wait(), timeout=60.0)
         await engine.settle()
         control = engine.fleet.replicas[0].control
+        await control.drop((await control.segments()).segment_ids)  # of the proxy before this one
         info = await control.info()
+        assert info.num_bytes == 0
         assert (info.bytes_per_token, info.budget_bytes) == (BYTES_PER_TOKEN, stage.capacity_bytes)
         yield Replica(engine, (await control.segments()).last)
     finally:

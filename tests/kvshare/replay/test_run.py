@@ -24,9 +24,13 @@ ARMS = "nothing,prefix,chunks,response,kvshare,kvshare-fingerprints-open,oracle"
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path)
+
+
+def write_log(folder: Path) -> Path:
     """Forty requests of twenty users, half of them edits of one form; one row is broken."""
     form = " ".join(f"line {i} of the {PLANTED} form says word{i * 7 % 13}." for i in range(40))
-    path = tmp_path / "log.jsonl"
+    path = folder / "log.jsonl"
     rows = []
     for number in range(40):
         if number % 2:
@@ -60,6 +64,14 @@ def options(log: Path, out: Path, arms: str = ARMS, **changes: Any) -> ReplayOpt
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a run that nothing interrupts, over such a log."""
+    folder = tmp_path_factory.mktemp("whole")
+    replay(options(write_log(folder), folder / "out"), embedder=FakeEmbedder())
+    return folder / "out"
+
+
 def timeless(out: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
     del document["times"]
@@ -77,28 +89,26 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-def test_two_runs_give_the_same_results(log: Path, tmp_path: Path) -> None:
+def test_two_runs_give_the_same_results(whole: Path, log: Path, tmp_path: Path) -> None:
     """Times aside, byte for byte."""
-    for name in ("a", "b"):
-        replay(options(log, tmp_path / name), embedder=FakeEmbedder())
-    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
+    replay(options(log, tmp_path / "again"), embedder=FakeEmbedder())
+    assert timeless(tmp_path / "again") == timeless(whole)
 
 
 @pytest.mark.parametrize("after", [5, 39])
-def test_a_resumed_run_gives_the_same_results(log: Path, tmp_path: Path, after: int) -> None:
+def test_a_resumed_run_gives_the_same_results(whole: Path, log: Path, tmp_path: Path, after: int) -> None:
     """Interrupted before and after the first checkpoint, the rows and figures are those of a whole run."""
-    replay(options(log, tmp_path / "whole"), embedder=FakeEmbedder())
     interrupted = options(log, tmp_path / "interrupted")
     with pytest.raises(KeyboardInterrupt):
         replay(interrupted, embedder=FakeEmbedder(), report=Interrupt(after))
     assert not (interrupted.out / "results.json").exists()
     document = replay(interrupted, resume=True, embedder=FakeEmbedder())
     assert document["times"]["resumed"] == (1 if after == 39 else 0)
-    assert timeless(interrupted.out) == timeless(tmp_path / "whole")
+    assert timeless(interrupted.out) == timeless(whole)
     clocks = {"lookup_s", "plan_s", "observe_s"}
     rows = [
         pq.read_table(out / "requests.parquet").drop_columns(list(clocks)).to_pylist()
-        for out in (interrupted.out, tmp_path / "whole")
+        for out in (interrupted.out, whole)
     ]
     assert rows[0] == rows[1]
     assert not (interrupted.out / "checkpoint").exists()
@@ -132,10 +142,10 @@ def test_resuming_with_other_options_is_refused(log: Path, tmp_path: Path) -> No
         replay(options(log, tmp_path / "out", "prefix,chunks"), resume=True)
 
 
-def test_results_hold_what_the_schema_says(log: Path, tmp_path: Path) -> None:
+def test_results_hold_what_the_schema_says(whole: Path) -> None:
     """One row a request and store; the broken row is told by its line; arms agree with their rows."""
-    document = replay(options(log, tmp_path / "out"), embedder=FakeEmbedder())
-    table = pq.read_table(tmp_path / "out" / "requests.parquet")
+    document = json.loads((whole / "results.json").read_text(encoding="utf-8"))
+    table = pq.read_table(whole / "requests.parquet")
     assert table.column_names == SCHEMA.names
     num_stores = 1 + 2 * 6
     assert table.num_rows == 40 * num_stores

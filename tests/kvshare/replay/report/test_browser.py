@@ -46,25 +46,36 @@ def open_page(page: Path, profile: Path, *, width: int = 1400) -> tuple[str, str
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_a_browser_shows_the_report_and_complains_of_nothing(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of ordinary results."""
+    return write_report(write_results(tmp_path_factory.mktemp("run"), results(60), 60))
+
+
+@pytest.fixture(scope="module")
+def widest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with the longest names of policies, which measures itself when it is opened."""
+    names = [spec.text for spec in parse_policies("all")]
+    stores = [(name, name.split("-")[0].split(":")[0], None) for name in names]
+    document = results(60, stores=[*stores, ("prefix", "prefix", 1000), ("kvshare-open", "kvshare", 1000)])
+    page = write_report(write_results(tmp_path_factory.mktemp("run"), document))
+    text = re.sub(r"<meta http-equiv.*?>", "", page.read_text(encoding="utf-8"))
+    page.write_text(text.replace("</main>", f"</main>{MEASURE}"), encoding="utf-8")
+    return page
+
+
+def test_a_browser_shows_the_report_and_complains_of_nothing(ordinary: Path, tmp_path: Path) -> None:
     """All plots are there and the console is empty."""
-    page = write_report(write_results(tmp_path / "run", results(60), 60))
-    shown, console = open_page(page, tmp_path / "profile")
+    shown, console = open_page(ordinary, tmp_path / "profile")
     assert console == ""
     assert shown.count("<svg") == 9 + 4, "four plots have one of all policies behind a fold"
     assert "Sharing pays on this log" in shown
 
 
 @pytest.mark.parametrize("width", [1400, 800])
-def test_tables_fit_and_legends_are_uncut(tmp_path: Path, width: int) -> None:
-    """Also those behind folds, with the longest names of policies."""
-    names = [spec.text for spec in parse_policies("all")]
-    stores = [(name, name.split("-")[0].split(":")[0], None) for name in names]
-    document = results(60, stores=[*stores, ("prefix", "prefix", 1000), ("kvshare-open", "kvshare", 1000)])
-    page = write_report(write_results(tmp_path / "run", document))
-    text = re.sub(r"<meta http-equiv.*?>", "", page.read_text(encoding="utf-8"))
-    page.write_text(text.replace("</main>", f"</main>{MEASURE}"), encoding="utf-8")
-    shown, _ = open_page(page, tmp_path / "profile", width=width)
+def test_tables_fit_and_legends_are_uncut(widest: Path, tmp_path: Path, width: int) -> None:
+    """Also those behind folds."""
+    shown, _ = open_page(widest, tmp_path / "profile", width=width)
     assert "<title>0 0</title>" in shown
 
 
@@ -82,11 +93,11 @@ def test_the_report_of_a_real_replay(tmp_path: Path) -> None:
     assert "Sharing pays on this log" in shown
 
 
-def test_the_browser_would_have_complained(tmp_path: Path) -> None:
+def test_the_browser_would_have_complained(ordinary: Path, tmp_path: Path) -> None:
     """The console is really read, and the page's policy keeps scripts and addresses out."""
-    page = write_report(write_results(tmp_path / "run", results(60), 60))
-    bad = page.read_text(encoding="utf-8").replace("</main>", "<script>document.title='run'</script></main>")
-    page.write_text(bad, encoding="utf-8")
+    text = ordinary.read_text(encoding="utf-8")
+    page = tmp_path / "report.html"
+    page.write_text(text.replace("</main>", "<script>document.title='run'</script></main>"), encoding="utf-8")
     shown, console = open_page(page, tmp_path / "profile")
     assert "Content Security Policy" in console
     assert "<title>run</title>" not in shown
