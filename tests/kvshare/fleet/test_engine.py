@@ -13,6 +13,7 @@ from kvshare.errors import ConfigError, ShuttingDownError, StoreError
 from kvshare.fleet.engine import VllmEngine
 from kvshare.fleet.known_disks import KnownDisks
 from kvshare.fleet.routed_request import Incoming
+from kvshare.part_problems import PartProblem
 from kvshare.parts import ServedPart
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import load_settings
@@ -170,11 +171,11 @@ class TestStatus:
                 ("one", True, True, 0),
                 ("two", True, False, 3),
             ]
-            parts = [(each.part, each.name, each.kind) for each in status.parts[:3]]
+            parts = [(each.part, each.name, each.problem) for each in status.parts[:3]]
             assert parts == [
                 (ServedPart.REPLICA, "one", None),
                 (ServedPart.DISK, "one", None),
-                (ServedPart.REPLICA, "two", "unshared"),
+                (ServedPart.REPLICA, "two", PartProblem.REPLICA_UNSHARED),
             ]
 
     async def test_an_owners_namespaces_are_one_at_each_replica(self, tmp_path: Path) -> None:

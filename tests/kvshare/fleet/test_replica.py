@@ -12,7 +12,8 @@ from kvshare.fleet.client import ServedModels
 from kvshare.fleet.replica import Fleet, Replica
 from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.namespace import Owner
-from kvshare.parts import PROBLEMS, ServedPart
+from kvshare.part_problems import PartProblem
+from kvshare.parts import ServedPart
 from kvshare.requests import Prompt
 from kvshare.sharing.plan import NoPlan
 from kvshare.sharing.rates import Rates
@@ -84,25 +85,33 @@ def test_plans_are_made_for_one_that_serves_is_connected_and_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "kind", "detail"),
+    ("spoil", "problem", "cause"),
     [
         ({}, None, ""),
-        ({"refusal": "serves n, the others serve m"}, "refused", "it serves n, the others serve m"),
-        ({"models": None}, "silent", ""),
-        ({"is_connected": False}, "no connector", "its connector has not answered yet"),
+        (
+            {"refusal": "serves n, the others serve m"},
+            PartProblem.REPLICA_REFUSED,
+            "it serves n, the others serve m",
+        ),
+        ({"models": None}, PartProblem.REPLICA_SILENT, ""),
+        ({"is_connected": False}, PartProblem.REPLICA_NO_CONNECTOR, "its connector has not answered yet"),
         (
             {"is_connected": False, "connector_problem": "no answer in time"},
-            "no connector",
+            PartProblem.REPLICA_NO_CONNECTOR,
             "no answer in time",
         ),
-        ({"info": None}, "no connector", "its connector has not answered yet"),
-        ({"info": info_of(refusals=("a", "b"), passing="c")}, "unshared", "a; b; c"),
-        ({"info": info_of(warnings=("slow", "old"))}, "warns", "slow; old"),
-        ({"models": None, "info": info_of(warnings=("slow",))}, "silent", ""),  # what matters most
+        ({"info": None}, PartProblem.REPLICA_NO_CONNECTOR, "its connector has not answered yet"),
+        ({"info": info_of(refusals=("a", "b"), passing="c")}, PartProblem.REPLICA_UNSHARED, "a; b; c"),
+        ({"info": info_of(warnings=("slow", "old"))}, PartProblem.REPLICA_WARNS, "slow; old"),
+        (
+            {"models": None, "info": info_of(warnings=("slow",))},
+            PartProblem.REPLICA_SILENT,
+            "",
+        ),  # what matters most
     ],
 )
 def test_an_operator_reads_what_is_wrong_with_it(
-    spoil: dict[str, Any], kind: str | None, detail: str
+    spoil: dict[str, Any], problem: PartProblem | None, cause: str
 ) -> None:
     """In one line, of which the list of parts has the words."""
     replica = connected("10.0.0.1:8000")
@@ -110,26 +119,25 @@ def test_an_operator_reads_what_is_wrong_with_it(
     for name, value in spoil.items():
         setattr(replica, name, value)
     (reading,) = replica.readings()
-    assert (reading.kind, reading.detail) == (kind, detail)
+    assert (reading.problem, reading.cause) == (problem, cause)
     assert (reading.name, reading.public_name) == ("10.0.0.1:8000", "1")
-    assert kind is None or kind in PROBLEMS[ServedPart.REPLICA]
 
 
 @pytest.mark.parametrize(
-    ("problem", "kind"),
+    ("problem", "of_part"),
     [
         (DiskProblem(), None),
-        (DiskProblem("full"), "replica not written"),
-        (DiskProblem("other weights", is_lasting=True), "replica given up"),
+        (DiskProblem("full"), PartProblem.DISK_REPLICA_NOT_WRITTEN),
+        (DiskProblem("other weights", is_lasting=True), PartProblem.DISK_REPLICA_GIVEN_UP),
     ],
 )
-def test_a_disk_is_a_part_of_its_own(problem: DiskProblem, kind: str | None) -> None:
+def test_a_disk_is_a_part_of_its_own(problem: DiskProblem, of_part: PartProblem | None) -> None:
     """By the name of its replica; changes come by the journal."""
     replica = connected(max_disk_bytes=10)
     replica.note_disk(problem)
     _, disk = replica.readings()
-    assert (disk.part, disk.kind, disk.detail, disk.name) == (ServedPart.DISK, kind, problem.reason, "a")
-    assert kind is None or kind in PROBLEMS[ServedPart.DISK]
+    assert (disk.part, disk.name) == (ServedPart.DISK, "a")
+    assert (disk.problem, disk.cause) == (of_part, problem.reason)
 
 
 def request(plan: Any) -> RoutedRequest:
