@@ -43,6 +43,7 @@ class PendingLoad:
     late_s: float = 0.0  # that vLLM's stream waited for it
     late: Collection[SegmentId] = ()  # not read from disk in time, known when its job is done
     early: EarlyPass | None = None  # if its placeholders are computed while it arrives
+    computes_head: bool = True  # before it arrives, as far as no pass has failed
 
     @cached_property
     def wanted(self) -> tuple[SegmentId, ...]:
