@@ -247,7 +247,11 @@ def _runtime(
         limits=PlannerLimits.from_settings(settings, can_probe=True),
         # An approximate plan has a pass of the connector before that of vLLM.
         cost=CostModel.from_settings(
-            settings.cost, bytes_per_token=0, num_extra_passes=1, places=(MEMORY, BLOCKS)
+            settings.cost,
+            bytes_per_token=0,
+            num_extra_passes=1,
+            computes_ahead=True,
+            places=(MEMORY, BLOCKS),
         ),
         tenants=tenants,
     )

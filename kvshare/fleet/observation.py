@@ -30,7 +30,8 @@ def observe(cost: CostModel, routed: Routed, progress: RequestProgress, finished
     if prefill_s is not None:
         loading_s = cost.rates.load_s(work.num_reused) if load_s is None else load_s
         cost.observe(work, max(prefill_s - loading_s, prefill_s / 10))
-    if "pass" in finished.stage_seconds and plan.order is None:  # else a pass also computes repairs
+    # Else a pass also computes repairs, or there were several.
+    if "pass" in finished.stage_seconds and plan.order is None and not plan.num_ahead:
         cost.observe(_pass(plan), finished.stage_seconds["pass"])
 
 
@@ -59,7 +60,8 @@ def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> 
     }
     if finished.disk_bytes and seconds[DISK]:
         cost.know_disk()
-        cost.observe_load(finished.disk_bytes, seconds[DISK], place=DISK)
+        asked = finished.disk_bytes + finished.late_bytes  # at this pace they would have taken so much longer
+        cost.observe_load(asked, seconds[DISK] * asked / finished.disk_bytes, place=DISK)
     used = [ticket.copies[index] for index in finished.used if index < len(ticket.copies)]
     if used:
         num_loaded = sum(_num_loaded(copy, finished.num_local) for copy in used)
@@ -67,7 +69,7 @@ def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> 
         cost.observe_load((num_loaded - in_blocks) * num_bytes, seconds[MEMORY])
         if in_blocks:
             cost.observe_load(in_blocks * num_bytes, seconds[BLOCKS], place=BLOCKS)
-    return max(0.0, sum(seconds.values()) - stages.get("hidden", 0.0))
+    return max(0.0, sum(seconds.values()) - stages.get("hidden", 0.0) - stages.get("ahead", 0.0))
 
 
 def _num_loaded(copy: WireCopy, num_local: int) -> int:

@@ -82,7 +82,9 @@ class RemoteTier:
     def __contains__(self, segment_id: object) -> bool:
         return any(segment_id in memory.segments for memory in self.memories.values())
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
         """Only which segments are missing, no bytes: the request is sent to the replica that has them."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))
 

@@ -22,8 +22,8 @@ class Fetched:
     """
     The result of a fetch. A tier whose bytes are elsewhere returns no segments.
 
-    `late`: segments that are held, but could not be read now or within the time limit. `read_bytes` were read
-    from disk in `read_s`. `is_slow`: reads took longer than the time limit.
+    `late`: held, and not read within the time that was given, or not readable now. `read_bytes` came from
+    disk, in `read_s`, with parts of what was late. `is_slow`: reads took longer than that.
     """
 
     segments: Mapping[SegmentId, SegmentKV]
@@ -58,8 +58,13 @@ class Tier(Protocol):
 
     def __contains__(self, segment_id: object) -> bool: ...
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
-        """Return the segments, and the ids of those that are missing or damaged, or not read in time."""
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
+        """
+        The segments, and the ids of those that are missing or damaged, or are not read in time; `doubt_s`:
+        from then on reads are given up that will not be, at their pace.
+        """
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
         """Free segments; unknown ids are ignored."""
@@ -147,8 +152,10 @@ class MemoryTier(SegmentTable[_Stored]):
             TierStatus("memory", len(self), self.num_bytes, self.max_bytes, self._num_hits, self._num_misses),
         )
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
-        """Return the segments whose bytes still match their checksums; all others are missing."""
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
+        """The segments whose bytes still have their checksums; the others are missing."""
         wanted = frozenset(segment_ids)
         found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
         segments = {
@@ -170,7 +177,9 @@ class EverySegment:
     def __contains__(self, segment_id: object) -> bool:
         return True
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
         return Fetched({}, frozenset())
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> None:

@@ -2,7 +2,8 @@
 Plans what a prompt copies from stored prompts, and stores it: for serving, `explain` and replay.
 
     pipeline.py        Sharing: looks up, plans, fetches. lookup.py: its result
-    fetching.py        gets the KV of a plan; waits for the disk only as long as that pays
+    fetching.py        gets the KV of a plan, from disk only as long as that pays
+    splitting.py       what of a plan is read from disk, and what an engine computes meanwhile
     indexing.py        keeps the index in step with what is stored
     arrivals.py        similar prompts that are being computed, for which a request waits
 

@@ -76,6 +76,7 @@ class CostModel:
         bytes_per_token: int,
         context_share: float = 0.0,
         num_extra_passes: int = 0,
+        computes_ahead: bool = False,
         places: Sequence[str] = (MEMORY,),
     ) -> Self:
         """
@@ -98,6 +99,7 @@ class CostModel:
             embedding=ASSUMED_EMBEDDING,
             bytes_per_token=bytes_per_token,
             num_extra_passes=num_extra_passes,
+            computes_ahead=computes_ahead,
         )
         return cls(rates, learns=settings.learn)
 

@@ -104,9 +104,11 @@ def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:
         )
         for copy in plan.copies
     ]
+    # What is computed while the rest is read is no repair, though a donor has it.
+    repairs = [repair for repair in plan.repairs if repair.start >= plan.num_ahead]
     for placeholder in plan.placeholders:
         start = placeholder.start
-        for repair in plan.repairs:
+        for repair in repairs:
             part = placeholder.intersection(repair)
             if not part:
                 continue

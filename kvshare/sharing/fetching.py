@@ -15,8 +15,9 @@ from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import DISK, MinSaved
 from kvshare.telemetry import Component, FallbackReason, Telemetry
 
-_LATE = 3.0  # a read is late after this many times its planned time
-_HARMLESS = 0.03  # any read may take this share of a full prefill
+_LATE = 3.0  # times the planned time, then a read is late
+_LEAST_BYTES = 1 << 20  # that a disk reads before any of it counts, see `tiers/pace.py`
+_HARMLESS = 0.02  # share of a full prefill that any read may take
 
 
 class Fetching:
@@ -50,36 +51,39 @@ class Fetching:
 
     def fetch(self, plan: Plan, threshold: MinSaved, stages: dict[str, float]) -> Fetched:
         """
-        Get the KV of a plan. A read from disk that takes longer than `patience_s` is late.
+        The KV of a plan. The disk is waited for about as long as was planned, and no longer than the plan
+        saves; and only for a small share of the prefill where its pace says that it will be late. So much it
+        may always take, as a disk that was slow once is to be measured again.
 
         `stages`: the time is added to its "fetch"
         """
         rates, num_on_disk = self._cost.rates, self._num_on_disk(plan)
-        planned_s = rates.load_s(num_on_disk, place=DISK)
         within_s = self.patience_s(plan, threshold)
         began = time.perf_counter()
-        fetched = self._tier.fetch({copy.segment_id for copy in plan.copies}, within_s=within_s)
+        doubt_s = _HARMLESS * plan.estimate.full_s if threshold.min_saved_s >= 0 else math.inf
+        fetched = self._tier.fetch(
+            {copy.segment_id for copy in plan.copies}, within_s=within_s, doubt_s=doubt_s
+        )
         stages["fetch"] += time.perf_counter() - began
-        if fetched.read_bytes:
-            self._cost.observe_load(fetched.read_bytes, fetched.read_s, place=DISK)
+        num_bytes, read_s = fetched.read_bytes, fetched.read_s
         if fetched.late:
             self._telemetry.fallback(Component.TIER, FallbackReason.TIMEOUT)
-            if (
-                fetched.is_slow and not fetched.read_bytes and within_s > planned_s
-            ):  # the read takes at least `within_s`, so the rate of the disk is at most this
-                self._cost.observe_load(num_on_disk * rates.bytes_per_token, within_s, place=DISK)
+        if fetched.is_slow:  # what all of it would have taken at this pace
+            num_bytes = num_on_disk * rates.bytes_per_token
+            read_s *= num_bytes / (fetched.read_bytes or min(num_bytes, _LEAST_BYTES))
+        self._cost.observe_load(num_bytes, read_s, place=DISK)
         return fetched
 
     def patience_s(self, plan: Plan, threshold: MinSaved) -> float:
         """
-        Return how long to wait for a read from disk: `_LATE` times the planned time, while that saves time.
-
-        If no read is planned: as long as the plan saves. A small share of the prefill is always allowed, so
-        that a disk that was slow once is measured again. A read may lose the time that `threshold` allows.
+        Return how long to wait for a read from disk; where none is planned, as long as the plan saves. What
+        is computed meanwhile must not be waited for, so a plan that computes ahead waits little longer.
         """
         num_on_disk, full_s, saved_s = self._num_on_disk(plan), plan.estimate.full_s, plan.estimate.saved_s
         planned_s = self._cost.rates.load_s(num_on_disk, place=DISK) if num_on_disk else math.inf
         within_s = max(_HARMLESS * full_s, min(_LATE * planned_s, saved_s))
+        if plan.num_ahead:
+            within_s = self._cost.rates.ahead_s(plan.num_ahead) + _HARMLESS * full_s
         return within_s if threshold.min_saved_s >= 0 else max(within_s, saved_s - threshold.min_saved_s)
 
     def _num_on_disk(self, plan: Plan) -> int:

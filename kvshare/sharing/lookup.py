@@ -40,7 +40,7 @@ class Lookup:
         """Count the tokens by where their KV comes from, for usage and metrics."""
         plan = self.plan
         if isinstance(plan, Plan):
-            counts = plan.exact_length, plan.num_copied, plan.num_recomputed, plan.num_repaired
+            counts = plan.num_exact, plan.num_copied, plan.num_recomputed, plan.num_repaired
             decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
             saved_s = plan.estimate.saved_s
         else:

@@ -31,7 +31,6 @@ MAX_TAIL_TOKENS = 1024  # with more after the last copy, no repairs are chosen: 
 class RepairOrder:
     """
     How many copied tokens an engine computes again. The engine chooses them after a probe pass.
-
     `stretches`: contiguous approximate copies of one donor, from which the tokens are chosen. `probes`:
     positions in them whose change is measured. See `sharing.selection`.
     """
@@ -45,9 +44,8 @@ class RepairOrder:
 class Plan:
     """
     Copies and placeholders cover every position of the prompt exactly once.
-
-    With an `order` the engine still has to choose repairs among the copies; `with_repairs` returns the plan
-    that includes them. `reason`: why a plan that shares more was refused; None if none was.
+    With an `order` the engine still has to choose repairs among the copies; `with_repairs` gives the plan
+    with them. `reason`: why not more is shared, if a better plan was refused; else None.
     """
 
     num_tokens: int
@@ -61,6 +59,7 @@ class Plan:
     order: RepairOrder | None = None
     exact_until: int | None = None  # set by `with_repairs`: later KV attended to copies that were replaced
     prediction: Prediction | None = None  # for the approximate plan, used or refused
+    num_ahead: int = 0  # leading tokens that are computed while copies are read from disk; see `splitting`
 
     @property
     def deviation(self) -> float:
@@ -92,7 +91,12 @@ class Plan:
     @property
     def num_copied(self) -> int:
         """Tokens with approximate KV."""
-        return self.num_tokens - self.exact_length - self.num_computed
+        return self.num_tokens - self.num_exact - self.num_computed
+
+    @property
+    def num_exact(self) -> int:
+        """Tokens of the exact prefix that are copied: all, unless some are computed while others are read."""
+        return self.exact_length - min(self.num_ahead, self.exact_length)
 
     @property
     def charged_budget(self) -> float:
@@ -111,9 +115,8 @@ class Plan:
 
     def work(self, *, num_extra_passes: int = 0, queue: Queue = IDLE) -> PrefillWork:
         """
-        Return the work of the plan. Repairs that are not chosen yet are counted as if at half of the prompt.
-
-        `num_extra_passes`: passes that an approximate plan takes beyond the engine's own
+        What carrying out the plan takes, where repairs that are to be chosen attend to half of the prompt.
+        `num_extra_passes`: those of an approximate plan, beyond the engine's own
         """
         num_tokens, in_spans = self.num_computed + self.num_selecting, _total(self.placeholders)
         pairs = sum(span.end**2 - span.start**2 for span in self.placeholders) / 2
@@ -121,10 +124,11 @@ class Plan:
         return PrefillWork(
             num_tokens=num_tokens,
             num_pairs=pairs + (num_tokens - in_spans) * self.num_tokens / 2,
-            num_passes=extra * num_extra_passes + (self.order is not None),
+            num_passes=extra * num_extra_passes + (self.order is not None) + (self.num_ahead > 0),
             num_reused=num_reused,
             num_in_blocks=min(num_reused, self.num_in(queue.in_blocks)),  # chosen repairs are among them
-            num_on_disk=min(num_reused, self.num_in(queue.on_disk or ())),
+            num_on_disk=min(num_reused, self.num_in(queue.to_read)),
+            num_ahead=self.num_ahead,
         )
 
     @property
@@ -170,10 +174,8 @@ class Plan:
 
     def with_repairs(self, chosen: Sequence[Span]) -> Plan:
         """
-        Return the plan with the chosen repairs in place of the order.
-
-        The probe pass attended to the copies that are now replaced, so its KV stays approximate
-        (`exact_until`).
+        The plan with the chosen repairs, which replace the order. The probe pass attended to the copies that
+        are now replaced, so its KV stays approximate (`exact_until`).
         """
         copied = without(self.copies, chosen)
         return replace(

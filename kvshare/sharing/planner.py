@@ -18,6 +18,7 @@ from kvshare.sharing.limits import PlannerLimits, exact_part, is_exact
 from kvshare.sharing.media import composed_with_whole_media
 from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
 from kvshare.sharing.rates import Estimate, Rates
+from kvshare.sharing.splitting import split_reads
 
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
 _ABOUT_EQUAL = 0.02  # of what a plan saves
@@ -74,6 +75,7 @@ class _Search:
     def best_plan(self, donors: Sequence[Node]) -> Plan | NoPlan:
         composition = self._first_composition(donors)
         exact = _exact_plan(composition, self._rates, min_length=self._limits.sharing.min_run)
+        exact = exact and self._split(exact)
         if self._approximate:
             self._try_approximate(composition, donors, exact)
             self._try_originals(donors, exact)
@@ -153,9 +155,14 @@ class _Search:
                 self._accepted.append(plan)
 
     def _cheapest(self, composition: Composition, donors: Sequence[Node]) -> Plan:
-        return Approximation(
+        found = Approximation(
             composition, donors, self._token_ids, self._segment_of, self._limits, self._rates, self._media
-        ).cheapest()
+        )
+        return self._split(found.cheapest())
+
+    def _split(self, plan: Plan) -> Plan:
+        """The plan, or a faster one that computes its beginning while the rest is read from disk."""
+        return plan if self._media else split_reads(plan, self._rates)
 
 
 def _preferred(accepted: Sequence[Plan]) -> Plan:
@@ -201,7 +208,7 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
 def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
     """Return why an approximate plan may not be used; None if it passes the gate."""
     policy = limits.policy
-    num_exact = exact.exact_length if exact is not None else 0
+    num_exact = exact.num_exact if exact is not None else 0
     num_computed = plan.num_computed + plan.num_selecting
     saved = plan.num_tokens - num_computed - num_exact  # beyond the exact plan
     # Repairs may leave so few copied tokens that they are not worth any deviation.

@@ -34,8 +34,9 @@ class PrefillWork:
     num_steps: int = 1  # the engine's own forward passes; 0: only partial passes were measured
     num_passes: int = 0  # partial passes besides them
     num_reused: int = 0  # tokens whose KV is loaded
-    num_in_blocks: int = 0  # reused tokens that lie in blocks
-    num_on_disk: int = 0  # reused tokens that are read from disk before they are loaded
+    num_in_blocks: int = 0  # those of them that lie in blocks
+    num_on_disk: int = 0  # those that are read from disk before they are loaded
+    num_ahead: int = 0  # leading tokens that are computed while those are read and loaded
 
     @classmethod
     def full(cls, num_tokens: int) -> Self:
@@ -63,6 +64,17 @@ FREE = LoadRate(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
+class _Without(Container[SegmentId]):
+    """What is in one place and not in another."""
+
+    place: Container[SegmentId]
+    other: Container[SegmentId]
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self.place and segment_id not in self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Queue:
     """
     The work of a replica before the next request, in seconds, and which segments lie in its blocks or are on
@@ -78,6 +90,11 @@ class Queue:
     def reading(self, on_disk: Container[SegmentId]) -> Queue:
         """Return the queue with these segments on disk, unless it has its own."""
         return self if self.on_disk is not None else replace(self, on_disk=on_disk)
+
+    @property
+    def to_read(self) -> Container[SegmentId]:
+        """Return the segments that are read from disk before they are loaded."""
+        return _Without(self.on_disk or (), self.in_blocks)
 
     def wait_for(self, load_s: float) -> float:
         """Return how many seconds after its turn a prompt is computed, because of a load of `load_s`."""
@@ -137,6 +154,7 @@ class Rates:
     embedding: LoadRate = FREE  # per token, too
     bytes_per_token: int = 0
     num_extra_passes: int = 0  # partial passes of an approximate plan beyond the engine's own
+    computes_ahead: bool = False  # the engine computes what comes before the first copy while a disk is read
     queue: Queue = IDLE
 
     @classmethod
@@ -176,6 +194,12 @@ class Rates:
         """Estimate the search for donors, and planning with them."""
         return self.lookup.seconds(num_tokens) + self.planning.seconds(num_tokens)
 
+    def ahead_s(self, num_tokens: int) -> float:
+        """So many leading tokens, in a pass by themselves; see `PrefillWork.num_ahead`."""
+        if not num_tokens:
+            return 0.0
+        return self.seconds(PrefillWork(num_tokens, num_tokens**2 / 2, num_steps=0, num_passes=1))
+
     def load_s(self, num_tokens: int, *, place: str = MEMORY) -> float:
         rate = self.loads.get(place, FREE)
         return rate.seconds(num_tokens * self.bytes_per_token)
@@ -189,7 +213,7 @@ class Rates:
         """Compare a full prefill of `num_tokens` with this work and the load of what it reuses."""
         load_s = self.load_s(work.num_reused - work.num_in_blocks)
         load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.load_s(work.num_on_disk, place=DISK)
-        return self._compare(num_tokens, work, load_s)
+        return self._compare(num_tokens, work, max(0.0, load_s - self.ahead_s(work.num_ahead)))
 
     def least(self, num_tokens: int, work: PrefillWork) -> Estimate:
         """Return a lower limit of `estimate`: all that is reused comes from the fastest place."""

@@ -19,6 +19,7 @@ KV that outlives memory and the process: tiers below host memory, with the inter
     shared_start.py      opens what the settings name
     disk_and_shared.py   a disk with a shared store below it, as one tier
     readers.py       threads that read, some for each tier
+    pace.py          gives reads up as soon as they go too slowly
     shares.py        what of the segments lies where
     tier_stack.py    memory above the others: what is asked for often is in memory
     near_memory.py   what is in memory, and what leaves it; replays have it, too

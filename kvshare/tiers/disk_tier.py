@@ -35,6 +35,7 @@ from kvshare.tiers.kv_object import (
 from kvshare.tiers.lower_tier import BusyError, LowerTier
 from kvshare.tiers.object_files import FORM_NAME, SUFFIX, UNFINISHED, listed, may_hold, object_path
 from kvshare.tiers.object_index import delete_index, read_index, write_index
+from kvshare.tiers.pace import BytesRead
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class DiskTier:
         self.form = form
         self.max_bytes = max_bytes
         self.num_bytes = 0  # of KV, as the tree counts it
+        self.bytes_read = BytesRead()
         self.counts: Counter[str] = Counter()  # written, read, damaged, failed, deleted: objects
         self._root, self._folder = folder, folder / form.fingerprint[:16]
         self._keep_free_bytes = keep_free_bytes
@@ -211,7 +213,7 @@ class DiskTier:
         if segment is None:
             return None
         try:
-            with closing(StoredObject(self._files, self._path(segment_id))) as found:
+            with closing(StoredObject(self._files, self._path(segment_id), self.bytes_read)) as found:
                 self._check(found.header, segment)
                 numbers = range(len(found.header.planes)) if planes is None else planes
                 rows = tuple(found.rows(number) for number in numbers)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from delta_tree import Segment
 from kvshare.tiers.files import Files
+from kvshare.tiers.pace import CHUNK_BYTES, BytesRead
 
 if TYPE_CHECKING:
     from kvshare.kv.layout import KVLayout  # imports torch
@@ -203,8 +204,10 @@ class StoredObject:
     Raises:  ObjectError for a file that is no object; OSError
     """
 
-    def __init__(self, files: Files, path: Path) -> None:
+    def __init__(self, files: Files, path: Path, progress: BytesRead | None = None) -> None:
+        """`progress`: what is read is added."""
         self._files = files
+        self._progress = progress or BytesRead()
         self._descriptor = files.open(path)
         try:
             length = int.from_bytes(self._read(0, 8), "little")
@@ -232,10 +235,11 @@ class StoredObject:
         found = np.empty(num_bytes, dtype=np.uint8)
         into, done = found.data, 0
         while done < num_bytes:
-            count = self._files.read(self._descriptor, into[done:], start + done)
+            count = self._files.read(self._descriptor, into[done : done + CHUNK_BYTES], start + done)
             if not count:
                 raise ObjectError(f"it ends {num_bytes - done} bytes too early")
             done += count
+            self._progress.add(count)
         return found
 
 

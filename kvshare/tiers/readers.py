@@ -4,14 +4,17 @@ Threads that read the tiers below memory, `_READERS` for each: the disk does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from delta_tree import Segment, SegmentId
+from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
+from kvshare.tiers.pace import BytesRead, WaitedReads, wait_for
 
 _T = TypeVar("_T")
 Take = Callable[[LowerTier, Segment, tuple[Rows, ...]], _T]
@@ -86,6 +89,21 @@ def result_of(read: Future[_T | None]) -> _T | None:
         return read.result(timeout=0)
     except (BusyError, CancelledError):
         return None
+
+
+def wait_in_time(
+    reads: Mapping[Future[Any], SegmentId], nearest: LowerTier, *, within_s: float, doubt_s: float
+) -> WaitedReads:
+    """Wait for them, no longer than their pace lets expect them in time. A shared store's is not known."""
+    segments = [nearest.segment(entry) for entry in reads.values()]
+    is_known = isinstance(nearest, DiskTier) and None not in segments
+    return wait_for(
+        reads,
+        num_bytes=sum(segment.num_bytes for segment in segments if segment is not None),
+        within_s=within_s,
+        doubt_s=doubt_s if is_known else math.inf,
+        bytes_read=nearest.bytes_read if isinstance(nearest, DiskTier) else BytesRead(),
+    )
 
 
 def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:

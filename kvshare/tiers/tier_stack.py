@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import dataclass
 
 from delta_tree import EvictionQueue, RecencyQueue, Segment, SegmentId
@@ -29,7 +28,8 @@ from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import LowerTier
 from kvshare.tiers.near_memory import NearMemory
-from kvshare.tiers.readers import TierReaders, result_of
+from kvshare.tiers.pace import WaitedReads
+from kvshare.tiers.readers import TierReaders, result_of, wait_in_time
 from kvshare.tiers.shared_tier import SharedTier, remove_from_shared
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
@@ -120,10 +120,12 @@ class TierStack:
         if self.below.drop(entries):
             self._writer.wake()
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
         """
-        Return the segments whose bytes match their checks. The others are missing, or late: not read within
-        `within_s`. A read that has begun goes on, and the next request finds its segment in memory.
+        The segments whose bytes match their checks. The others are missing, or late: not read in that time,
+        or not to be expected in it, see `pace.py`. What comes late is in memory for the next request.
         """
         wanted = frozenset(segment_ids)
         with self._lock:
@@ -139,14 +141,13 @@ class TierStack:
         if not far:
             self._counts["missing"] += len(wanted) - len(segments)
             return Fetched(segments, wanted - segments.keys())
-        began = time.perf_counter()
-        read, late, is_slow = self._read_all(far, within_s)
+        read, late, is_slow, waited = self._read_all(far, within_s, doubt_s)
         segments |= read
-        num_bytes = sum(kv.num_bytes for kv in read.values())
+        num_bytes = max(sum(kv.num_bytes for kv in read.values()), waited.num_bytes if is_slow else 0)
         self._counts["below"] += len(read)
         missing = wanted - segments.keys() - late
         self._counts["missing"] += len(missing)
-        return Fetched(segments, missing, late, num_bytes, time.perf_counter() - began, is_slow=is_slow)
+        return Fetched(segments, missing, late, num_bytes, waited.seconds, is_slow=is_slow)
 
     def note_open(self) -> None:
         """Note that the disk, which could not be opened before, is open now."""
@@ -202,24 +203,24 @@ class TierStack:
         return Share(tier.max_bytes, held, holds)
 
     def _read_all(
-        self, entries: Iterable[SegmentId], within_s: float
-    ) -> tuple[dict[SegmentId, SegmentKV], frozenset[SegmentId], bool]:
-        """Return what was read in time, what is late, and whether the nearest tier was too slow."""
+        self, entries: Iterable[SegmentId], within_s: float, doubt_s: float
+    ) -> tuple[dict[SegmentId, SegmentKV], frozenset[SegmentId], bool, WaitedReads]:
+        """What was read in time, what is late, whether that is because reads take too long, and the wait."""
         nearest, is_paused = self.below.parts[0], time.monotonic() < self._reads_from
         paused = {entry for entry in entries if is_paused and entry in nearest}
         reads = {
             self._readers.read(entry, self._into_memory): entry for entry in entries if entry not in paused
         }
-        done, pending = wait(reads, None if math.isinf(within_s) else max(0.0, within_s))
-        for each in pending:
+        waited = wait_in_time(reads, nearest, within_s=within_s, doubt_s=doubt_s)
+        for each in waited.pending:
             each.cancel()
-        read = {reads[each]: kv for each in done if (kv := result_of(each)) is not None}
+        read = {reads[each]: kv for each in waited.done if (kv := result_of(each)) is not None}
         late = frozenset(entry for entry in reads.values() if entry not in read and entry in self.below)
         self._counts["late"] += len(late)
-        is_slow = any(reads[each] in nearest for each in pending)
+        is_slow = any(reads[each] in nearest for each in waited.pending)
         if reads:
             self._note_slow(is_slow)
-        return read, late | paused, is_slow
+        return read, late | paused, is_slow, waited
 
     def _into_memory(self, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> SegmentKV:
         """Keep a segment that was read below, and return its KV. Runs on a reader's thread."""

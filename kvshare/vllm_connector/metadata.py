@@ -105,6 +105,12 @@ class LoadRequest:
         ends = ((copy.segment_id, copy.offset + copy.length, target.end) for copy, target in placed)
         return tuple(end[2] - 1 for end in ends if end not in begins)
 
+    @property
+    def head(self) -> Span:
+        """What comes before the first copy: it attends to nothing that is copied."""
+        first = min((target.start for _, target in self.targets()), default=self.end)
+        return Span(self.start, max(self.start, first))
+
     def passed(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
         """What a pass goes over: what it computes, and the last rows of copies where a head drafts."""
         last = (Span(place, place + 1) for place in self.last_rows(unreadable))

@@ -190,7 +190,8 @@ class FinishedReport(Message):
     `repaired`, and by the segments `stored`. All three are empty if nothing was retained. `output_ids`: the
     generated tokens among the retained ones. `stage_seconds`: "verify" checks segments, "write" writes copies
     into vLLM's blocks, "blocks" those of other blocks, "pass" computes placeholders, "save" copies KV out;
-    "hidden" is the part of "write" during "pass", "waited" what "pass" waited for it. `first_token_s`:
+    "hidden" is the part of "write" during "pass", "waited" what "pass" waited for it; "disk" reads segments
+    first, "ahead" is the part of "pass" during that. `first_token_s`:
     from its first blocks to its first token, with loads and placeholders; None without one, or if preempted.
     `num_answer_steps`: where vLLM decodes speculatively, the steps after the first token, which gave
     `num_answer_tokens`; else both are 0.
@@ -203,7 +204,8 @@ class FinishedReport(Message):
     num_computed: Number = 0  # prompt tokens that vLLM and the connector computed
     num_local: Number = 0  # prompt tokens from vLLM's own prefix cache
     num_from_blocks: Number = 0  # copied prompt tokens that were not loaded from host memory
-    disk_bytes: Number = 0  # that were read from disk
+    disk_bytes: Number = 0  # that were read from disk; of what was late in time, and of one segment at least
+    late_bytes: Number = 0  # the others that were to be read
     output_ids: tuple[Number, ...] = ()
     stored: tuple[StoredSegment, ...] = ()
     repaired: tuple[WireSpan, ...] = ()
@@ -214,7 +216,10 @@ class FinishedReport(Message):
     kind: Literal["finished"] = "finished"
 
     _optional = frozenset(
-        {"first_token_s", "num_from_blocks", "disk_bytes", "num_answer_steps", "num_answer_tokens"}
+        {
+            *("first_token_s", "num_from_blocks", "disk_bytes", "late_bytes"),
+            *("num_answer_steps", "num_answer_tokens"),
+        }
     )
 
 

@@ -2,9 +2,10 @@
 Plays logs through memory and a disk of ten times its size under each policy of eviction, and prints the table
 of docs/benchmarks.md; stores its document in docs/measured/replay-tiers.json.
 
-    .venv/bin/python lab/scripts/compare_evictions.py DATA [NAME ...] > table.md
+    .venv/bin/python lab/scripts/compare_evictions.py DATA [NAME ...] [--limit REQUESTS] > table.md
 
-DATA has the logs that compare_evictions.yaml names; of those that are not named the figures stay. Prompts are
+DATA has the logs that compare_evictions.yaml names; of those that are not named the figures stay. With a
+limit, for a try, only so many requests of each log are played, and nothing is stored. Prompts are
 kept in blocks, by the product's policies (`kvshare_lab.bench.block_cache`); beside them stands the oracle,
 which knows the future (`oracle_cache.py`). Memory is a share of all blocks of the log. All figures are shares
 of the blocks of equal prefixes that a cache without limits reuses.
@@ -35,13 +36,21 @@ TIMES = 10  # the disk's size in those of memory
 Document = dict[str, Any]
 
 
-def main(data: Path, names: Annotated[list[str] | None, typer.Argument(help=", ".join(LOGS))] = None) -> None:
+def main(
+    data: Path,
+    names: Annotated[list[str] | None, typer.Argument(help=", ".join(LOGS))] = None,
+    limit: Annotated[int | None, typer.Option(help="Requests of each log; nothing is stored.")] = None,
+) -> None:
     """Compare the policies of eviction on the logs, all or those named, and print the table."""
-    logs = {} if names is None or not STORED.exists() else json.loads(STORED.read_text("utf-8"))["logs"]
+    is_kept = names is not None and limit is None and STORED.exists()
+    logs = json.loads(STORED.read_text("utf-8"))["logs"] if is_kept else {}
     for name in names or LOGS:
-        logs[name] = _compared(LOGS[name], data)
+        log = LOGS[name] if limit is None else {**LOGS[name], "limit": min(limit, LOGS[name]["limit"])}
+        logs[name] = _compared(log, data)
+        typer.echo(f"{name}: {logs[name]['seconds']} s", err=True)
         document = {"shares": SHARES, "logs": {each: logs[each] for each in LOGS if each in logs}}
-        store(STORED.stem, document)
+        if limit is None:
+            store(STORED.stem, document)
     typer.echo("\n".join(table(document)))
 
 

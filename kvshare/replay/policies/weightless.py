@@ -45,6 +45,8 @@ class WeightlessTier(SegmentTable[WeightlessKV]):
         """A replay counts hits itself."""
         return ()
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
         """No bytes, only which segments are missing."""
         return Fetched({}, frozenset(entry for entry in segment_ids if entry not in self))

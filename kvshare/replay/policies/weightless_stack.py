@@ -52,7 +52,9 @@ class WeightlessStack:
             kv = self._disk.pop(segment_id, None)
             self.num_disk_bytes -= 0 if kv is None else kv.num_bytes
 
-    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf) -> Fetched:
+    def fetch(
+        self, segment_ids: Iterable[SegmentId], *, within_s: float = math.inf, doubt_s: float = math.inf
+    ) -> Fetched:
         """No bytes, only which segments are missing. What is read from disk is in memory then."""
         wanted = sorted(set(segment_ids))  # equal runs read in equal order
         near = self._memory.use(wanted)

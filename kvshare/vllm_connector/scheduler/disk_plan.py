@@ -19,9 +19,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from delta_tree import Segment, SegmentId
-from kvshare.vllm_connector.metadata import LoadRequest, WorkerReport, WriteRequest
+from kvshare.vllm_connector.metadata import LoadRequest, LoadResult, WorkerReport, WriteRequest
 from kvshare.vllm_connector.scheduler.drops import Drops
 from kvshare.vllm_connector.scheduler.event_log import EventLog
+from kvshare.vllm_connector.scheduler.request_state import TicketedRequest
 from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
 from kvshare.vllm_protocol.messages import Ticket
 from kvshare.vllm_protocol.places import DiskProblem, OnDiskOnly
@@ -193,6 +194,13 @@ class DiskPlan:
             self.segments.note_read(self._loading.pop(request_id, ()))
             late = self.segments.evict(each for each in result.late if each in self.segments.disk)
             self.drops.note(late)
+
+    def note_bytes(self, ticketed: TicketedRequest, result: LoadResult) -> None:
+        """How much of what its load was to read was late: all of it but one segment at most."""
+        late = [self.segments.bytes_of([segment_id]) for segment_id in result.late]
+        asked = ticketed.disk_bytes
+        ticketed.disk_bytes = max(asked - sum(late), min([asked, *late]))
+        ticketed.late_bytes = asked - ticketed.disk_bytes
 
     def _note_problem(self, problem: DiskProblem) -> None:
         """Report a change of the problem to proxies, unless the current one is lasting."""

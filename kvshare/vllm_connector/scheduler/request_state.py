@@ -80,11 +80,12 @@ class TicketedRequest:
     num_prompt: int = 0  # known at the end
     retention: RequestRetention = field(default_factory=RequestRetention)
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    num_from_blocks: int = 0  # tokens of its load that are copied from vLLM's blocks
-    disk_bytes: int = 0  # bytes of its load that are read from disk first
-    was_late: bool = False  # some of these bytes were not read in time
-    num_answer_steps: int = 0  # steps after the first token, if vLLM decodes speculatively
-    num_answer_tokens: int = 0  # tokens that these steps gave
+    num_from_blocks: int = 0  # tokens of its load that are not copied from host memory
+    disk_bytes: int = 0  # of its load, read from disk before
+    late_bytes: int = 0  # that were not
+    was_late: bool = False  # that
+    num_answer_steps: int = 0  # after the first token, where vLLM decodes speculatively
+    num_answer_tokens: int = 0  # that they gave
     first_token_s: float | None = None  # since it got blocks; None if it was preempted meanwhile
 
     @property
@@ -224,6 +225,7 @@ class TicketedRequest:
             num_local=num_local,
             num_from_blocks=self.num_from_blocks,
             disk_bytes=self.disk_bytes,
+            late_bytes=self.late_bytes,
             stage_seconds=dict(self.stage_seconds),
             first_token_s=self.first_token_s,
             num_answer_steps=self.num_answer_steps,

@@ -270,6 +270,7 @@ class ConnectorScheduler:
             return
         if result.failed and ticketed.state in (State.JOINED, State.CLOSING):
             self.joining.note_failure()
+        self.disk.note_bytes(ticketed, result)
         ticketed.note_load(result)
         if (closing := self._closing.pop(request_id, None)) is not None:
             request, block_ids = closing

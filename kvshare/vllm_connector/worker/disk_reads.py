@@ -4,11 +4,13 @@ Reads from disk, or from a shared store, into the arena. The load that waits for
     Read     one segment; several loads may wait for it
     Reads    those of one load, which are waited for no longer than the plan said
 
-What is late is computed instead of copied. It stays on disk, and in memory if the scheduler side says so.
+What is late is computed in place of copied. It stays on disk, and in memory if the scheduler side says so. A
+read that has not begun by then, and that no other load waits for, is cancelled: the next load needs the disk.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -17,11 +19,28 @@ from delta_tree import SegmentId
 
 
 class Read:
-    """One segment, on its way into memory. `future`: whether it matched its checks; None is no."""
+    """
+    One segment, on its way into memory. `future`: whether it matched its checks; None is no. Thread-safe.
+    """
 
     def __init__(self, segment_id: SegmentId, future: Future[bool | None]) -> None:
         self.segment_id = segment_id
         self._future = future
+        self._num_waiting = 0  # loads
+        self._lock = threading.Lock()
+
+    def wait_for(self) -> bool:
+        """One more load waits for it, until `give_up`. Returns False if it was cancelled."""
+        with self._lock:
+            self._num_waiting += 1
+            return not self._future.cancelled()
+
+    def give_up(self) -> None:
+        """A load waits no longer."""
+        with self._lock:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._future.cancel()  # which changes nothing if it has begun
 
     @property
     def is_over(self) -> bool:
@@ -70,6 +89,7 @@ class Reads:
         self.seconds = time.perf_counter() - self._began
         for read in self.reads:
             is_whole = read.is_whole if read.is_over else None
+            read.give_up()
             if is_whole is None:
                 self.late.add(read.segment_id)
             elif not is_whole:

@@ -126,11 +126,14 @@ class DiskStore(SegmentStore):
         found, without_room = [], []
         for segment_id in segment_ids:
             stored = self._stored.get(segment_id)
-            if stored is not None and (read := self._reads.get(stored)) is not None:
+            read = None if stored is None else self._reads.get(stored)
+            if read is not None and read.wait_for():
                 found.append(read)
-            elif stored is None and (segment := self.below.segment(segment_id)) is not None:
+            elif stored is not None and stored.is_saved:
+                continue
+            elif (segment := self.below.segment(segment_id)) is not None:
                 try:
-                    found.append(self._begin_read(segment))
+                    found.append(self._begin_read(segment, stored))
                 except MemoryError:
                     without_room.append(segment_id)
         return Reads(found, without_room, within_s=within_s) if found or without_room else None
@@ -202,8 +205,11 @@ class DiskStore(SegmentStore):
             self.below.drop([segment.segment_id])
         return segment.num_bytes
 
-    def _begin_read(self, segment: Segment) -> Read:
-        stored = self.add(segment.segment_id, segment.num_tokens)
+    def _begin_read(self, segment: Segment, cancelled: Stored | None) -> Read:
+        """`cancelled`: what an earlier read was to fill, and has not left memory yet."""
+        stored = self.add(segment.segment_id, segment.num_tokens) if cancelled is None else cancelled
+        if cancelled in self._reads:
+            self.release([stored])
         self.hold([stored])
         try:
             future = self._readers.read(segment.segment_id, partial(self._read_into, stored))
@@ -212,6 +218,7 @@ class DiskStore(SegmentStore):
             self.evict([segment.segment_id])
             raise MemoryError("no thread to read with") from None
         read = self._reads[stored] = Read(segment.segment_id, future)
+        read.wait_for()
         return read
 
     def _read_into(self, stored: Stored, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> bool:

@@ -12,7 +12,7 @@ from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.paces import Paces
 from kvshare.vllm_connector.worker.times import Times
 from kvshare.vllm_connector.worker.under_way import PendingLoad
-from kvshare.vllm_protocol.stages import HIDDEN, PASS, WAITED, WRITE
+from kvshare.vllm_protocol.stages import AHEAD, HIDDEN, PASS, WAITED, WRITE
 
 
 class Reports:
@@ -40,6 +40,11 @@ class Reports:
         """Note a pass between two marks of the device. `is_plain`: it did not listen."""
         self.times.add(PASS, began, ended, num_run)
         self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
+
+    def note_ahead(self, began: Any, ended: Any, num_run: dict[str, int]) -> None:
+        """A pass over what comes before the first copies of loads that wait for a disk. It is a long one."""
+        for stage in (PASS, AHEAD):
+            self.times.add(stage, began, ended, num_run)
 
     def note_pace(self, load: PendingLoad, job: Job) -> None:
         """Note the pace of a load that had several batches. A single batch is small and slower per byte."""

@@ -111,6 +111,11 @@ class Transfers:
         self._wait([each.job for _, each in self._loads()], MAX_WAIT_S)
 
     @property
+    def waiting_for_disk(self) -> list[PendingLoad]:
+        """Return the loads that are not lost and wait for reads from disk."""
+        return [load for load, each in self._loads() if load.request.reads_within_s and not each.is_lost]
+
+    @property
     def only_load(self) -> UnderWay | None:
         """The load, if it is the only one and not lost; else None. The same on all ranks."""
         loads = [each for _, each in self._loads()]

@@ -39,10 +39,11 @@ class PendingLoad:
     work: LoadWork | None = None
     unreadable: frozenset[SegmentId] = frozenset()
     is_cancelled: bool = False
-    has_failed: bool = False  # only for loads that join a step: none of its segments is readable
-    late_s: float = 0.0  # seconds that vLLM's stream waited for it
-    late: Collection[SegmentId] = ()  # segments not read from disk in time; known when its job is done
-    early: EarlyPass | None = None  # set if its placeholders are computed while it arrives
+    has_failed: bool = False  # of a load that joins a step: none of its segments is readable
+    late_s: float = 0.0  # that vLLM's stream waited for it
+    late: Collection[SegmentId] = ()  # not read from disk in time, known when its job is done
+    early: EarlyPass | None = None  # if its placeholders are computed while it arrives
+    computes_head: bool = True  # before it arrives, as far as no pass has failed
 
     @cached_property
     def wanted(self) -> tuple[SegmentId, ...]:

@@ -37,6 +37,7 @@ from kvshare.vllm_connector.speculation import drafts_by_head
 from kvshare.vllm_connector.worker.device import Device, device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
+from kvshare.vllm_connector.worker.head_passes import HeadPasses
 from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.placeholders import Placeholders
 from kvshare.vllm_connector.worker.ranks import agreed, num_ranks
@@ -54,6 +55,7 @@ class WorkerParts(NamedTuple):
     transfers: Transfers
     placeholders: Placeholders
     early: EarlyPasses
+    heads: HeadPasses
 
 
 class ConnectorWorker:
@@ -110,6 +112,7 @@ class ConnectorWorker:
             Transfers(attached, device, self._reports),
             Placeholders(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
             EarlyPasses(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
+            HeadPasses(attached.forward, device, self._reports, step_tokens=step_tokens),
         )
 
     def begin(self, step: StepMetadata) -> None:
@@ -117,7 +120,7 @@ class ConnectorWorker:
         if self._parts is None:
             assert not step.loads, "no ticket is taken before all workers have parts"
             return
-        transfers, placeholders, _ = self._parts
+        transfers, placeholders, *_ = self._parts
         cancelled = frozenset(step.cancelled)
         transfers.cancel(cancelled)
         placeholders.cancel(cancelled)
@@ -140,10 +143,12 @@ class ConnectorWorker:
         """After the forward pass: report finished copies, and compute placeholders of loads."""
         if self._parts is None:
             return
-        transfers, placeholders, _ = self._parts
+        transfers, placeholders, _, heads = self._parts
+        if placeholders.is_idle and (block_ids := heads.compute(transfers.waiting_for_disk)):
+            transfers.fence(block_ids)
         if step.has_forward:
             self._reports.note_step(step.number)
-        elif not placeholders.wait_for_results(MAX_WAIT_S):
+        elif not (placeholders.wait_for_results(MAX_WAIT_S) or heads.wait(MAX_WAIT_S)):
             self._wait_for_loads()
         if not step.joining:  # otherwise this was done before the forward pass, together with joining loads
             if not step.has_forward or num_ranks() == 1:  # as late as possible: a CPU's pass ends only now
@@ -154,7 +159,7 @@ class ConnectorWorker:
 
     def _wait_for_loads(self) -> None:
         """Wait for loads, for a short time. A single load may be computed before it has arrived."""
-        transfers, placeholders, early = self.parts
+        transfers, placeholders, early, _ = self.parts
         each = transfers.only_load if placeholders.is_idle else None
         if each is None or not isinstance(load := each.transfer, PendingLoad) or not early.may_begin(load):
             transfers.wait_for_loads()
@@ -167,8 +172,8 @@ class ConnectorWorker:
             transfers.fence(load.request.block_ids)
 
     def _advance(self, joined: Sequence[PendingLoad] = ()) -> None:
-        """Compute the loads that have arrived and are due, together with those that join the step."""
-        transfers, placeholders, _ = self.parts
+        """Compute what is due of the loads that have arrived, together with those that join the step."""
+        transfers, placeholders, *_ = self.parts
         placeholders.add(transfers.take_arrived())
         if block_ids := placeholders.compute_due(joined):
             transfers.fence(block_ids)

@@ -70,6 +70,17 @@ def test_each_place_is_taught_by_what_came_from_it(
     assert rows == expected
 
 
+def test_reads_that_were_late_are_learned_from() -> None:
+    """All of them at the pace of those that came in time: the disk has become slower."""
+    cost = CostModel.from_settings(load_settings().cost, bytes_per_token=100)
+    seconds = {"write": 0.1, "disk": 0.5}
+    finished = FinishedReport(
+        "r", "approx", "kv_late", disk_bytes=10_000, late_bytes=30_000, stage_seconds=seconds
+    )
+    observe(cost, Routed(ticket=Ticket("r", "n", "d", 1000)), RequestProgress(), finished)
+    assert [(row[1][1], row[2]) for row in cost.rows()[DISK]] == [(40_000, 2.0)]
+
+
 def test_reads_from_disk_are_learned_from() -> None:
     """By their bytes and their seconds; before the first of them there is no such place."""
     cost = CostModel.from_settings(load_settings().cost, bytes_per_token=100)
@@ -82,7 +93,9 @@ def test_reads_from_disk_are_learned_from() -> None:
     assert cost.rates.loads[DISK].seconds(80_000) > cost.rates.loads[MEMORY].seconds(80_000)
 
 
-@pytest.mark.parametrize(("stages", "compute_s"), [({}, 0.3), ({"hidden": 0.15, "waited": 0.001}, 0.45)])
+@pytest.mark.parametrize(
+    ("stages", "compute_s"), [({}, 0.3), ({"hidden": 0.15, "waited": 0.001}, 0.45), ({"ahead": 0.1}, 0.4)]
+)
 def test_copying_beside_a_pass_is_no_time_of_its_own(stages: dict[str, float], compute_s: float) -> None:
     """What was computed is the rest of the time; the copies' rate is that of all of their time."""
     cost = CostModel.from_settings(load_settings().cost, bytes_per_token=100, num_extra_passes=1)

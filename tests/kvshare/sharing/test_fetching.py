@@ -27,10 +27,11 @@ from kvshare.telemetry import Component, FallbackReason
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import ObjectForm
 from kvshare.tiers.tier_stack import TierStack
+from kvshare_lab.bench.throttled import ThrottledFiles
 from tests.kvshare.sharing.tiny_sharing import FixedNominator, look_up, prompt, store
 from tests.kvshare.tiers.faulty_files import WaitingFiles
 
-NUM_TOKENS = 400  # take 12 s to compute, by the rates: no machine is too slow for a read in time
+NUM_TOKENS, FULL_S = 400, 40.0  # by the rates: no machine is too slow for a read in time
 SLOW, FAST = LoadRate(0.0, 1.0), LoadRate(0.0, 1e-12)
 
 
@@ -67,7 +68,7 @@ class Stored:
 @contextmanager
 def stored(folder: Path, model: EmbeddedModel, disk: LoadRate, *, learns: bool = False) -> Iterator[Stored]:
     rates = replace(
-        Rates.linear(1 / 0.03, 1e12, bytes_per_token=model.layout.bytes_per_token),
+        Rates.linear(NUM_TOKENS / FULL_S, 1e12, bytes_per_token=model.layout.bytes_per_token),
         loads=MappingProxyType({MEMORY: FAST, DISK: disk}),
     )
     files, settings = WaitingFiles(), load_settings()
@@ -175,4 +176,26 @@ async def test_a_disk_that_was_late_is_not_waited_for_again(tmp_path: Path, mode
         found.files.may_read.clear()
         assert isinstance((await look_up(found.sharing, first)).plan, NoPlan)
         rate = found.sharing.cost.rates.loads[DISK]
-        assert rate.seconds(NUM_TOKENS * model.layout.bytes_per_token) > 0.1  # s, of 3 % of 12
+        assert rate.seconds(NUM_TOKENS * model.layout.bytes_per_token) > 0.1  # s, of 2 % of 40
+
+
+async def test_a_disk_at_half_of_break_even_is_given_up_at_once(tmp_path: Path, model: EmbeddedModel) -> None:
+    """It was fast before. Its pace is seen long before a segment is read, and the next plan is refused."""
+    num_bytes = NUM_TOKENS * model.layout.bytes_per_token
+    with stored(tmp_path, model, FAST, learns=True) as found:
+        first, second = prompt(NUM_TOKENS, seed=1), prompt(NUM_TOKENS, seed=2)
+        for wanted in (first, second):
+            found.put(wanted.token_ids, to_disk=True)
+        files, disk = ThrottledFiles(num_bytes / (2 * FULL_S), chunk=256), found.stack.below
+        assert isinstance(disk, DiskTier)
+        disk._files = files
+        try:
+            lookups = [await look_up(found.sharing, wanted) for wanted in (first, second)]
+        finally:
+            files.bytes_per_s = 1e12
+        reasons = [each.plan.reason for each in lookups]
+        assert reasons == [Reason.KV_LATE, Reason.DOES_NOT_PAY]
+        rate = found.sharing.cost.rates.loads[DISK]
+        assert FULL_S < rate.seconds(num_bytes) < 10 * FULL_S
+        assert lookups[0].stage_seconds["fetch"] < 0.5 * FULL_S, "a fiftieth, and what a busy machine adds"
+        assert lookups[1].stage_seconds["fetch"] == 0

@@ -194,6 +194,19 @@ def chosen(names: str, known: Collection[str], option: str) -> list[str]:
     return wanted
 
 
+class AnyAbove:
+    """For `listed`: all numbers above a bound."""
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int | float) and number > self._bound
+
+    def __str__(self) -> str:
+        return f"number above {self._bound:g}"
+
+
 def listed(option: str, text: str, kind: Any, allowed: Any) -> list[Any]:
     """
     What is given with commas, as that kind: any of `allowed`, or where that is None numbers from 0 to 1.
@@ -211,6 +224,8 @@ def listed(option: str, text: str, kind: Any, allowed: Any) -> list[Any]:
 
 
 def _shown(allowed: Any) -> str:
+    if isinstance(allowed, AnyAbove):
+        return str(allowed)
     if isinstance(allowed, range):
         return f"{allowed.start} to {allowed.stop - 1} tokens"
     return ", ".join(allowed)

@@ -7,9 +7,9 @@ is given back first, so that it is read from the disk. The arms, for each recipi
     disk      the donor's KV is on disk
     memory    the same prompt again: the KV is in memory now
 With `objects`: how long a start takes with so many small objects on disk, without a model.
+With `break_even`: the same on a disk that is too slow to pay, see `throttled.py`.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -33,7 +33,9 @@ from kvshare.tiers import KV_FOLDER
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.files import Files
 from kvshare.tiers.kv_object import ObjectForm
+from kvshare_lab.bench.figures import drop_from_page_cache
 from kvshare_lab.bench.harness import Answer, ask, bench_settings, edited, environment, median, random_prompt
+from kvshare_lab.bench.throttled import measured
 
 _ARMS = ("full", "disk", "memory")
 _NUM_ANSWER = 16  # tokens whose text is compared
@@ -49,9 +51,11 @@ async def run(
     seed: int = 0,
     model: str | None = None,
     objects: int = 0,
+    break_even: float = 0.0,
 ) -> dict[str, Any]:
     """
     Medians over `repeats` recipients. `model`: what `model.path` may be; None: the default chat model.
+    `break_even`: as many more on a disk that is held back to this share of it, see `throttled.py`; 0: none.
 
     Raises:  ModelError
     """
@@ -60,20 +64,23 @@ async def run(
     with tempfile.TemporaryDirectory() as folder:
         async with _engine_at(folder, model) as engine:
             vocab_size = engine.server.model.vocab_size
-            donors = [random_prompt(rng, prompt_tokens, vocab_size) for _ in range(repeats + 1)]
+            number = repeats + 1 + (repeats + 2 if break_even else 0)
+            donors = [random_prompt(rng, prompt_tokens, vocab_size) for _ in range(number)]
             for donor in donors:
                 await ask(engine, donor, mode=SharingMode.OFF, store=True)
-        _drop_cached(Path(folder))
+        drop_from_page_cache(Path(folder) / KV_FOLDER)
         draw = partial(random_prompt, rng, vocab_size=vocab_size)
+        recipients = [edited(donor, changed=changed, edits=edits, draw=draw) for donor in donors]
         async with _engine_at(folder, model) as engine:
             await engine.settle()
-            rows = [
-                await _asked(engine, edited(donor, changed=changed, edits=edits, draw=draw))
-                for donor in donors
-            ]
+            rows = [await _asked(engine, recipient) for recipient in recipients[: repeats + 1]]
             status = {tier.name: tier for tier in engine.status().tiers}
             disk_rate = engine.sharing.costs()["loads"]["disk"]["bytes_per_s"]
             name = engine.server.model.name
+            slow = recipients[repeats + 1 :]
+            if slow:
+                kv = Path(folder) / KV_FOLDER
+                found |= await measured(engine, slow, share=break_even, folder=kv)
     return {
         "engine": "embedded",
         "model": name,
@@ -102,13 +109,6 @@ async def _asked(engine: EmbeddedEngine, recipient: TokenIds) -> dict[str, Answe
         arm: await ask(engine, recipient, mode=mode, max_tokens=_NUM_ANSWER, ignore_eos=True)
         for arm, mode in modes.items()
     }
-
-
-def _drop_cached(folder: Path) -> None:
-    """Give back what the kernel has cached of the objects."""
-    for path in (folder / KV_FOLDER).rglob("*.kv"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _summary(rows: list[dict[str, Answer]]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from kvshare_lab.cli.options import (
 
 @benchmark(
     Option("profile", str, "What the device costs. [default: h100]"),
-    Option("parts", str, "first_token, load, between_tokens and choosing, with commas. [default: all]"),
+    Option("parts", str, "first_token, load, between_tokens, choosing and disk, with commas. [default: all]"),
     Option("tokens", str, "Lengths of the prompts for first_token, with commas."),
     Option("near", str, "Shares of near-duplicates for load, with commas. [default: 1,0.5,0]"),
     Option("requests", int, "Requests per arm for load.", min=1),
     Option("rounds", int, "Rounds per arm for between_tokens.", min=1),
     Option("ranks", int, "GPUs like this one, of a model so many times as wide. [default: 1]", min=1),
     Option("donors", str, "host: copies come from host memory; device: from vLLM's blocks. [default: host]"),
+    Option("disks", str, "GB/s that a disk is read with, for disk, with commas. [default: 2,5,12]"),
     CHANGED,
     SEED,
 )

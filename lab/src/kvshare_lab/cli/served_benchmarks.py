@@ -63,6 +63,13 @@ def ttft(engine: str) -> Runner:
         min=0,
         engine=EMBEDDED,
     ),
+    Option(
+        "break_even",
+        float,
+        "Embedded: a disk of this share of the bytes a second from which it pays. [default: none]",
+        min=0,
+        engine=EMBEDDED,
+    ),
     EAGER,
     engines=(EMBEDDED, VLLM),
 )

@@ -5,12 +5,15 @@ A device that is simulated: `kvshare bench device`, and `kvshare bench inway --e
     clock.py, threads.py      virtual time, actors that share it, and a module's threads as actors
     gpu.py                    a device of which only sizes and durations exist
     streams.py, worker.py     what copies ask of it; the connector's own worker on it
+    forward.py                its partial passes
     engine.py                 vLLM's engine core, with its own scheduler
     vllm_config.py            of the model without weights
     lookups.py                the proxy's lookups: the product's sharing core, which is given the donors
     servers.py                stock vLLM
     sharing_server.py         vLLM with the connector, behind the proxy; ranks.py: on several GPUs
     admission.py, start.py    the proxy's controller, and what it measures at start
+    routing.py                the ticket that it sends
+    disk.py, disk_part.py     a disk below the memory, and the part of `bench device` that reads from it
     prefilling.py             the requests whose first token it waits for
     arms.py                   both servers
     traffic.py                what clients send

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from kvshare.settings import Settings
 from kvshare_lab.device.clock import Clock
+from kvshare_lab.device.disk import SimulatedDisk
 from kvshare_lab.device.gpu import SimulatedGpu
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.ranks import alike_ranks
@@ -30,8 +31,9 @@ def servers(
     chooses: bool = True,
     ranks: int = 1,
     copies_blocks: bool = True,
+    disk_bytes_per_s: float | None = None,
 ) -> Iterator[tuple[Server, SharingServer]]:
-    """Both, each with a clock of its own."""
+    """Both, each with a clock of its own. `disk_bytes_per_s`: of a disk below the memory of ours."""
     init_none_hash(get_hash_fn_by_name("sha256"))
     with ExitStack() as opened:
         opened.enter_context(torch.inference_mode())
@@ -42,6 +44,9 @@ def servers(
         opened.callback(plain.close)
         gpu, config = SimulatedGpu(profile.costs, Clock()), vllm_config(profile.model, folder, shares=True)
         opened.enter_context(virtual_threads(gpu))
-        shared = SharingServer(profile, config, gpu, settings, chooses=chooses, copies_blocks=copies_blocks)
+        disk = None if disk_bytes_per_s is None else SimulatedDisk(gpu.clock, disk_bytes_per_s)
+        shared = SharingServer(
+            profile, config, gpu, settings, chooses=chooses, copies_blocks=copies_blocks, disk=disk
+        )
         opened.callback(shared.close)
         yield plain, shared

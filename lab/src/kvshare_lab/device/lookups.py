@@ -18,13 +18,15 @@ import numpy as np
 from delta_tree import Node, TokenIds
 from kvshare.fleet.replica_keeper import ReplicaKeeper
 from kvshare.requests import Prompt, SharingMode
+from kvshare.settings import Settings
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import Plan
-from kvshare.sharing.rates import Queue
-from kvshare_lab.device.profile import Costs
+from kvshare.sharing.rates import BLOCKS, MEMORY, Queue
+from kvshare.sharing.waits import Waits
+from kvshare_lab.device.profile import Costs, Model
 from vector_index import Candidate, Nomination, Nominator, PromptText
 
 _T = TypeVar("_T")
@@ -85,6 +87,21 @@ def _candidate(donor: Node, token_ids: TokenIds) -> Candidate:
     length = min(len(donor.token_ids), len(token_ids))
     equal = np.count_nonzero(donor.token_ids[:length] == token_ids[:length])
     return Candidate(int(donor.node_id), ("fingerprint",), max(equal / len(token_ids), 1e-3))
+
+
+def costs_of(settings: Settings, model: Model, *, clock: Callable[[], float], has_disk: bool) -> CostModel:
+    """As the proxy's, which learns by the simulation's clock."""
+    cost = CostModel.from_settings(
+        settings.cost,
+        bytes_per_token=model.bytes_per_token,
+        num_extra_passes=1,
+        computes_ahead=True,
+        places=(MEMORY, BLOCKS),
+    )
+    cost.waits = Waits(clock=clock)
+    if has_disk:
+        cost.know_disk()
+    return cost
 
 
 class Lookups:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvshare.settings import Settings, load_settings
 from kvshare_lab.device.arms import servers
+from kvshare_lab.device.disk_part import FromDisk, from_disk
 from kvshare_lab.device.profile import Profile
 from kvshare_lab.device.servers import Server
 from kvshare_lab.device.sharing_server import SharingServer
@@ -46,6 +47,7 @@ def measured(
     ranks: int,
     copies_blocks: bool,
     changed: float,
+    disks: Sequence[float],
     seed: int,
 ) -> dict[str, Any]:
     """What was measured, by part."""
@@ -57,6 +59,7 @@ def measured(
         "load": lambda: _loads(opened, settings, shares, load, seed),
         "between_tokens": lambda: _between(opened, settings, streams, seed),
         "choosing": lambda: _choosing(opened, lengths, load, seed),
+        "disk": lambda: from_disk(profile, FromDisk(disks), seed=seed),
     }
     return {name: list(part()) for name, part in parts.items() if name in chosen}
 

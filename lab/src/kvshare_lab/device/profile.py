@@ -69,12 +69,16 @@ class Costs:
         num_tokens = sum(after - before for before, after in parts)
         attending = (
             max(
-                (after * after - before * before) * self.prefill_s_per_token2,
+                self.attention_s(before, after),
                 after * bytes_per_token / self.memory_bytes_per_s,
             )
             for before, after in parts
         )
         return max(self.decode_s, num_tokens / self.prefill_tokens_per_s) + sum(attending)
+
+    def attention_s(self, before: int, after: int) -> float:
+        """The attention of a prompt's tokens from one place to another."""
+        return (after * after - before * before) * self.prefill_s_per_token2
 
     def placeholders_s(self, num_tokens: int, *, busy_s: float = 0.0) -> float:
         """

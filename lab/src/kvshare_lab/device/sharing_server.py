@@ -24,12 +24,8 @@ from kvshare.fleet.routed_request import Incoming, Routed, RoutedRequest
 from kvshare.fleet.tickets import ticket_for
 from kvshare.requests import Prompt, SharingMode
 from kvshare.settings import Settings
-from kvshare.sharing.cost import CostModel
 from kvshare.sharing.limits import PlannerLimits
-from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
-from kvshare.sharing.rates import BLOCKS, MEMORY
-from kvshare.sharing.waits import Waits
 from kvshare.tenants import owner_of_key
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.connector import KVShareConnector
@@ -38,11 +34,13 @@ from kvshare.vllm_protocol.messages import Dropped, FinishedReport, Prefilled, b
 from kvshare.vllm_protocol.places import DiskProblem, Moved, OnDiskOnly
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare_lab.device.admission import Controlled
+from kvshare_lab.device.disk import SimulatedDisk
 from kvshare_lab.device.engine import Answer
 from kvshare_lab.device.gpu import SimulatedGpu
-from kvshare_lab.device.lookups import Lookups
+from kvshare_lab.device.lookups import Lookups, costs_of
 from kvshare_lab.device.prefilling import Prefilling, SentRequest
 from kvshare_lab.device.profile import Profile
+from kvshare_lab.device.routing import Routing
 from kvshare_lab.device.servers import Server
 from kvshare_lab.device.worker import SimulatedWorker
 from vector_index import PromptText
@@ -50,6 +48,8 @@ from vector_index import PromptText
 _NAMESPACE = "simulated"
 _OWNER = owner_of_key("simulated", "private", "key")
 _REPLICA = "simulated"
+_DISK_BYTES = 1 << 50  # all fits
+_Unstored = tuple[float, Prefilled | FinishedReport | Dropped]  # with when it is stored
 
 
 class SharingServer(Server):
@@ -64,12 +64,13 @@ class SharingServer(Server):
         *,
         chooses: bool = True,
         copies_blocks: bool = True,
+        disk: SimulatedDisk | None = None,
     ) -> None:
         """
         Unless it `chooses`, as many tokens are repaired by place as a choice computes in all. Unless it
-        `copies_blocks`, all copies come from host memory.
+        `copies_blocks`, all copies come from host memory. `disk`: all that is saved is written there.
         """
-        self._chooses = chooses
+        self._chooses, self.disk = chooses, disk
         super().__init__(profile, config, gpu)
         connector, worker = self.scheduler.connector, self.engine.worker
         assert isinstance(connector, KVShareConnector), "it is configured"
@@ -87,26 +88,25 @@ class SharingServer(Server):
         self._keeper = ReplicaKeeper(
             DeltaTree.open(None, identity="bench"), self._tier, min_tokens=settings.sharing.min_prompt_tokens
         )
-        self.cost = CostModel.from_settings(
-            settings.cost,
-            bytes_per_token=profile.model.bytes_per_token,
-            num_extra_passes=1,
-            places=(MEMORY, BLOCKS),
-        )
-        self.cost.waits = Waits(clock=self.clock.now)
-        limits = PlannerLimits.from_settings(settings, can_probe=True)
+        self.cost = costs_of(settings, profile.model, clock=self.clock.now, has_disk=disk is not None)
+        if disk is not None:
+            self._connector.segments.disk.max_bytes = _DISK_BYTES
+            self._connector.scheduler.disk.begin(())
         self._lookups = Lookups(
-            self._keeper, profile.costs, limits=limits, cost=self.cost, namespace=_NAMESPACE
+            self._keeper,
+            profile.costs,
+            limits=PlannerLimits.from_settings(settings, can_probe=True),
+            cost=self.cost,
+            namespace=_NAMESPACE,
         )
         self.engine.on_answer = lambda answer: self.admission.end(answer)
         self.admission = Controlled(settings.control, self._lookups.sharing, clock=self.clock.now)
+        self._routing = Routing(self._lookups.sharing, self.admission, _NAMESPACE, chooses)
         self._prefilling = Prefilling(_REPLICA)
         self._sent: dict[str, SentRequest] = {}
         self._own: set[str] = set()  # requests that the proxy makes to measure
         self._in_flight: set[str] = set()  # tickets that are not reported
-        self._unstored: deque[tuple[float, Prefilled | FinishedReport | Dropped]] = (
-            deque()
-        )  # and when each is stored
+        self._unstored: deque[_Unstored] = deque()
         self._stored_at = 0.0  # when the proxy's writer has done what it was given
         self.reports: dict[str, FinishedReport] = {}
 
@@ -158,6 +158,7 @@ class SharingServer(Server):
             group.kv_cache_spec,
             group.layer_names,
             can_listen=self._chooses,
+            disk=self.disk,
         )
 
     def pin(self, prompt: TokenIds) -> None:
@@ -182,6 +183,14 @@ class SharingServer(Server):
         self.read_events()
         return self._keeper.tree.find(_NAMESPACE, prompt) is not None
 
+    def leave_on_disk(self) -> None:
+        """All that host memory has leaves it. It must be written."""
+        self.clock.sleep_until(self._stored_at)
+        segments = self._connector.segments
+        assert all(segment_id in segments.disk for segment_id in segments.ids()), "all is written"
+        self._connector.scheduler.drops.note(segments.evict(segments.ids()))
+        self.read_events()
+
     def info(self) -> ReplicaInfo:
         """What the connector says of itself."""
         return self._connector.info()
@@ -200,6 +209,8 @@ class SharingServer(Server):
         for event in journal.events:
             if isinstance(event, Moved | Dropped):
                 self._prefilling.replica.note_places(event)
+            if isinstance(event, OnDiskOnly):
+                self._tier.note_places(_REPLICA, on_disk=event.came, in_memory=event.left)
             if isinstance(event, Moved | OnDiskOnly | DiskProblem):
                 continue
             if isinstance(event, FinishedReport):
@@ -247,7 +258,10 @@ class SharingServer(Server):
             routed = Routed(NoPlan(treatment.refusal))
         else:
             lookup = self._lookups.find(own, donor, mode, self._prefilling.replica.queue(self.cost.rates))
-            routed, sent_at = self._routed(own, lookup, answer.request_id), answer.sent_at + lookup.seconds
+            routed, sent_at = (
+                self._routing.routed(own, lookup, answer.request_id),
+                answer.sent_at + lookup.seconds,
+            )
         incoming = Incoming(_OWNER, own, mode, may_store=routed.ticket is not None and routed.ticket.store)
         request = RoutedRequest(incoming, routed, treatment=treatment)
         self._send_routed(SentRequest(request, answer), max_tokens, sent_at)
@@ -280,19 +294,3 @@ class SharingServer(Server):
             transfer=request.transfer_params,
         )
         self.engine.send(make, sent.answer, arrives_at=sent_at + self.profile.costs.front_s)
-
-    def _routed(self, prompt: Prompt, lookup: Lookup, ticket_id: str) -> Routed:
-        """Plan and ticket, which asks for a save if the controller lets it."""
-        plan, num_tokens = self._repairing(lookup.plan), prompt.num_tokens
-        num_cached = lookup.report(num_tokens).num_cached
-        store = self.admission.may_store(ticket_id, _NAMESPACE, prompt.token_ids, num_reused=num_cached)
-        if isinstance(plan, NoPlan) and not store:
-            return Routed(plan)
-        ticket = ticket_for(plan, prompt.token_ids, ticket_id=ticket_id, namespace=_NAMESPACE, store=store)
-        return Routed(plan, ticket)
-
-    def _repairing(self, plan: Plan | NoPlan) -> Plan | NoPlan:
-        if self._chooses or isinstance(plan, NoPlan) or plan.order is None:
-            return plan
-        num_tokens = plan.order.num_tokens + plan.num_selecting
-        return replace(plan, order=replace(plan.order, probes=(), num_tokens=num_tokens))

@@ -11,6 +11,7 @@ request; `verdicts` compares it with what was measured.
     between_tokens  eight answers are decoded while long prompts arrive
     choosing        first_token and load where repairs are chosen after a first pass, or as many tokens are
                     repaired by place
+    disk            one prompt of 30,000 tokens after the other, 1 % changed, whose donor is on disk only
 
 It cannot know what a profile does not have: how kernels of two streams slow each other down beyond one
 constant, the time of HTTP, tokenizing and the index under load, memory that runs out, and whether answers are
@@ -24,10 +25,10 @@ from typing import Any
 
 from kvshare.errors import MissingExtraError
 from kvshare.extras import how_to_install
-from kvshare_lab.bench.harness import environment, listed
+from kvshare_lab.bench.harness import AnyAbove, environment, listed
 from kvshare_lab.device.profile import read_profile
 
-PARTS = ("first_token", "load", "between_tokens", "choosing")
+PARTS = ("first_token", "load", "between_tokens", "choosing", "disk")
 DONORS = ("host", "device")
 
 
@@ -42,12 +43,14 @@ def run(
     ranks: int = 1,
     donors: str = "host",
     changed: float = 0.1,
+    disks: str = "2,5,12",
     seed: int = 0,
 ) -> dict[str, Any]:
     """
     `ranks`: GPUs like this one, of a model so many times as wide, whose forward passes take as long.
     `donors`: whose KV is copied from host memory always (`host`), or from vLLM's blocks where it still lies
     there (`device`, as a server does). `changed`: share of the tokens of near-duplicates, for load.
+    `disks`: GB/s that are read, for disk.
 
     Raises:  ConfigError for a profile, a part, a length or a share that is none, MissingExtraError without
              vLLM
@@ -56,6 +59,7 @@ def run(
     lengths = listed("--tokens", tokens, int, range(64, known.model.max_model_len))
     shares = listed("--near", near, float, None)
     places = listed("--donors", donors, str, DONORS)
+    disk_rates = listed("--disks", disks, float, AnyAbove(0))
     if find_spec("vllm") is None:
         raise MissingExtraError(
             "`kvshare bench device` runs vLLM's scheduler, and vLLM is not installed: "
@@ -73,6 +77,7 @@ def run(
         ranks=ranks,
         copies_blocks="device" in places,
         changed=changed,
+        disks=disk_rates,
         seed=seed,
     )
     return {**found, "device": known.device, "environment": environment()}

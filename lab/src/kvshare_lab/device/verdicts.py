@@ -111,7 +111,7 @@ def ratios(document: Mapping[str, Any]) -> dict[str, float]:
     for share, arm in rates:
         if arm == "shared":
             found[f"load {share:g}"] = rates[share, arm] / rates[share, "plain"]
-    return found | _in_the_way(document) | choosing_costs(document)
+    return found | _in_the_way(document) | choosing_costs(document) | _from_disk(document)
 
 
 def _in_the_way(document: Mapping[str, Any]) -> dict[str, float]:
@@ -124,6 +124,16 @@ def _in_the_way(document: Mapping[str, Any]) -> dict[str, float]:
         "between_tokens p99": float(np.percentile(loads, 99) / np.percentile(hits, 99)),
         "between_tokens max": max(loads) / max(hits),
     }
+
+
+def _from_disk(document: Mapping[str, Any]) -> dict[str, float]:
+    """In full over with the donor on disk: the median of the requests, and the worst one."""
+    found: dict[str, float] = {}
+    for row in document.get("disk", ()):
+        gains = [each["full"]["ttft_s"] / each["shared"]["ttft_s"] for each in row["requests"]]
+        of = f"disk {row['gb_per_s']:g} GB/s {row['arm']}"
+        found |= {of: float(np.median(gains)), f"{of}, worst": min(gains)}
+    return found
 
 
 def choosing_costs(document: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,20 +18,19 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
-from kvshare.kv.listening import ListeningRows
 from kvshare.kv.movement import STAYS, Movement
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
 from kvshare.vllm_connector.scheduler import joining, prefill_times
-from kvshare.vllm_connector.worker import copying, device
+from kvshare.vllm_connector.worker import copying, device, disk_reads, head_passes
 from kvshare.vllm_connector.worker.block_copies import FindBlockCopies
 from kvshare.vllm_connector.worker.block_layout import find_layout
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
 from kvshare.vllm_connector.worker.copying import LoadWork, Work
 from kvshare.vllm_connector.worker.device import GpuDevice
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
+from kvshare.vllm_connector.worker.head_passes import HeadPasses
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.placeholders import ArrivedLoad, Placeholders
 from kvshare.vllm_connector.worker.ranks import num_ranks
 from kvshare.vllm_connector.worker.reports import Reports
@@ -40,16 +39,20 @@ from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.transfers import Transfers
 from kvshare.vllm_connector.worker.under_way import PendingLoad
 from kvshare.vllm_connector.worker.worker import ConnectorWorker, WorkerParts
+from kvshare_lab.device.disk import SimulatedDisk, SimulatedDiskStore
+from kvshare_lab.device.forward import Kernels, SimulatedForward
 from kvshare_lab.device.gpu import THERE, SimulatedGpu
 from kvshare_lab.device.profile import Model
 from kvshare_lab.device.streams import SimulatedStreams
 from kvshare_lab.device.threads import in_virtual_time
 
 _WorkT = TypeVar("_WorkT", bound=Work)
-_ROWS_AT_ONCE = 128
 _NO_RESERVE = 0x4000  # Linux: address space only; `mmap` has no name for it
 # The thread that copies is an actor, and what waits in vLLM's own waits in virtual time.
-_VIRTUAL = {copying: ("threading", "time"), device: ("time",), joining: ("time",), prefill_times: ("time",)}
+_VIRTUAL = {
+    copying: ("threading", "time"),
+    **dict.fromkeys((device, disk_reads, head_passes, joining, prefill_times), ("time",)),
+}
 
 
 class SimulatedDevice(GpuDevice):
@@ -131,56 +134,17 @@ class SimulatedEarlyPasses(EarlyPasses):
             super().begin(load)
 
 
-class SimulatedForward(PartialForward):
-    """A pass takes what the profile says; its inputs are made and sent as they are."""
+class SimulatedHeadPasses(HeadPasses):
+    """The same."""
 
-    def __init__(self, gpu: SimulatedGpu, cache: PagedCache, *, max_tokens: int, max_runs: int) -> None:
-        self._gpu, self._cache = gpu, cache
-        self._max_tokens, self._max_runs = max_tokens, max_runs
-        self.backend_name = "SIMULATED"
+    def __init__(self, attached: Attached, device: SimulatedDevice, reports: Reports, **own: Any) -> None:
+        super().__init__(attached.forward, device, reports, **own)
+        self._gpu = device.gpu
 
-    def _forward(self, runs: Sequence[Run]) -> None:
-        token_ids, _, _, _ = self._inputs(runs)
-        self._gpu.charged.passes += 1
-        self._gpu.launch(0.0)
-        busy_s = self._gpu.reached_at() - self._gpu.clock.now()
-        of_layer_s = self._gpu.costs.placeholders_s(len(token_ids), busy_s=busy_s) / len(self._cache.layers)
-        keys, _ = self._cache.kv_layout.planes
-        shape = (len(token_ids), 4 * keys.num_heads, keys.dim)
-        query = torch.empty(shape, dtype=self._cache.kv_layout.dtype, device=THERE)
-        for layer in self._cache.layers.values():
-            layer.impl.forward(layer, query, output=query)  # waits for its layer first
-            self._gpu.hold(self._gpu.reached_at() + of_layer_s)
-
-    def observe(self, rows: ListeningRows, table: torch.Tensor, layer: int, query: torch.Tensor) -> None:
-        """
-        As `worker/listening_kernels.py`: two kernels that read the keys where they lie, and a sum.
-
-        In 16 bits, with 128 rows of queries at a time.
-        """
-        keys, _ = self._cache.kv_layout.planes
-        num_tiles = -(-len(rows.indices) * query.shape[1] // keys.num_heads // _ROWS_AT_ONCE)
-        of_keys = num_tiles * keys.num_heads * rows.end * keys.dim * query.itemsize
-        of_sums = 4 * num_tiles * keys.num_heads * rows.end
-        for num_bytes in (of_keys, of_keys + of_sums, of_sums):
-            self._gpu.move(num_bytes)
-
-
-class _Kernels:
-    """Attention is part of what a pass takes. What listens to it is not, and wraps `forward`."""
-
-    scale = 1.0
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self._gpu = gpu
-
-    def forward(self, _: object, query: torch.Tensor, *, output: torch.Tensor) -> None:
-        """Nothing more."""
-
-    def do_kv_cache_update(
-        self, _: object, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        self._gpu.move(2 * (k.nbytes + v.nbytes))
+    def compute(self, loads: Iterable[PendingLoad]) -> set[int]:
+        waiting = list(loads)
+        with self._gpu.on_behalf_of(waiting[0].request.request_id if waiting else ""):
+            return super().compute(waiting)
 
 
 @contextmanager
@@ -203,6 +167,7 @@ class SimulatedWorker(ConnectorWorker):
         layer_names: Sequence[str],
         *,
         can_listen: bool = True,
+        disk: SimulatedDisk | None = None,
     ) -> None:
         on_gpu = SimulatedDevice(gpu)
         super().__init__(config, settings, spec, layer_names, on_gpu)
@@ -213,9 +178,7 @@ class SimulatedWorker(ConnectorWorker):
             gpu, cache, max_tokens=limits.max_num_batched_tokens, max_runs=limits.max_num_seqs
         )
         arena = _untouchable(arena_bytes(settings.max_bytes // num_ranks()))
-        self._attached = Attached(
-            cache, forward, SegmentStore(arena, cache.kv_layout, num_heads=model.num_heads)
-        )
+        self._attached = Attached(cache, forward, _store(arena, cache, model, disk))
         step_tokens = self._start.step_tokens
         self._parts = WorkerParts(
             SimulatedTransfers(self._attached, on_gpu, self._reports),
@@ -225,6 +188,7 @@ class SimulatedWorker(ConnectorWorker):
             SimulatedEarlyPasses(
                 self._attached, on_gpu, self._reports, step_tokens=step_tokens, can_listen=can_listen
             ),
+            SimulatedHeadPasses(self._attached, on_gpu, self._reports, step_tokens=step_tokens),
         )
         self.handshake = WorkerHandshake(
             unsupported=(),
@@ -243,6 +207,12 @@ class SimulatedWorker(ConnectorWorker):
         )
 
 
+def _store(arena: torch.Tensor, cache: PagedCache, model: Model, disk: SimulatedDisk | None) -> SegmentStore:
+    if disk is None:
+        return SegmentStore(arena, cache.kv_layout, num_heads=model.num_heads)
+    return SimulatedDiskStore(arena, cache.kv_layout, num_heads=model.num_heads, disk=disk)
+
+
 def _untouchable(num_bytes: int) -> torch.Tensor:
     """Address space without memory, which can neither be read nor written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
@@ -258,7 +228,7 @@ def _cache(gpu: SimulatedGpu, model: Model, layer_names: Sequence[str]) -> Paged
     shape = (model.cache_tokens // model.block_size, model.num_heads, model.block_size, 2 * model.head_dim)
     layers = {
         name: SimpleNamespace(
-            kv_cache=torch.empty(shape, dtype=torch.bfloat16, device=THERE), impl=_Kernels(gpu)
+            kv_cache=torch.empty(shape, dtype=torch.bfloat16, device=THERE), impl=Kernels(gpu)
         )
         for name in layer_names
     }

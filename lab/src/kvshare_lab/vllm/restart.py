@@ -13,7 +13,6 @@ of the files is given back first, so that they are read from the disk. The arms,
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ import numpy as np
 
 from delta_tree import TokenIds
 from kvshare.errors import EngineError
-from kvshare_lab.bench.figures import by_name
+from kvshare_lab.bench.figures import by_name, drop_from_page_cache
 from kvshare_lab.bench.harness import median
 from kvshare_lab.bench.random_models import write_model
 from kvshare_lab.vllm import servers
@@ -59,7 +58,7 @@ def run(config: Config) -> dict[str, Any]:
         donors = _donors(config)
         with servers.running([stack.shared]), servers.running([stack.proxy]):
             asyncio.run(_store(stack, config, donors))
-        _drop_cached(folder / "kv")
+        drop_from_page_cache(folder / "kv")
         with servers.running([stack.shared]), servers.running([stack.proxy]):
             found = asyncio.run(_measure(stack, config, donors))
     return {**document("restart", options, config), **found}
@@ -146,10 +145,3 @@ async def _asked(bench: Session[Config], exact: TokenIds, edited: TokenIds) -> d
         found[f"{arm}_read_bytes"] = finished.disk_bytes
         found[f"{arm}_computed"] = finished.num_computed
     return found
-
-
-def _drop_cached(folder: Path) -> None:
-    """Give back what the kernel has cached of the objects."""
-    for path in folder.rglob("*.kv"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -51,3 +51,26 @@ def test_a_disk_that_fails_and_works_again_is_told_once_each() -> None:
         plan.note(WorkerReport())
         assert plan.problem == DiskProblem(problem or "")
     assert events.read(0, wait_s=0).events == (DiskProblem("full"), DiskProblem(""))
+
+
+def test_the_rate_of_a_late_disk_is_of_what_it_has_read() -> None:
+    """Of its smallest segment if that was nothing, as nothing would teach nothing."""
+    from kvshare.vllm_connector.metadata import LoadResult
+    from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
+    from kvshare.vllm_connector.scheduler.drops import Drops
+    from kvshare.vllm_connector.scheduler.event_log import EventLog
+    from kvshare.vllm_connector.scheduler.request_state import TicketedRequest
+    from kvshare.vllm_connector.scheduler.segment_index import HeldSegment, SegmentIndex
+    from kvshare.vllm_protocol.messages import Ticket
+
+    segments, events = SegmentIndex(1000, max_disk_bytes=1000), EventLog()
+    plan = DiskPlan(segments, Drops(segments, events), events)
+    for number in (1, 2, 3):
+        segments.disk.add(SegmentId(number), HeldSegment("namespace", 10, 100 * number, 0))
+    for late, in_time in (((), 600), ((2,), 400), ((2, 3), 200), ((1, 2, 3), 100)):
+        request = TicketedRequest(Ticket("t", "namespace", "", 100), None, is_first=True, disk_bytes=600)
+        plan.note_bytes(request, LoadResult(late=frozenset(map(SegmentId, late))))
+        assert (request.disk_bytes, request.late_bytes) == (in_time, 600 - in_time)
+    request = TicketedRequest(Ticket("t", "namespace", "", 100), None, is_first=True)
+    plan.note_bytes(request, LoadResult())
+    assert (request.disk_bytes, request.late_bytes) == (0, 0)

@@ -1,0 +1,175 @@
+"""A part of a prompt is read from disk while the rest is computed: how plans are split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_tree import (
+    DeltaTree,
+    Node,
+    NodeDraft,
+    Piece,
+    PieceTable,
+    Segment,
+    Span,
+    TokenIds,
+    gaps,
+    new_segment_id,
+)
+from kvshare.reasons import Reason
+from kvshare.settings import load_settings
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.fetching import Fetching
+from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
+from kvshare.sharing.planner import make_plan
+from kvshare.sharing.rates import DISK, MEMORY, LoadRate, MinSaved, Queue, Rates
+from kvshare.sharing.splitting import _order_after
+from kvshare.telemetry import Telemetry
+from tests.kvshare.sharing.prompts import prompt, replaced
+
+SIZE, SEGMENT = 6000, 200
+TOKENS_PER_S = 1000.0
+FULL_S = SIZE / TOKENS_PER_S
+SETTINGS = load_settings()
+LIMITS = PlannerLimits(
+    sharing=SETTINGS.sharing.model_copy(update={"max_risk": 1.0}), repair=SETTINGS.repair, can_probe=True
+)
+DONOR = prompt(SIZE)
+EDITED = replaced(DONOR, (1000, 1010), (3000, 3010), (5000, 5010))
+LONGER = replaced(DONOR, (5500, SIZE))
+
+
+class NoTier:
+    """`Fetching` asks it for nothing but where segments lie."""
+
+    def __init__(self, on_disk: frozenset[int]) -> None:
+        self.on_disk = on_disk
+
+
+def stored(tree: DeltaTree, tokens: TokenIds) -> Node:
+    """A node whose KV is segments of `SEGMENT` tokens."""
+    segments = [
+        Segment(new_segment_id(), "ns", start, SEGMENT, 0, 1000 * SEGMENT, 0)
+        for start in range(0, len(tokens), SEGMENT)
+    ]
+    pieces = PieceTable(Piece(each.segment_id, 0, SEGMENT) for each in segments)
+    return tree.insert(NodeDraft("ns", tokens, None, pieces, tuple(segments), len(tokens))).node
+
+
+def rates(node: Node, tokens_per_s: float, *, ahead: bool = True, in_blocks: bool = False) -> Rates:
+    """A disk that reads so many tokens a second, with all of the node on it only."""
+    ids = frozenset(node.pieces.segment_ids)
+    return replace(
+        Rates.linear(TOKENS_PER_S, 1e12, bytes_per_token=1000, num_extra_passes=1),
+        loads=MappingProxyType(
+            {MEMORY: LoadRate(0.0, 1e-12), DISK: LoadRate(0.0, 1 / (1000 * tokens_per_s))}
+        ),
+        computes_ahead=ahead,
+        queue=Queue(on_disk=ids, in_blocks=ids if in_blocks else frozenset()),
+    )
+
+
+def plan_for(tree: DeltaTree, tokens: TokenIds, node: Node, now: Rates) -> Plan | NoPlan:
+    return make_plan(tokens, [node], tree.segment, approximate=True, limits=LIMITS, rates=now)
+
+
+def assert_whole(plan: Plan) -> None:
+    """Every position has one source, and every count is of it."""
+    targets = [copy.target for copy in plan.copies]
+    covered = sorted([*targets, *plan.placeholders])
+    assert (covered[0].start, covered[-1].end) == (0, SIZE)
+    assert all(left.end == right.start for left, right in pairwise(covered))
+    assert plan.placeholders == gaps(targets, SIZE)
+    assert Lookup(plan).report(SIZE).num_prompt_tokens == SIZE
+    counts = plan.num_exact, plan.num_copied, plan.num_recomputed, plan.num_repaired
+    assert all(count >= 0 for count in counts)
+    if plan.num_ahead:
+        assert plan.placeholders[0] == Span(0, plan.num_ahead)
+
+
+@pytest.mark.parametrize("tokens", [EDITED, LONGER], ids=["edited", "exact"])
+@pytest.mark.parametrize("speed", [0.25, 0.5, 1.0])
+def test_a_slow_disk_and_computing_share_a_prompt(tree: DeltaTree, tokens: TokenIds, speed: float) -> None:
+    """Each does its part at its own rate, so both together are faster than one; about as fast as can be."""
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, tokens, node, rates(node, speed * TOKENS_PER_S))
+    assert isinstance(plan, Plan)
+    assert_whole(plan)
+    best_s = FULL_S / (1 + speed)
+    assert best_s * 0.9 < plan.estimate.shared_s < best_s + 1.5 * SEGMENT / TOKENS_PER_S + 0.7
+    assert plan.estimate.shared_s < 0.95 * FULL_S
+    assert plan.decision == ("approx" if tokens is EDITED else "exact")
+
+
+def test_a_fast_disk_reads_all(tree: DeltaTree) -> None:
+    """Computing even the first segment would take longer."""
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, EDITED, node, rates(node, 1000 * TOKENS_PER_S))
+    assert isinstance(plan, Plan)
+    assert (plan.num_ahead, plan.exact_length) == (0, 1000)
+    assert_whole(plan)
+
+
+def test_an_engine_that_reads_first_refuses_a_slow_disk(tree: DeltaTree) -> None:
+    """The embedded one: it would only wait."""
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, EDITED, node, rates(node, 0.5 * TOKENS_PER_S, ahead=False))
+    assert isinstance(plan, NoPlan)
+    assert plan.reason is Reason.DOES_NOT_PAY
+
+
+def test_what_lies_in_blocks_is_not_read(tree: DeltaTree) -> None:
+    """So it is copied, however slow the disk is."""
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, EDITED, node, rates(node, 0.5 * TOKENS_PER_S, in_blocks=True))
+    assert isinstance(plan, Plan)
+    assert plan.num_ahead == 0
+    assert plan.estimate.shared_s < 0.2 * FULL_S
+
+
+@given(speed=st.floats(0.001, 1000.0), seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_a_split_plan_is_never_slower(speed: float, seed: int) -> None:
+    """Than the whole plan, than computing, or by more than a twentieth than the better of reading or not."""
+    tree = DeltaTree.open(None, identity="test")
+    node = stored(tree, DONOR)
+    start = 200 + 500 * seed
+    tokens = replaced(DONOR, (start, start + 20))
+    split, whole = (
+        plan_for(tree, tokens, node, rates(node, speed * TOKENS_PER_S, ahead=ahead))
+        for ahead in (True, False)
+    )
+    if isinstance(whole, Plan):
+        assert isinstance(split, Plan)
+        assert split.estimate.shared_s <= whole.estimate.shared_s + 1e-9
+    if isinstance(split, Plan):
+        assert_whole(split)
+        assert split.estimate.shared_s < FULL_S
+
+
+def test_a_late_read_costs_little(tree: DeltaTree) -> None:
+    """What is computed meanwhile is no loss, so the disk is waited for a fiftieth of a prefill longer."""
+    node = stored(tree, DONOR)
+    now = rates(node, 0.5 * TOKENS_PER_S)
+    plan = plan_for(tree, EDITED, node, now)
+    assert isinstance(plan, Plan)
+    tier = NoTier(frozenset(node.pieces.segment_ids))
+    fetching = Fetching(tier, CostModel(now, learns=False), Telemetry())  # type: ignore[arg-type]  # asks for places
+    assert fetching.patience_s(plan, MinSaved()) <= plan.num_ahead / TOKENS_PER_S + 0.021 * FULL_S
+
+
+def test_repairs_are_chosen_in_what_is_copied() -> None:
+    """The stretches before the place are computed anyway."""
+    order = RepairOrder((Span(100, 200), Span(300, 400)), (150, 310, 390), 120)
+    assert _order_after(350, order) == RepairOrder((Span(350, 400),), (390,), 50)
+    assert _order_after(50, order) == order
+    assert _order_after(400, order) is None
+    assert _order_after(10, None) is None
