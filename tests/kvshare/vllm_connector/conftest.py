@@ -100,7 +100,9 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
         close()
         path = name if isinstance(name, Path) else checkpoint(name)
         name_torchvision()  # before a model is loaded, and after transformers has looked for it
-        gc.freeze()  # what is there now stays
+        import vllm.entrypoints.llm  # noqa: F401
+
+        gc.freeze()  # what is there now stays, those modules too
         with registered_once(), inspected_here(), frozen():
             current.append((wanted, Vllm(path, **options)))
         return current[0][1]
