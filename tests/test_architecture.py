@@ -52,6 +52,17 @@ def test_every_package_has_its_line_on_the_map() -> None:
     assert sorted(lines) == sorted(packages)
 
 
+def test_what_is_to_be_changed_is_where_the_map_says() -> None:
+    """Paths from the root, of files that exist, and names that stand in the file before them."""
+    rows = MAP.split("## Where to change what\n")[1].split("\n## ")[0]
+    paths = re.findall(r"`([\w./-]+/[\w./-]+|[\w-]+\.yaml)`", rows)
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    named = re.findall(r"`([\w/]+\.py)`, `(\w+)`|`(_\w+)` of `([\w/]+\.py)`", rows)
+    for path, name in ((before or after, name or other) for before, name, other, after in named):
+        assert name in (ROOT / path).read_text(encoding="utf-8"), (path, name)
+
+
 def test_a_package_that_lists_its_files_lists_all_of_them() -> None:
     """A file that a list leaves out is not looked for. A docstring with three of them is a list."""
     missing = {}

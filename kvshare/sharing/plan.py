@@ -30,9 +30,8 @@ MAX_TAIL_TOKENS = 1024  # with more after the last copy, no repairs are chosen: 
 @dataclass(frozen=True, slots=True)
 class RepairOrder:
     """
-    How many copied tokens an engine computes again. The engine chooses them after a probe pass.
-    `stretches`: contiguous approximate copies of one donor, from which the tokens are chosen. `probes`:
-    positions in them whose change is measured. See `sharing.selection`.
+    How many copied tokens an engine computes again, chosen after a probe pass (`sharing.selection`) from
+    `stretches`, contiguous approximate copies of one donor. `probes`: positions whose change is measured.
     """
 
     stretches: tuple[Span, ...]  # ascending, disjoint

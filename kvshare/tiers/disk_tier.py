@@ -238,9 +238,7 @@ class DiskTier:
         return [segment.segment_id for segment in held]
 
     def sweep(self) -> bool:
-        """Delete one file that no segment needs, also of other models. Returns whether there was one. For one
-        thread.
-        """
+        """Delete one file that no segment needs, also of other models. Returns whether it did. One thread."""
         if self._garbage:
             self._delete(self._garbage[0])
             self._garbage.popleft()
