@@ -100,7 +100,11 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
         close()
         path = name if isinstance(name, Path) else checkpoint(name)
         name_torchvision()  # before a model is loaded, and after transformers has looked for it
+        import torch._dynamo
         import vllm.entrypoints.llm  # noqa: F401
+
+        # Else vLLM compiles what it does with log-probabilities, for some seconds at each new shape.
+        torch._dynamo.config.disable = options["enforce_eager"]
 
         gc.freeze()  # what is there now stays, those modules too
         with registered_once(), inspected_here(), frozen():
