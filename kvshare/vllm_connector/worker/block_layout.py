@@ -120,11 +120,13 @@ def _nested(places: torch.Tensor) -> ReadRows | None:
     if not torch.equal(together, places) or None in steps:
         return None
     in_tokens, in_heads, in_dims = (own or [] for own in steps)
+    others = (first, *(step for _, step in (*in_tokens, *in_heads, *in_dims[:-1])))
+    has_pairs = in_dims[-1:] == [(2, 1)] and not any(place % 2 for place in others)
 
     def rows(blocks: torch.Tensor) -> torch.Tensor:
         elements, dims, unit = blocks.flatten(start_dim=1), in_dims, 1
-        if wide := _WIDER.get(blocks.itemsize) if dims[-1:] == [(2, 1)] else None:
-            elements, dims, unit = elements.view(wide), dims[:-1], 2
+        if wide := _WIDER.get(blocks.itemsize) if has_pairs else None:
+            elements, dims, unit = elements.view(wide), in_dims[:-1], 2
         shape = [(count, step // unit) for count, step in (*in_tokens, *in_heads, *dims)]
         sizes, strides = zip((len(blocks), elements.stride(0)), *shape, strict=True)
         read = elements.as_strided(sizes, strides, elements.storage_offset() + first // unit)
@@ -140,16 +142,16 @@ def _steps(line: Sequence[int]) -> list[tuple[int, int]] | None:
     0 2 4 100 102 104 is two steps of 100, each of three steps of 2.
     """
     found: list[tuple[int, int]] = []
-    inner = 1
-    while inner < len(line):
+    so_far = [0]
+    while (inner := len(so_far)) < len(line):
         step, count = line[inner], 1
         while count * inner < len(line) and line[count * inner] == count * step:
             count += 1
-        if len(line) % (count * inner):
+        if step <= 0:  # torch has no views with negative strides
             return None
         found.insert(0, (count, step))
-        inner *= count
-    return found
+        so_far = [number * step + place for number in range(count) for place in so_far]
+    return found if so_far == [*line] else None
 
 
 def _gathered(places: torch.Tensor) -> ReadRows:

@@ -80,6 +80,25 @@ class TestLayouts:
             slow = gathered(read(numbers.unsqueeze(0))[0])
             assert torch.equal(read(blocks), slow(blocks))
 
+    @pytest.mark.parametrize(
+        ("places", "steps"),
+        [
+            ((0, 2, 4, 100, 102, 104), [(2, 100), (3, 2)]),
+            ((0,), []),
+            ((0, 2, 4, 100, 103, 104), None),
+            ((0, -1, -2), None),
+            ((0, 5, 10, 16), None),
+            ((0, 1, 10, 11, 21), None),
+        ],
+    )
+    def test_places_are_nested_loops_or_not(
+        self, places: tuple[int, ...], steps: list[tuple[int, int]] | None
+    ) -> None:
+        """In this case they are read one by one."""
+        from kvshare.vllm_connector.worker.block_layout import _steps
+
+        assert _steps(places) == steps
+
     def test_a_cache_that_rounds_is_not_understood(self) -> None:
         """As a quantised one does."""
         from kvshare.vllm_connector.worker.block_layout import find_layout
