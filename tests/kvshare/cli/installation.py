@@ -19,6 +19,7 @@ import pytest
 
 import kvshare
 from kvshare.cli import main
+from kvshare.vllm_protocol import versions
 from tests.kvshare.cli.outcome import TIMEOUT_S, Outcome
 
 EXIT_STATUS = 7
@@ -127,6 +128,7 @@ class Installation:
             patch.setattr(sys, "executable", str(self.python))
             patch.setattr(sys, "path", [str(self.packages), *sys.path])
             patch.setattr(os, "execv", become)
+            patch.setattr(versions, "_distribution", versions._distribution.__wrapped__)  # keeps its answer
             with pytest.raises(SystemExit) as ended:
                 main.main()
         return Outcome(int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue())

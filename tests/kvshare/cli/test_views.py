@@ -9,7 +9,7 @@ import pytest
 from kvshare.cli.views import draw
 from tests.kvshare.cli.test_width import BACKEND, DIGEST, DOCUMENTS, GPU, LAYER, LIVE, ROWS, TIER, prompt
 
-NOTHING: dict[str, Any] = {"added": [], "removed": [], "changed": []}
+NOTHING: dict[str, Any] = {"added": [], "removed": [], "changed": {}}
 OWNERS = {DIGEST: {"tenant": "north", "scope": "private", "keys": ["chat", "batch"]}}
 LOADS = [{"load": "3+", "shared": "no", "slower": 0.12, "num_blocks_more": 1234, "num_blocks_less": 12}]
 UNREADABLE = {
@@ -53,7 +53,11 @@ CASES = [
     ),
     ("replay-live", {**LIVE, "data": {"unreadable": UNREADABLE}}, ["log.jsonl:4 no prompt", "and 7 more"]),
     ("config", {"rows": []}, ["all settings are the defaults; --all shows them"]),
-    ("reloaded", {"settings": {}, "keys": NOTHING, "tenants": NOTHING}, ["nothing changed", "server.port"]),
+    (
+        "reloaded",
+        {"settings": {}, "keys": NOTHING, "tenants": NOTHING, "rules": NOTHING},
+        ["nothing changed", "server.port"],
+    ),
     ("usage", {"rows": []}, ["no requests"]),
     ("top", {"tenants": [], "hit_share": None}, ["no requests in the last minute", "reused nothing: "]),
     ("tenants", {"tenants": []}, ["no tenants"]),
