@@ -88,9 +88,7 @@ LONG_APART := tests/kvshare/vllm_connector tests/clients tests/deploy tests/fuzz
 long: $(VLLM_STAMP)
 ifeq ($(VLLM),)
 	$(BIN)/python -m pytest -m long tests/kvshare/vllm_connector
-	$(BIN)/python -m pytest -m long tests/test_vllm_data_parallel.py lab/tests/vllm/gpu \
-	  lab/tests/calibration/test_run.py lab/tests/fidelity/test_command.py tests/proxy/test_hostile_bodies.py \
-	  tests/vllm_end_to_end/test_kills.py
+	$(BIN)/python -m pytest -m long tests lab/tests $(LONG_APART:%=--ignore=%)
 else
 	$(BIN)/python scripts/fetch_vllm.py $(VLLM) $(OTHER_VLLM)
 	KVSHARE_VLLM_SOURCES=$(OTHER_VLLM) $(BIN)/python -m pytest -m vllm tests/kvshare/vllm_connector/sources

@@ -7,8 +7,8 @@ EXPECTED_SIZE = "expected a size such as 4GiB, 500MB or 1073741824"
 
 def parse_size(text: str) -> int:
     """Bytes of 4GiB, 1.5 GB, 500MB or 1073741824; KiB is 1024, kB 1000. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b?)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kmgt])(i?)b|b?)", text.strip().lower())
     if match is None or ("." in match[1] and match[2] is None):
         raise ValueError(EXPECTED_SIZE)
-    power = " kmgt".index(match[2] or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

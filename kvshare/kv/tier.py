@@ -23,7 +23,8 @@ class Fetched:
     The result of a fetch. A tier whose bytes are elsewhere returns no segments.
 
     `late`: held, and not read within the time that was given, or not readable now. `read_bytes` came from
-    disk, in `read_s`, with parts of what was late. `is_slow`: reads took longer than that.
+    disk, in `read_s`, with parts of what was late. `is_slow`: reads took longer than that. `has_pace`: parts
+    of what was late are known, too.
     """
 
     segments: Mapping[SegmentId, SegmentKV]
@@ -32,6 +33,7 @@ class Fetched:
     read_bytes: int = 0
     read_s: float = 0.0
     is_slow: bool = False
+    has_pace: bool = False
 
 
 class Budget(Protocol):

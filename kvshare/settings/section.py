@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, PositiveInt
 
@@ -11,13 +11,17 @@ from kvshare.sizes import parse_size
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads a bare off
 Mode = Annotated[Literal["off", "exact", "approx"], _OFF]
 
-SIZE = BeforeValidator(
-    lambda value: parse_size(value) if isinstance(value, str) else value, json_schema_input_type=int | str
-)
-"""A number of bytes may have a unit."""
 
-Bytes = Annotated[NonNegativeInt, SIZE]
-PositiveBytes = Annotated[PositiveInt, SIZE]
+def size_of(number: object) -> BeforeValidator:
+    """Let a number of bytes of this type have a unit."""
+    return BeforeValidator(
+        lambda value: parse_size(value) if isinstance(value, str) else value,
+        json_schema_input_type=Union[number, str],  # noqa: UP007  a type that is known at run time only
+    )
+
+
+Bytes = Annotated[NonNegativeInt, size_of(NonNegativeInt)]
+PositiveBytes = Annotated[PositiveInt, size_of(PositiveInt)]
 
 
 class Section(BaseModel):

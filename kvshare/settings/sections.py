@@ -17,7 +17,7 @@ from pydantic import (
 
 from kvshare.settings.auth import AuthSettings
 from kvshare.settings.patterns import checked_pattern
-from kvshare.settings.section import SIZE, Bytes, Mode, PositiveBytes, Section
+from kvshare.settings.section import Bytes, Mode, PositiveBytes, Section, size_of
 from kvshare.settings.shared_tier import SharedTierSettings
 
 
@@ -136,7 +136,7 @@ class StoreSettings(Section):
     disk_keep_free_bytes: Bytes
     eviction: Literal["copies", "lru", "s3-fifo", "worth"]
     # An empty index takes 3 MB, one write up to 1 MB.
-    min_free_bytes: Annotated[int, Field(ge=8 * 2**20), SIZE]
+    min_free_bytes: Annotated[int, Field(ge=8 * 2**20), size_of(Annotated[int, Field(ge=8 * 2**20)])]
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:
@@ -173,7 +173,7 @@ class RepairSettings(Section):
 
 class CostSettings(Section):
     prior_prefill_tokens_per_s: PositiveFloat
-    prior_load_bytes_per_s: Annotated[PositiveFloat, SIZE]
+    prior_load_bytes_per_s: Annotated[PositiveFloat, size_of(PositiveFloat)]
     learn: bool
     measure_at_start: bool
     min_saved_s: float

@@ -13,6 +13,7 @@ from kvshare.kv.tier import Fetched, Tier
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import DISK, MinSaved
+from kvshare.sharing.splitting import OF_STEPS
 from kvshare.telemetry import Component, FallbackReason, Telemetry
 
 _LATE = 3.0  # times the planned time, then a read is late
@@ -68,22 +69,25 @@ class Fetching:
         num_bytes, read_s = fetched.read_bytes, fetched.read_s
         if fetched.late:
             self._telemetry.fallback(Component.TIER, FallbackReason.TIMEOUT)
-        if fetched.is_slow:  # what all of it would have taken at this pace
+        if fetched.is_slow:  # what all of it would have taken at this pace; where none is known, at least
             num_bytes = num_on_disk * rates.bytes_per_token
-            read_s *= num_bytes / (fetched.read_bytes or min(num_bytes, _LEAST_BYTES))
-        self._cost.observe_load(num_bytes, read_s, place=DISK)
+            known = fetched.read_bytes or (_LEAST_BYTES if fetched.has_pace else num_bytes)
+            read_s *= max(1.0, num_bytes / max(1, known))
+        if num_bytes:
+            self._cost.observe_load(num_bytes, read_s, place=DISK)
         return fetched
 
     def patience_s(self, plan: Plan, threshold: MinSaved) -> float:
         """
-        Return how long to wait for a read from disk; where none is planned, as long as the plan saves. What
-        is computed meanwhile must not be waited for, so a plan that computes ahead waits little longer.
+        Return how long to wait for a read from disk; where none is planned, as long as the plan saves. A plan
+        that computes ahead waits while it computes, or as long as it was planned to, and little longer.
         """
         num_on_disk, full_s, saved_s = self._num_on_disk(plan), plan.estimate.full_s, plan.estimate.saved_s
         planned_s = self._cost.rates.load_s(num_on_disk, place=DISK) if num_on_disk else math.inf
         within_s = max(_HARMLESS * full_s, min(_LATE * planned_s, saved_s))
         if plan.num_ahead:
-            within_s = self._cost.rates.ahead_s(plan.num_ahead) + _HARMLESS * full_s
+            ahead_s = OF_STEPS * self._cost.rates.ahead_s(plan.num_ahead)
+            within_s = max(ahead_s, planned_s if num_on_disk else 0.0) + _HARMLESS * full_s
         return within_s if threshold.min_saved_s >= 0 else max(within_s, saved_s - threshold.min_saved_s)
 
     def _num_on_disk(self, plan: Plan) -> int:

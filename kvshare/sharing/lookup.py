@@ -41,7 +41,9 @@ class Lookup:
         plan = self.plan
         if isinstance(plan, Plan):
             counts = plan.num_exact, plan.num_copied, plan.num_recomputed, plan.num_repaired
-            decision, donors, first_difference = plan.decision, plan.donors, plan.placeholders[0].start
+            # What is computed ahead of a read is no difference.
+            first_difference = plan.exact_length if plan.num_ahead else plan.placeholders[0].start
+            decision, donors = plan.decision, plan.donors
             saved_s = plan.estimate.saved_s
         else:
             counts, decision, donors, first_difference = (0, 0, num_tokens, 0), Decision.FULL, (), 0

@@ -211,6 +211,8 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
     num_exact = exact.num_exact if exact is not None else 0
     num_computed = plan.num_computed + plan.num_selecting
     saved = plan.num_tokens - num_computed - num_exact  # beyond the exact plan
+    if plan.num_ahead:  # the two are split at places of their own, so that only the time is comparable
+        saved = plan.num_copied - plan.num_selecting
     # Repairs may leave so few copied tokens that they are not worth any deviation.
     if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
         return Reason.NOT_ENOUGH_SAVED
@@ -222,7 +224,10 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
         relocated = sum(copy.length for copy in approximate if abs(copy.shift) > limit)
         if relocated > policy.max_relocated_fraction * plan.num_tokens:
             return Reason.TOO_MUCH_RELOCATED
-    baseline = exact.estimate.shared_s if exact is not None else plan.estimate.full_s
+    full_s = plan.estimate.full_s
+    baseline = (
+        full_s if exact is None else min(full_s, exact.estimate.shared_s)
+    )  # slow disks: computing is faster
     if not limits.threshold.pays(baseline, plan.estimate.shared_s):
         return Reason.DOES_NOT_PAY
     return None

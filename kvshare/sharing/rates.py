@@ -213,15 +213,17 @@ class Rates:
         """Compare a full prefill of `num_tokens` with this work and the load of what it reuses."""
         load_s = self.load_s(work.num_reused - work.num_in_blocks)
         load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.load_s(work.num_on_disk, place=DISK)
-        return self._compare(num_tokens, work, max(0.0, load_s - self.ahead_s(work.num_ahead)))
+        return self._compare(num_tokens, work, load_s, ahead_s=self.ahead_s(work.num_ahead))
 
     def least(self, num_tokens: int, work: PrefillWork) -> Estimate:
         """Return a lower limit of `estimate`: all that is reused comes from the fastest place."""
         return self._compare(num_tokens, work, self.least_load_s(work.num_reused))
 
-    def _compare(self, num_tokens: int, work: PrefillWork, load_s: float) -> Estimate:
+    def _compare(
+        self, num_tokens: int, work: PrefillWork, load_s: float, *, ahead_s: float = 0.0
+    ) -> Estimate:
         compute_s = self.seconds(work)
-        shared_s = compute_s + self.queue.wait_for(load_s)
+        shared_s = compute_s + self.queue.wait_for(max(0.0, load_s - ahead_s))
         return Estimate(self.full_s(num_tokens), shared_s, self.lookup_s(num_tokens), load_s, compute_s)
 
     def unshared(self, num_tokens: int) -> Estimate:

@@ -24,7 +24,7 @@ from kvshare.sharing.rates import DISK, Rates
 
 # How much longer a pass over a long run takes than the engine's own steps, from which the rates are learned:
 # 6 % for its tokens as measured on an H100, and it comes in several passes.
-_OF_STEPS = 1.08
+OF_STEPS = 1.08
 
 
 def split_reads(plan: Plan, rates: Rates) -> Plan:
@@ -44,9 +44,11 @@ def split_reads(plan: Plan, rates: Rates) -> Plan:
         """Return whether what comes after this copy is loaded before all up to its end is computed."""
         load_s = rates.load_s(num_read[-1] - num_read[number], place=DISK)
         load_s += rates.load_s(num_copied[-1] - num_copied[number])
-        return load_s <= _OF_STEPS * rates.ahead_s(plan.copies[number].target_end)
+        return load_s <= OF_STEPS * rates.ahead_s(plan.copies[number].target_end)
 
-    numbers = [number for number, is_read in enumerate(reads[:-1]) if is_read]
+    numbers = [number for number, is_read in enumerate(reads) if is_read][
+        :-1
+    ]  # something must remain to read
     first = bisect_left(numbers, True, key=is_loaded_first)
     near = (plan.copies[number].target_end for number in numbers[max(0, first - 1) : first + 1])
     return min([plan, *(_after(place, plan, rates) for place in near)], key=_seconds)

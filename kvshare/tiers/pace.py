@@ -45,6 +45,7 @@ class WaitedReads(NamedTuple):
     pending: set[Future[Any]]
     num_bytes: int
     seconds: float
+    has_pace: bool = True  # whether bytes of reads that are not over are counted
 
 
 def wait_for(

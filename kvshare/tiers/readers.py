@@ -97,13 +97,14 @@ def wait_in_time(
     """Wait for them, no longer than their pace lets expect them in time. A shared store's is not known."""
     segments = [nearest.segment(entry) for entry in reads.values()]
     is_known = isinstance(nearest, DiskTier) and None not in segments
-    return wait_for(
+    waited = wait_for(
         reads,
         num_bytes=sum(segment.num_bytes for segment in segments if segment is not None),
         within_s=within_s,
         doubt_s=doubt_s if is_known else math.inf,
         bytes_read=nearest.bytes_read if isinstance(nearest, DiskTier) else BytesRead(),
     )
+    return waited._replace(has_pace=is_known)
 
 
 def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:

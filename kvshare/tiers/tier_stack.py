@@ -147,7 +147,9 @@ class TierStack:
         self._counts["below"] += len(read)
         missing = wanted - segments.keys() - late
         self._counts["missing"] += len(missing)
-        return Fetched(segments, missing, late, num_bytes, waited.seconds, is_slow=is_slow)
+        return Fetched(
+            segments, missing, late, num_bytes, waited.seconds, is_slow=is_slow, has_pace=waited.has_pace
+        )
 
     def note_open(self) -> None:
         """Note that the disk, which could not be opened before, is open now."""

@@ -40,7 +40,7 @@ _TENANTS: Columns = {
     "in flight": lambda row: f"{row['in_flight']}{_limit(row['limits']['max_in_flight'])}",
     "requests left": lambda row: _left(row["requests_left"], row["limits"]["requests_per_minute"]),
     "KV": lambda row: size(row["kv_bytes"]) + _limit(size(row["limits"]["max_kv_bytes"])),
-    "evicted": of("evicted", number),
+    "evicted": lambda row: number(row.get("evicted")),  # which servers before 0.3.0 do not say
     "mode": lambda row: row["limits"]["max_mode"],
     "refused": lambda row: sum(row["refused"].values()),
 }

@@ -261,8 +261,10 @@ class TicketedRequest:
             return self.unshared
         if self.load_failed:
             return Reason.LOAD_FAILED
+        if self.was_late:
+            return Reason.KV_LATE
         if not self.ticket.is_exact and len(self.placed) < len(self.ticket.copies):
-            return Reason.KV_LATE if self.was_late else Reason.SEGMENTS_GONE
+            return Reason.SEGMENTS_GONE
         return None
 
 

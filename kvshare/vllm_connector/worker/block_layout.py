@@ -130,7 +130,7 @@ def _nested(places: torch.Tensor) -> ReadRows | None:
         shape = [(count, step // unit) for count, step in (*in_tokens, *in_heads, *dims)]
         sizes, strides = zip((len(blocks), elements.stride(0)), *shape, strict=True)
         read = elements.as_strided(sizes, strides, elements.storage_offset() + first // unit)
-        return read.reshape(len(blocks), *places.shape[:2], -1).view(blocks.dtype)
+        return read.reshape(len(blocks), *places.shape[:2], -1).contiguous().view(blocks.dtype)
 
     return rows
 
