@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from kvshare.errors import ConfigError
-from kvshare.settings import TenantSettings, default_config_path, flattened, load_settings
+from kvshare.settings import Settings, TenantSettings, default_config_path, flattened, load_settings
 
 
 def _in_bytes() -> list[str]:
@@ -34,3 +34,18 @@ def test_a_limit_of_a_tenant_may_have_a_unit() -> None:
     ]
     with pytest.raises(pydantic.ValidationError):
         TenantSettings(name="t", max_kv_bytes=-1)
+
+
+def test_large_numbers_keep_every_digit() -> None:
+    """And a number that no machine has is no size."""
+    settings = load_settings(overrides={"store.kv_bytes": "9007199254740993"})
+    assert settings.store.kv_bytes == 2**53 + 1
+    with pytest.raises(ConfigError, match="expected a size such as 4GiB"):
+        load_settings(overrides={"store.kv_bytes": "9" * 400})
+
+
+def test_the_schema_has_both_forms() -> None:
+    """So that an editor knows the least number, and that a text is one too."""
+    schema = Settings.model_json_schema()["$defs"]["StoreSettings"]["properties"]["min_free_bytes"]["anyOf"]
+    assert {"minimum": 8 * 2**20, "type": "integer"} in schema
+    assert {"type": "string"} in schema

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +19,13 @@ from delta_tree import (
     Piece,
     PieceTable,
     Segment,
+    SegmentId,
     Span,
     TokenIds,
     gaps,
     new_segment_id,
 )
+from kvshare.kv.tier import Fetched
 from kvshare.reasons import Reason
 from kvshare.settings import load_settings
 from kvshare.sharing.cost import CostModel
@@ -165,7 +169,9 @@ def test_a_late_read_costs_little(tree: DeltaTree) -> None:
     assert isinstance(plan, Plan)
     tier = NoTier(frozenset(node.pieces.segment_ids))
     fetching = Fetching(tier, CostModel(now, learns=False), Telemetry())  # type: ignore[arg-type]  # asks for places
-    planned_s = max(OF_STEPS * plan.num_ahead, plan.num_in(tier.on_disk) / 0.5) / TOKENS_PER_S
+    planned_s = (
+        max(OF_STEPS * plan.num_ahead, plan.num_in(frozenset(node.pieces.segment_ids)) / 0.5) / TOKENS_PER_S
+    )
     assert planned_s < fetching.patience_s(plan, MinSaved()) <= planned_s + 0.021 * FULL_S
 
 
@@ -176,3 +182,61 @@ def test_repairs_are_chosen_in_what_is_copied() -> None:
     assert _order_after(50, order) == order
     assert _order_after(400, order) is None
     assert _order_after(10, None) is None
+
+
+class _SlowTier(NoTier):
+    """Whose reads are late; `progress` bytes of them came."""
+
+    def __init__(self, on_disk: frozenset[int], progress: int, *, has_pace: bool) -> None:
+        super().__init__(on_disk)
+        self._progress, self._has_pace = progress, has_pace
+
+    def fetch(self, segment_ids: Iterable[SegmentId], *, within_s: float, doubt_s: float) -> Fetched:
+        late = frozenset(segment_ids)
+        return Fetched({}, frozenset(), late, self._progress, 2.0, is_slow=True, has_pace=self._has_pace)
+
+
+@pytest.mark.parametrize(
+    ("progress", "has_pace", "seconds"),
+    [(1_000_000, True, 8.0), (0, True, 8.0), (0, False, 2.0)],
+    ids=["a quarter came", "nothing came", "not known what came"],
+)
+def test_a_late_read_teaches_what_is_known(
+    tree: DeltaTree, progress: int, has_pace: bool, seconds: float
+) -> None:
+    """Of a disk its pace, of nothing the least that counts, of a store elsewhere that it takes longer."""
+    node = stored(tree, DONOR)
+    now = rates(node, 0.5 * TOKENS_PER_S)
+    plan = plan_for(tree, EDITED, node, now)
+    assert isinstance(plan, Plan)
+    cost, learned = CostModel(now, learns=False), []
+    num_bytes = 1000 * plan.num_in(frozenset(node.pieces.segment_ids))
+    tier = _SlowTier(frozenset(node.pieces.segment_ids), progress and num_bytes // 4, has_pace=has_pace)
+    with patch.object(cost, "observe_load", lambda *given, **where: learned.append((given, where))):
+        Fetching(tier, cost, Telemetry()).fetch(plan, MinSaved(), {"fetch": 0.0})  # type: ignore[arg-type]
+    (((told, took), where),) = learned
+    assert (told, where) == (num_bytes, {"place": DISK})
+    expected = 2.0 * num_bytes / (1 << 20) if has_pace and not progress else seconds
+    assert took == pytest.approx(expected, rel=0.01)
+
+
+def test_a_late_read_of_what_was_in_memory_teaches_nothing(tree: DeltaTree) -> None:
+    """A segment that leaves memory, or is damaged there, after the plan was made."""
+    node = stored(tree, DONOR)
+    now = rates(node, 0.5 * TOKENS_PER_S)
+    plan = plan_for(tree, EDITED, node, now)
+    assert isinstance(plan, Plan)
+    cost = CostModel(now, learns=False)
+    with patch.object(cost, "observe_load") as observed:
+        tier = _SlowTier(frozenset(), 0, has_pace=True)
+        Fetching(tier, cost, Telemetry()).fetch(plan, MinSaved(), {"fetch": 0.0})  # type: ignore[arg-type]
+    assert not observed.called
+
+
+def test_what_is_computed_ahead_is_no_difference(tree: DeltaTree) -> None:
+    """By the first difference operators find the line that breaks their prefix."""
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, EDITED, node, rates(node, 0.5 * TOKENS_PER_S))
+    assert isinstance(plan, Plan)
+    assert plan.num_ahead
+    assert Lookup(plan).report(SIZE).first_difference == plan.exact_length == 1000
