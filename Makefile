@@ -36,7 +36,7 @@ lint: $(CORE_STAMP)
 # their own, which takes a minute to install. `unit` leaves them out.
 CORE_TESTS := tests/delta_tree tests/vector_index tests/proxy/relay tests/kvshare/fleet tests/kvshare/vllm_protocol \
   tests/kvshare/settings tests/kvshare/rules
-WITH_MODELS := tests/vector_index/test_embedder.py
+WITH_MODELS := tests/vector_index/test_embedder.py tests/kvshare/fleet/test_format_guard.py
 
 core: $(CORE_STAMP)
 	$(CORE)/bin/python -m pytest -q $(CORE_TESTS) $(WITH_MODELS:%=--ignore=%)
