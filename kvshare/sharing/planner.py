@@ -225,9 +225,8 @@ def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | Non
         if relocated > policy.max_relocated_fraction * plan.num_tokens:
             return Reason.TOO_MUCH_RELOCATED
     full_s = plan.estimate.full_s
-    baseline = (
-        full_s if exact is None else min(full_s, exact.estimate.shared_s)
-    )  # slow disks: computing is faster
+    # With a slow disk the exact plan may take longer than computing.
+    baseline = full_s if exact is None else min(full_s, exact.estimate.shared_s)
     if not limits.threshold.pays(baseline, plan.estimate.shared_s):
         return Reason.DOES_NOT_PAY
     return None

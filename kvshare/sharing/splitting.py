@@ -46,9 +46,7 @@ def split_reads(plan: Plan, rates: Rates) -> Plan:
         load_s += rates.load_s(num_copied[-1] - num_copied[number])
         return load_s <= OF_STEPS * rates.ahead_s(plan.copies[number].target_end)
 
-    numbers = [number for number, is_read in enumerate(reads) if is_read][
-        :-1
-    ]  # something must remain to read
+    *numbers, _ = (number for number, is_read in enumerate(reads) if is_read)  # something is read after each
     first = bisect_left(numbers, True, key=is_loaded_first)
     near = (plan.copies[number].target_end for number in numbers[max(0, first - 1) : first + 1])
     return min([plan, *(_after(place, plan, rates) for place in near)], key=_seconds)

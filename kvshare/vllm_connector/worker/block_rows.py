@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.cache_dtype import INTEGERS
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.kernel_tables import SlotTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +76,7 @@ def _copy_blocks(cache: PagedCache, sources: NDArray[np.int64], targets: NDArray
         return
     from_blocks, to_blocks = to_device(cache.kv_layout.device, sources, targets)
     for layer in cache.caches:
-        bits = layer.view(_BITS[layer.itemsize])  # torch cannot index all dtypes of 8 bits
+        bits = layer.view(INTEGERS[layer.itemsize])  # torch cannot index all dtypes of 8 bits
         bits.index_copy_(0, to_blocks, bits.index_select(0, from_blocks))
 
 

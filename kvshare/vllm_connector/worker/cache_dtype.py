@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element: to copy its bits
 EIGHT_BITS = frozenset(_OF_NAME.values())
 # Factor on a number that can be stored without rounding: it moves less than half a step away from zero. Then
 # kernels that round to the nearest and kernels that cut off (vLLM 0.32 on a CPU) store the same byte.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvshare.vllm_connector.worker.block_layout import BlockLayout
+from kvshare.vllm_connector.worker.cache_dtype import INTEGERS
 
 
 class CacheElements:
@@ -34,7 +35,7 @@ class CacheElements:
 
     def write(self, cache: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
         """Write elements, bit by bit. Shapes:  rows as offsets"""
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[cache.itemsize]
+        bits = INTEGERS[cache.itemsize]
         _memory(cache).view(bits)[offsets] = rows.contiguous().view(bits)
 
     def _in_block(self, strides: tuple[int, ...]) -> torch.Tensor:

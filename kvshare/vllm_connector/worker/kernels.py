@@ -24,6 +24,7 @@ import torch
 import triton
 
 from kvshare.kv.to_device import to_device
+from kvshare.vllm_connector.worker.cache_dtype import INTEGERS
 from kvshare.vllm_connector.worker.kernel_tables import (
     ALIGNMENT,
     CHUNK_WORDS,
@@ -38,7 +39,6 @@ from kvshare.vllm_connector.worker.token_tables import PartTable, Rows, TokenTab
 
 SUM_BLOCK = 1024  # words that a program reads at once
 PARTS_AT_ONCE = 256  # parts that a program searches at once for the one that it adds up
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +195,7 @@ def cache_pointers(caches: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[n
     for layer, cache in enumerate(caches):
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise ValueError(f"layer {layer} has a cache of another form than layer 0")
-    if first.stride(-1) != 1 or first.itemsize not in _INTEGERS:
+    if first.stride(-1) != 1 or first.itemsize not in INTEGERS:
         raise ValueError(f"a cache of {first.dtype} and strides {first.stride()} cannot be addressed")
     pointers = np.array([cache.data_ptr() for cache in caches], np.int64)
     if (pointers % ALIGNMENT).any():
@@ -211,7 +211,7 @@ def _whole(staging: torch.Tensor) -> torch.Tensor:
 
 
 def _elements(staging: torch.Tensor, caches: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _whole(staging).view(_INTEGERS[caches[0].itemsize])
+    return _whole(staging).view(INTEGERS[caches[0].itemsize])
 
 
 def form_of(caches: Sequence[torch.Tensor]) -> dict[str, int]:
