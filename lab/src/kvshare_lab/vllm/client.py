@@ -7,6 +7,8 @@ length unless the request is aborted.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -21,6 +23,8 @@ from delta_tree import TokenIds
 from kvshare.errors import EngineError
 from kvshare.http_client import events
 from kvshare_lab.vllm.servers import MODEL_NAME
+
+_MOST_RESETS, _RESET_S = 50, 0.1  # tries to empty a prefix cache, and the pause after one
 
 
 @dataclass(slots=True)
@@ -199,6 +203,18 @@ class Client:
         """Of a vLLM's KV cache."""
         counts = (await self.counters()).by("vllm:cache_config_info", "num_gpu_blocks")
         return int(next(iter(counts)))
+
+    async def forget_prefixes(self) -> None:
+        """
+        Empty a vLLM's prefix cache: what its blocks have is found no more, and what a connector stores stays.
+
+        Raises:  EngineError if the vLLM was not started with `is_resettable`, or its blocks stay in use
+        """
+        for _ in range(_MOST_RESETS):
+            if json.loads(await self.fetch("/reset_prefix_cache", {}))["success"]:
+                return
+            await asyncio.sleep(_RESET_S)
+        raise EngineError("vLLM did not empty its prefix cache: blocks stay in use")
 
     async def fetch(self, path: str, document: Mapping[str, Any] | None = None) -> str:
         """The answer to a GET, or to a POST of a document. Raises EngineError."""

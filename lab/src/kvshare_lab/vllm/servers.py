@@ -56,8 +56,10 @@ class VllmOptions:
     enforce_eager: bool = False  # True: the model is not compiled, which takes a minute or two at every start
     attention_backend: str | None = None  # None: vLLM's choice
     device_memory: float | None = None  # share of a GPU's memory; None: vLLM's default
+    device_kv_bytes: int | None = None  # of the KV cache on a GPU; None: what is left of `device_memory`
     speculation: Mapping[str, Any] | None = None  # vLLM's speculative_config
     checks_syncs: bool = False  # warn of each wait of the host for the GPU
+    is_resettable: bool = False  # with the route that empties the prefix cache
 
     @property
     def arguments(self) -> list[str]:
@@ -72,6 +74,7 @@ class VllmOptions:
             "--kv-cache-dtype": self.kv_cache_dtype,
             "--attention-backend": self.attention_backend,
             "--gpu-memory-utilization": self.device_memory,
+            "--kv-cache-memory-bytes": self.device_kv_bytes,
             "--speculative-config": None if self.speculation is None else json.dumps(self.speculation),
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
@@ -83,6 +86,7 @@ class VllmOptions:
         checks = {"VLLM_GPU_SYNC_CHECK": "warn"} if self.checks_syncs else {}
         return {
             **checks,
+            **({"VLLM_SERVER_DEV_MODE": "1"} if self.is_resettable else {}),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a connection may close under a request

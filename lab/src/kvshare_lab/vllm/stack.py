@@ -202,8 +202,8 @@ def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
         shared = servers.shared_vllm(model, folder, vllm, kv_bytes=kv_bytes, token=token, can_fail=can_fail)
         settings, disk_s = options.proxy_settings, options.disk_s
         proxy = servers.proxy(shared, folder, token=token, settings=settings, disk_s=disk_s)
-        # On one GPU they start one after the other: each measures the memory that is free.
-        is_divided = vllm.device_memory is not None
+        # On one GPU they start one after the other, where each measures the memory that is free.
+        is_divided = vllm.device_memory is not None and vllm.device_kv_bytes is None
         with servers.running([plain, shared], one_by_one=is_divided, start_s=start_s):
             yield Stack(options, plain, shared, proxy, token)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvshare.errors import ConfigError
+from kvshare_lab.bench.bound import ModelSize
 from kvshare_lab.bench.harness import chosen
 from kvshare_lab.bench.random_models import LLAMAS
 from kvshare_lab.vllm import load, parity, soak
@@ -21,6 +22,7 @@ PARTS = ("self_test", "parity", "ttft", "load", "inter_token", "soak", "profile"
 
 STREAM_PROMPT = 32  # tokens: short, as their prefill is not measured
 PARITY_OUTPUT, _SOAK_OUTPUT = 192, 48  # tokens; the longest of parity's
+_DEVICE_ROOM = 5 * 2**30  # bytes of a vLLM on a GPU besides weights and KV: activations, graphs, staging
 _ROOM = 64  # tokens of context beyond the longest prompt and its answer
 _MOST_ROUNDS = 2  # of `inter_token`, as each has many gaps between tokens
 _LONGEST_ARRIVAL = 16_384  # tokens of a prompt that arrives while others are answered
@@ -175,6 +177,20 @@ class Config(EditedConfig):
     def options(self) -> StackOptions:
         return self.for_backend(None)
 
+    @property
+    def _device_kv_bytes(self) -> int | None:
+        """
+        Of each vLLM's KV cache on a GPU, so that both can start at once; None: vLLM measures what is left.
+        """
+        share, config = self.vllm.device_memory, model_config(self.chosen_model, max_model_len=1)
+        if share is None or config is None:
+            return None
+        size = ModelSize.of_config(config)
+        embeddings = 2 * size.hidden_size * config.get_text_config().vocab_size
+        weights = (size.layer_parameters + embeddings) * getattr(torch, self.dtype).itemsize
+        left = int(share * torch.cuda.get_device_properties(0).total_memory) - weights - _DEVICE_ROOM
+        return left if left > _DEVICE_ROOM else None
+
     def for_backend(self, backend: str | None, *, checks_syncs: bool = False) -> StackOptions:
         """The servers for one backend of attention."""
         block_size = None if self.cache_tokens is None else 32
@@ -185,6 +201,8 @@ class Config(EditedConfig):
             block_size=block_size,
             attention_backend=backend,
             checks_syncs=checks_syncs,
+            device_kv_bytes=self._device_kv_bytes,
+            is_resettable=True,
         )
         own = self.stack_of(vllm, kv_bytes=min(_sizes().kv_bytes, most_store_bytes()))
         kv_bytes = own.kv_bytes if self.kv_bytes is None else self.kv_bytes

@@ -3,8 +3,9 @@ Time to the first token of edited prompts of growing length.
 
     full     an unrelated prompt, to stock vLLM
     prefix   a prompt of which stock vLLM has 90 % in its prefix cache
-    changed  an edited prompt through the proxy, for 1 % and for `--changed` of its tokens; with the
-             connector's stages. The donor's KV lies in host memory
+    changed  an edited prompt through the proxy, for 1 % and for `--changed` of its tokens, from either place
+             of the donor's KV: vLLM's blocks ("device"), or host memory ("host"), for which vLLM forgets its
+             prefix cache first; with the connector's stages
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _SHORTEST = 256  # tokens
 _LITTLE = 0.01  # share of the tokens
 _MISSED = 0.1  # share of a prompt that is not in the prefix cache
 _FULL, _PREFIX = "full", "prefix"
+_PLACES = _DEVICE, _HOST = "device", "host"
 
 Timed = tuple[Answer, FinishedReport | None]
 
@@ -41,10 +43,10 @@ async def ttft(servers: Stack, config: Config, progress: Progress) -> Figures:
     """
     A row for each length that there is time for: the shortest, then from the longest down.
 
-    `measured_tokens`: from where on sharing was faster with `--changed` of the tokens replaced.
+    `measured_tokens`: from where on sharing was faster with `--changed` of the tokens replaced, wherever the
+    donor's KV lay.
     `learned_tokens`: the same by the rates that the proxy has measured meanwhile.
     """
-    progress.lacks("donor_on_device", "rows do not tell donors in GPU memory from those in host memory")
     rows: list[Figures] = []
     async with session(servers, config.part("ttft")) as bench:
         took_s, found = 0.0, {}
@@ -57,7 +59,6 @@ async def ttft(servers: Stack, config: Config, progress: Progress) -> Figures:
             rows.sort(key=lambda row: int(row["tokens"]))
             found = {
                 "measured_tokens": first_that_pays(rows, config.changed),
-                "donor": "host",
                 "lengths": list(rows),
                 **learned(await bench.stats("costs"), config.changed),
             }
@@ -92,9 +93,16 @@ async def _row(bench: Session[Config], length: int) -> Figures:
             num_new = max(1, round(_MISSED * length))
             hit = prefix_hit(bench.rng, donor, num_new=num_new, block_size=block_size)
             return await bench.plain.complete(hit), None
-        return await _shared(bench, near_duplicate(bench.rng, donor, changed=float(arm), edits=config.edits))
+        change, place = edited[arm]
+        if place == _HOST:
+            await bench.shared.forget_prefixes()
+        else:
+            await bench.proxy.complete(donor, max_tokens=2)  # so that blocks have it, as of a running request
+            await bench.settle()
+        return await _shared(bench, near_duplicate(bench.rng, donor, changed=change, edits=config.edits))
 
-    arms = [_FULL, _PREFIX, *map(str, changes)]
+    edited = {f"{change} {place}": (change, place) for change in changes for place in _PLACES}
+    arms = [_FULL, _PREFIX, *edited]
     answers = await alternate(arms, config.repeats, ask)
     full_s = median([answer.ttft_s for answer, _ in answers[_FULL]])
     figures = {arm: _figures(own, full_s, length) for arm, own in answers.items() if arm != _FULL}
@@ -102,7 +110,9 @@ async def _row(bench: Session[Config], length: int) -> Figures:
         "tokens": length,
         "full_ttft_s": full_s,
         "prefix": figures[_PREFIX],
-        "changed": [{"share": change, **figures[str(change)]} for change in changes],
+        "changed": [
+            {"share": change, "donor": place, **figures[arm]} for arm, (change, place) in edited.items()
+        ],
     }
 
 
@@ -118,14 +128,20 @@ async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
 
 
 def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
-    """Of one arm. `reused`: the share of the prompt that was not computed."""
+    """
+    Of one arm. `reused`: the share of the prompt that was not computed; `from_blocks`: of these tokens, the
+    share that was copied from other blocks of vLLM's.
+    """
     ttft_s = median([answer.ttft_s for answer, _ in answers])
     stage_s = by_name([report.stage_seconds for _, report in answers if report is not None])
     stages = {"stage_ms": {stage: 1e3 * median(own) for stage, own in stage_s.items()}} if stage_s else {}
+    reports = [(answer.num_cached, report) for answer, report in answers if report is not None]
+    shares = [report.num_from_blocks / max(1, num_cached) for num_cached, report in reports]
     return {
         "ttft_s": ttft_s,
         "speedup": full_s / ttft_s,
         "reused": fmean(answer.num_cached / length for answer, _ in answers),
+        **({"from_blocks": fmean(shares)} if shares else {}),
         **stages,
     }
 
@@ -134,7 +150,7 @@ def first_that_pays(rows: Sequence[Mapping[str, Any]], changed: float) -> int | 
     """The shortest length from which on all were faster when shared; None if the longest was not."""
 
     def pays(row: Mapping[str, Any]) -> bool:
-        return any(each["share"] == changed and each["speedup"] > 1 for each in row["changed"])
+        return all(each["speedup"] > 1 for each in row["changed"] if each["share"] == changed)
 
     paying = list(takewhile(pays, reversed(rows)))
     return int(paying[-1]["tokens"]) if paying else None
