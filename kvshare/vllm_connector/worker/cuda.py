@@ -21,11 +21,16 @@ from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.worker.batched_copy import copy_all, find_batch_function
+from kvshare.vllm_connector.worker.batched_copy import (
+    addresses_host_memory,
+    copy_all,
+    find_batch_function,
+)
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, slot_table
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
+from kvshare.vllm_connector.worker.host_tables import tiles
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved
@@ -58,6 +63,7 @@ class CudaGpu:
         self._streams = {stream: torch.cuda.Stream(device) for stream in own}  # type: ignore[no-untyped-call]  # torch's own
         self._kernels, self._block_kernels = _kernels()
         self._copy_batch = find_batch_function()
+        self._reads_host = False  # whether our kernels address the arena
         self._movements: dict[int, tuple[KVLayout, MovementTable]] = {}  # by `id()` of the caches' layouts
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -69,6 +75,8 @@ class CudaGpu:
                 "A smaller --kv-bytes or a higher limit of locked memory (ulimit -l) may help",
                 buffer.nbytes,
             )
+            return
+        self._reads_host = addresses_host_memory(self._device.index or 0)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -99,9 +107,8 @@ class CudaGpu:
         return self._to_host(result)
 
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
-        there, here = _places(batch, staging)
         with self._in(Stream.UP):
-            self._copy(there, here, is_stable=True)
+            self._cross(batch, staging, up=True)
 
     def begin_load(self, cache: PagedCache, load: StagedLoad) -> _Begun:
         with self._in(Stream.WRITE):
@@ -163,8 +170,18 @@ class CudaGpu:
             return self._to_host(self._sums(staging, batch))
 
     def down(self, staging: torch.Tensor, batch: Sequence[StagedLayers]) -> None:
-        there, here = _places(batch, staging)
         with self._in(Stream.DOWN):
+            self._cross(batch, staging, up=False)
+
+    def _cross(self, batch: Sequence[StagedLayers], staging: torch.Tensor, *, up: bool) -> None:
+        """Copy a batch between host memory and staging: by our kernel if it can, else by the driver."""
+        if self._reads_host and self._kernels is not None and (table := tiles(batch)) is not None:
+            self._kernels.copy_host(staging, table, up=up)
+            return
+        there, here = _places(batch, staging)
+        if up:
+            self._copy(there, here, is_stable=True)
+        else:
             self._copy(here, there, is_stable=False)
 
     def _copy(

@@ -25,6 +25,7 @@ import triton
 
 from kvshare.kv.to_device import to_device
 from kvshare.vllm_connector.worker.cache_dtype import INTEGERS
+from kvshare.vllm_connector.worker.host_tables import TILE_WORDS, WORD_BYTES
 from kvshare.vllm_connector.worker.kernel_tables import (
     ALIGNMENT,
     CHUNK_WORDS,
@@ -34,11 +35,20 @@ from kvshare.vllm_connector.worker.kernel_tables import (
     StagingForm,
     SumTable,
 )
-from kvshare.vllm_connector.worker.row_kernels import FLOATS, add_words, gather_rows, scatter_rows
+from kvshare.vllm_connector.worker.row_kernels import (
+    FLOATS,
+    add_words,
+    copy_words,
+    gather_rows,
+    scatter_rows,
+)
 from kvshare.vllm_connector.worker.token_tables import PartTable, Rows, TokenTable
 
 SUM_BLOCK = 1024  # words that a program reads at once
 PARTS_AT_ONCE = 256  # parts that a program searches at once for the one that it adds up
+# Programs that copy between host memory and staging, each on a multiprocessor of its own. With 32 KiB each on
+# their way, eight fill PCIe 5 twice; more would take room from vLLM's steps.
+COPYING_PROGRAMS, COPYING_WARPS = 8, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +178,25 @@ def add_up(staging: torch.Tensor, table: SumTable, columns: torch.Tensor, found:
             _whole(staging).view(table.word), columns, columns.shape[1], found,
             CHUNK=CHUNK_WORDS, BLOCK=SUM_BLOCK, PARTS=PARTS_AT_ONCE,
         )  # fmt: skip
+
+
+def copy_host(staging: torch.Tensor, tiles: np.ndarray[Any, np.dtype[np.int64]], *, up: bool) -> None:
+    """
+    Copy tiles of `host_tables.py` into staging, or (`up` false) from there. One launch.
+
+    The device must be able to address the host memory, which is registered with it.
+    Raises:  ValueError for a tile that reaches past staging
+    """
+    count = tiles.shape[1]
+    if not count:
+        return
+    words = _whole(staging).view(torch.int64)
+    if (end := int((tiles[1] + tiles[2]).max())) > len(words) or tiles.min() < 0:
+        raise ValueError(f"tiles end at byte {end * WORD_BYTES} of staging, which has {len(staging)}")
+    (table,) = to_device(staging.device, tiles)
+    copy_words[(min(count, COPYING_PROGRAMS),)](
+        table, count, words, UP=up, WORDS=TILE_WORDS, PROGRAMS=COPYING_PROGRAMS, num_warps=COPYING_WARPS
+    )
 
 
 def _form(caches: Sequence[torch.Tensor], staging: torch.Tensor) -> StagingForm:

@@ -152,3 +152,19 @@ def add_words(words, parts, num_parts, found, CHUNK: tl.constexpr, BLOCK: tl.con
         place = begin + at + tl.arange(0, BLOCK)
         total += tl.load(words + start + piece * length + place, place < length, other=0).to(tl.int64)
     tl.atomic_add(found + tl.load(column + 3 * num_parts) + piece, tl.sum(total, 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def copy_words(
+    tiles, count, staging, UP: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """Words between registered host memory, by address, and staging. A program takes every n-th tile."""
+    at = tl.arange(0, WORDS)
+    for tile in range(tl.program_id(0), count, PROGRAMS):
+        there = tl.load(tiles + tile).to(tl.pointer_type(tl.int64)) + at
+        here = staging + tl.load(tiles + count + tile) + at
+        inside = at < tl.load(tiles + 2 * count + tile)
+        if UP:
+            tl.store(here, tl.load(there, inside), inside)
+        else:
+            tl.store(there, tl.load(here, inside), inside)

@@ -12,7 +12,7 @@ Alphabet: H kv heads of this rank, L layers, T tokens, D head dim.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,17 @@ class Stored:
     sums: NDArray[np.int64] | None = None
     num_users: int = 0  # transfers that read or write the rows
     others: tuple[Stored, ...] = ()
+    # The same for as long as it lives, and read for every batch of a load.
+    num_heads: int = field(init=False)
+    num_layers: int = field(init=False)
+    num_tokens: int = field(init=False)
+    row_bytes: int = field(init=False)  # of K and V of a token, in one layer of one head
+    piece_bytes: int = field(init=False)  # of one layer of one head
+
+    def __post_init__(self) -> None:
+        self.num_heads, self.num_layers, _, self.num_tokens, dim = self.rows.shape
+        self.row_bytes = 2 * dim * self.rows.itemsize
+        self.piece_bytes = self.num_tokens * self.row_bytes
 
     @property
     def parts(self) -> tuple[Stored, ...]:
@@ -67,28 +78,6 @@ class Stored:
     def num_bytes(self) -> int:
         """The bytes of the layers of all shapes."""
         return sum(part.rows.nbytes for part in self.parts)
-
-    @property
-    def num_heads(self) -> int:
-        return self.rows.shape[0]
-
-    @property
-    def num_layers(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows.shape[3]
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of K and V of a token, in one layer of one head."""
-        return 2 * self.rows.shape[4] * self.rows.itemsize
-
-    @property
-    def piece_bytes(self) -> int:
-        """Return the bytes of one layer of one head."""
-        return self.num_tokens * self.row_bytes
 
 
 class SegmentStore:

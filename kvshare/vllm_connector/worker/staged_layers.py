@@ -128,16 +128,16 @@ def batches_by_layer(segments: Sequence[Stored], max_bytes: int) -> list[list[St
     num_layers = segments[0].num_layers
     at_once = -(-num_layers // min(_GROUPS, -(-total // max_bytes)))
     found: list[list[StagedLayers]] = [[]]
-    used = 0
+    used, last = 0, dict[Stored, int]()  # the number of the last batch that has a segment
     for first in range(0, num_layers, at_once):
         for stored in segments:
             for layers in _cut(stored, range(first, min(first + at_once, num_layers)), max_bytes):
-                is_there = any(other.stored is stored for other in found[-1])
-                if is_there or used + StagedLayers(stored, layers).num_bytes > max_bytes:
-                    found.append([])
-                    used = 0
                 staged = StagedLayers(stored, layers, used)
+                if last.get(stored) == len(found) - 1 or used + staged.num_bytes > max_bytes:
+                    found.append([])
+                    staged, used = StagedLayers(stored, layers), 0
                 found[-1].append(staged)
+                last[stored] = len(found) - 1
                 used += _aligned(staged.num_bytes, _GRAIN)
     return [batch for batch in found if batch]
 

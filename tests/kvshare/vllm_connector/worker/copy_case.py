@@ -60,7 +60,7 @@ def pretended(buffer_bytes: int, kernels: Any = None, block_kernels: Any = None)
 
     made = GpuDevice.__new__(GpuDevice)  # with buffers of another size
     made._gpu = one = OneStream(Gpu(), torch.device("cpu"))
-    one._kernels, one._block_kernels = kernels, block_kernels
+    one._kernels, one._block_kernels, one._reads_host = kernels, block_kernels, kernels is not None
     made._loads, made._saves = (Lane(made._gpu, num_buffers=2, buffer_bytes=buffer_bytes) for _ in range(2))
     return made
 

@@ -28,7 +28,7 @@ class OneStream(CudaGpu):
         self.late_from = float("inf")
         self._gpu = gpu
         self._device, self._kernels, self._block_kernels = device, None, None
-        self._copy_batch, self._movements = None, {}
+        self._copy_batch, self._movements, self._reads_host = None, {}, False
 
     def register(self, buffer: torch.Tensor) -> None:
         self._gpu.register(buffer)
