@@ -1,9 +1,10 @@
 """
 Runs the benchmarks that the documents quote, and writes the tables that quote them.
 
-    .venv/bin/python lab/scripts/measure.py NAME ...   # runs these (none: all, hours), writes the tables
+    .venv/bin/python lab/scripts/measure.py NAME ...   # runs these, writes the tables
     .venv/bin/python lab/scripts/measure.py --write    # writes the tables, runs nothing
 
+Without a name all are run that need nothing but a CPU (hours).
 What pages quote of a document is stored in docs/measured/NAME.json (quote.py); the command prints all of it.
 measure.yaml has the command of each, and the template that puts its figures into words. In README.md and
 docs/benchmarks.md a table stands between the lines `<!-- measured:begin NAME NAME ... -->` and
@@ -70,7 +71,7 @@ def kvshare(*arguments: str | Path) -> str:
 def main() -> None:
     arguments = sys.argv[1:]
     if arguments != ["--write"]:
-        for name in arguments or ROWS:
+        for name in arguments or [name for name, row in ROWS.items() if "needs" not in row]:
             store(name, json.loads(kvshare("bench", *ROWS[name]["command"].split(), "--json")))
     for path in QUOTING:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
