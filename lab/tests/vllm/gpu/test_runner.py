@@ -27,6 +27,8 @@ from kvshare_lab.vllm.gpu.config import PARTS, Config
 from kvshare_lab.vllm.gpu.report import Deadline, Report
 from kvshare_lab.vllm.servers import Server
 
+INSIDE = ("verify", "write", "pass", "save", "first_token")  # stages of the connector
+
 
 @pytest.fixture
 def quick_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +243,15 @@ def test_the_whole_report_on_this_machine(
     assert backend["parity"]["foreign_kv_error"] > 0.01
     assert [row["tokens"] for row in backend["ttft"]["lengths"]] == [256, 300]
     for row in backend["ttft"]["lengths"]:
-        assert [each["share"] for each in row["changed"]] == [0.01, 0.05]
+        assert [(each["share"], each["donor"]) for each in row["changed"]] == [
+            *((0.01, "device"), (0.01, "host")),
+            *((0.05, "device"), (0.05, "host")),
+        ]
         for each in row["changed"]:
             assert each["reused"] > 0.3
-            assert set(each["stage_ms"]) == {"verify", "write", "pass", "save"}
+            inside = {name for name in each["stage_ms"] if name.startswith("vllm_")}
+            assert inside - {"vllm_blocks"} == {f"vllm_{name}" for name in INSIDE}
+            assert {"plan", "engine"} <= set(each["stage_ms"])
     assert [row["near"] for row in backend["load"]["closed_loop"]] == [1, 0.5, 0]
     assert len(backend["load"]["open_loop"]) == 2
     assert backend["load"]["decisions"]["approx"] > 0

@@ -5,7 +5,7 @@ Time to the first token of edited prompts of growing length.
     prefix   a prompt of which stock vLLM has 90 % in its prefix cache
     changed  an edited prompt through the proxy, for 1 % and for `--changed` of its tokens, from either place
              of the donor's KV: vLLM's blocks ("device"), or host memory ("host"), for which vLLM forgets its
-             prefix cache first; with the connector's stages
+             prefix cache first; with the stages of proxy and connector
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from delta_tree import TokenIds
 from kvshare.admin import Costs
@@ -36,7 +36,13 @@ _MISSED = 0.1  # share of a prompt that is not in the prefix cache
 _FULL, _PREFIX = "full", "prefix"
 _PLACES = _DEVICE, _HOST = "device", "host"
 
-Timed = tuple[Answer, FinishedReport | None]
+
+class Timed(NamedTuple):
+    """`stage_ms`: of the proxy, and of the connector with `vllm_` before the name; empty for stock vLLM."""
+
+    answer: Answer
+    report: FinishedReport | None = None
+    stage_ms: Mapping[str, float] = {}
 
 
 async def ttft(servers: Stack, config: Config, progress: Progress) -> Figures:
@@ -88,11 +94,11 @@ async def _row(bench: Session[Config], length: int) -> Figures:
     async def ask(arm: str) -> Timed:
         await bench.settle()
         if arm == _FULL:
-            return await bench.plain.complete(unrelated_prompt(bench.rng, length)), None
+            return Timed(await bench.plain.complete(unrelated_prompt(bench.rng, length)))
         if arm == _PREFIX:
             num_new = max(1, round(_MISSED * length))
             hit = prefix_hit(bench.rng, donor, num_new=num_new, block_size=block_size)
-            return await bench.plain.complete(hit), None
+            return Timed(await bench.plain.complete(hit))
         change, place = edited[arm]
         if place == _HOST:
             await bench.shared.forget_prefixes()
@@ -104,7 +110,7 @@ async def _row(bench: Session[Config], length: int) -> Figures:
     edited = {f"{change} {place}": (change, place) for change in changes for place in _PLACES}
     arms = [_FULL, _PREFIX, *edited]
     answers = await alternate(arms, config.repeats, ask)
-    full_s = median([answer.ttft_s for answer, _ in answers[_FULL]])
+    full_s = median([each.answer.ttft_s for each in answers[_FULL]])
     figures = {arm: _figures(own, full_s, length) for arm, own in answers.items() if arm != _FULL}
     return {
         "tokens": length,
@@ -119,12 +125,18 @@ async def _row(bench: Session[Config], length: int) -> Figures:
 async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
     """Through the proxy, until it is stored, with the connector's report."""
     await bench.watch.look()
+    before = await bench.proxy.counters()
     answer = await bench.proxy.complete(prompt)
     await bench.settle()
+    counted = (await bench.proxy.counters()).since(before)
     finished = await bench.watch.look()
     if not finished:
         raise EngineError(f"the connector has not reported a request of {len(prompt)} tokens")
-    return answer, finished[-1]
+    report = finished[-1]
+    inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in report.stage_seconds.items()}
+    if report.first_token_s is not None:
+        inside["vllm_first_token"] = 1e3 * report.first_token_s
+    return Timed(answer, report, {**counted.stage_ms, **inside})
 
 
 def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
@@ -132,18 +144,19 @@ def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
     Of one arm. `reused`: the share of the prompt that was not computed; `from_blocks`: of these tokens, the
     share that was copied from other blocks of vLLM's.
     """
-    ttft_s = median([answer.ttft_s for answer, _ in answers])
-    stage_s = by_name([report.stage_seconds for _, report in answers if report is not None])
-    stages = {"stage_ms": {stage: 1e3 * median(own) for stage, own in stage_s.items()}} if stage_s else {}
-    reports = [(answer.num_cached, report) for answer, report in answers if report is not None]
-    shares = [report.num_from_blocks / max(1, num_cached) for num_cached, report in reports]
-    return {
+    ttft_s = median([each.answer.ttft_s for each in answers])
+    found: Figures = {
         "ttft_s": ttft_s,
         "speedup": full_s / ttft_s,
-        "reused": fmean(answer.num_cached / length for answer, _ in answers),
-        **({"from_blocks": fmean(shares)} if shares else {}),
-        **stages,
+        "reused": fmean(each.answer.num_cached / length for each in answers),
     }
+    reports = [(each.answer.num_cached, each.report) for each in answers if each.report is not None]
+    if reports:
+        stages = by_name([each.stage_ms for each in answers])
+        shares = [report.num_from_blocks / max(1, num_cached) for num_cached, report in reports]
+        found["from_blocks"] = fmean(shares)
+        found["stage_ms"] = {stage: median(own) for stage, own in stages.items()}
+    return found
 
 
 def first_that_pays(rows: Sequence[Mapping[str, Any]], changed: float) -> int | None:
