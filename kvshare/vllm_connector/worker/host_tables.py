@@ -46,8 +46,12 @@ def tiles(batch: Sequence[StagedLayers]) -> NDArray[np.int64] | None:
     address, piece, num_layers, _, first, end, offset = np.repeat(parts, heads, axis=0).T
     head, words = _numbered(heads), (end - first) * piece // WORD_BYTES
     address = address + (head * num_layers + first) * piece
-    pieces = np.array([address, offset // WORD_BYTES + head * words, words])
-    counts = -(-words // TILE_WORDS)
+    return cut(np.array([address, offset // WORD_BYTES + head * words, words]))
+
+
+def cut(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Cut pieces into tiles. Shapes:  (3, pieces) -> (3, tiles), rows as in `tiles`."""
+    counts = -(-pieces[2] // TILE_WORDS)
     found, before = np.repeat(pieces, counts, axis=1), _numbered(counts) * TILE_WORDS
     found += np.array([before * WORD_BYTES, before, -before])
     np.minimum(found[2], TILE_WORDS, out=found[2])

@@ -52,15 +52,10 @@ _PROXY = {"cost": {**ALWAYS_SHARE["cost"], "learn": False}, "index": {"search_ti
 @pytest.fixture(scope="module")
 def both() -> Iterator[Stack]:
     """Two vLLMs whose KV caches are so small that requests are preempted."""
-    own = parity.Config(tokens=_TOKENS, eager=True).options
-    options = replace(
-        own,
-        vllm=replace(own.vllm, is_resettable=True),
-        kv_bytes=_KV_BYTES,
-        proxy_settings=_PROXY,
-        can_fail=True,
-    )
-    with pair(options) as servers:
+    options = parity.Config(tokens=_TOKENS, eager=True).options
+    vllm = replace(options.vllm, is_resettable=True)
+    own = replace(options, vllm=vllm, kv_bytes=_KV_BYTES, proxy_settings=_PROXY, can_fail=True)
+    with pair(own) as servers:
         yield servers
 
 
@@ -269,8 +264,7 @@ async def test_a_report_has_each_part_as_far_as_there_was_time(
     assert row["prefix"]["reused"] > 0.4
     assert [each["reused"] > 0.4 for each in row["changed"]] == [True] * 4
     from_blocks = {each["donor"]: each["from_blocks"] for each in row["changed"]}
-    assert from_blocks["device"] > 0.9
-    assert from_blocks["host"] == 0
+    assert from_blocks["device"] > 0.9 > 0.1 > from_blocks["host"]
     assert not document["not_measured"]
     endless = replace(config, requests=5000, shares="1")
     monkeypatch.setitem(_PARTS, "load", _PARTS["load"]._replace(least_s=0))

@@ -11,6 +11,7 @@
     load.py         load: many clients, of which all, some or none send near-duplicates
     inter_token.py  inter_token: how loads and saves delay the tokens of running streams
                     syncs: host waits per step, of servers that are started again with vLLM's check
+    pieces.py       copies of pieces of registered host memory, by the driver and by our kernel
     profile.py      profile: where the threads of vLLM's engine processes spend their time
 
 A part that does not fit into the time is left out. What was not measured is null, and `not_measured` has the

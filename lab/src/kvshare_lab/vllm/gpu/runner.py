@@ -20,6 +20,7 @@ from kvshare_lab.checkout import checkout_commit
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.gpu import answers, inter_token, load, profile, ttft
 from kvshare_lab.vllm.gpu.config import PARTS, Config
+from kvshare_lab.vllm.gpu.pieces import piece_rates
 from kvshare_lab.vllm.gpu.report import Deadline, Figures, Progress, Report
 from kvshare_lab.vllm.stack import Stack, document, pair, stack
 from kvshare_lab.vllm.termination import Terminated
@@ -61,8 +62,8 @@ def run(config: Config) -> Figures:
     whole = _Whole(config, deadline, _head(config))
     whole.write()
     try:
-        whole.copies = copy_rates()
-        note(f"copies: {json.dumps(whole.copies)}")
+        whole.copies, whole.pieces = copy_rates(), piece_rates()
+        note(f"copies: {json.dumps(whole.copies)}, of pieces: {json.dumps(whole.pieces)}")
         for backend in config.backend_names:
             whole.measure(backend)
         whole.finished = True
@@ -80,6 +81,7 @@ class _Whole:
     deadline: Deadline
     head: Figures
     copies: Figures | None = None
+    pieces: Figures | None = None
     reports: list[Report] = field(default_factory=list)
     finished: bool = False
     ended_by: str | None = None
@@ -147,6 +149,7 @@ class _Whole:
             "ended_by": self.ended_by,
             "passed": self.ended_by is None and all(each["passed"] for each in found),
             "copy_bytes_per_s": self.copies,
+            "piece_bytes_per_s": self.pieces,
             "backends": found,
         }
 
