@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,16 +36,30 @@ def test_the_cache_holds_what_is_timed() -> None:
     assert options.environment["VLLM_GPU_SYNC_CHECK"] == "warn"
 
 
-def test_on_a_gpu_the_large_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With prompts as in use, a KV cache as large as fits, and the backend that vLLM chooses."""
+@pytest.mark.parametrize(("gib", "kv_gib"), [(79, (14, 17)), (24, None)])
+def test_on_a_gpu_the_large_model_is_measured(
+    monkeypatch: pytest.MonkeyPatch, gib: int, kv_gib: tuple[int, int] | None
+) -> None:
+    """
+    With prompts as in use, and the backend that vLLM chooses. Each vLLM gets what its share of the device has
+    beside the weights, so that both start at once; on a small device vLLM finds out what fits.
+    """
     assert Config().prompt_tokens <= 2000
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    device = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
     config = Config().fitted()
     assert (config.chosen_model, config.prompt_tokens, config.load_tokens) == ("random-8b", 32_768, 8000)
     assert (config.concurrency, config.answer_tokens, config.families) == (16, 32, 6)
     vllm = config.options.vllm
     assert (vllm.num_blocks, vllm.attention_backend, vllm.device_memory) == (None, None, 0.42)
     assert config.max_model_len >= 32_768 + 128
+    if kv_gib is None:
+        assert vllm.device_kv_bytes is None
+    else:
+        least, most = kv_gib
+        assert least * 2**30 < (vllm.device_kv_bytes or 0) < most * 2**30
+        assert "--kv-cache-memory-bytes" in vllm.arguments
 
 
 def test_prompts_are_no_longer_than_the_model_takes(tmp_path: Path) -> None:

@@ -60,6 +60,22 @@ async def test_a_part_that_does_not_fit_is_not_begun_and_named() -> None:
     assert document["passed"] is True
 
 
+async def test_a_part_begins_no_row_after_its_share_of_the_time() -> None:
+    """So that the later parts are measured, too; what was begun is not cut off."""
+
+    async def rows(progress: Progress) -> Figures:
+        assert progress.left_s <= 0.25 * 600
+        assert progress.has_time("short", 100)
+        assert not progress.has_time("long", 200)
+        return {}
+
+    found = report()
+    await found.add("parity", rows, least_s=1, share=0.25)
+    assert found.to_json()["not_measured"]["parity.long"].endswith("expected 200 s")
+    assert found.to_json()["parity"] == {}
+    assert found.deadline.left_s > 500
+
+
 async def test_a_part_is_cut_off_when_the_time_is_over_and_keeps_its_rows() -> None:
     """Those that it has measured by then; the next ones are not begun."""
 

@@ -60,16 +60,26 @@ class Report:
     device_bytes: int | None = None  # in use once everything has run
 
     async def add(
-        self, name: str, measure: Callable[[Progress], Awaitable[Figures]], *, least_s: float
+        self,
+        name: str,
+        measure: Callable[[Progress], Awaitable[Figures]],
+        *,
+        least_s: float,
+        share: float = 1.0,
     ) -> None:
-        """Run a part in the time that is left, or note why not. Its error does not end the other parts."""
+        """
+        Run a part in the time that is left, or note why not. Its error does not end the other parts.
+
+        `share`: of the time left, in which it begins rows; what it has begun may take longer.
+        """
         left_s = self.deadline.left_s
         if left_s < least_s:
             self.skip(
                 name, f"{left_s:.0f} s of {self.deadline.seconds:.0f} s were left, expected {least_s:.0f} s"
             )
             return
-        progress, began = Progress(self, name), time.monotonic()
+        began = time.monotonic()
+        progress = Progress(self, name, began + share * left_s)
         try:
             async with asyncio.timeout(left_s) as limit:
                 self.found[name] = await measure(progress)
@@ -134,6 +144,7 @@ class Progress:
 
     report: Report
     name: str
+    until_s: float  # by `time.monotonic`: no row begins that would end later
 
     def keep(self, found: Figures) -> None:
         """The figures so far, which replace those before."""
@@ -146,14 +157,15 @@ class Progress:
 
     def has_time(self, what: str, expected_s: float) -> bool:
         """Whether so many seconds are left; if not, the figure is named as not measured."""
-        left_s = self.report.deadline.left_s
+        left_s = self.left_s
         if left_s < expected_s:
             self.lacks(what, f"{left_s:.0f} s were left, expected {expected_s:.0f} s")
         return left_s >= expected_s
 
     @property
     def left_s(self) -> float:
-        return self.report.deadline.left_s
+        """For this part."""
+        return max(0.0, min(self.report.deadline.left_s, self.until_s - time.monotonic()))
 
     def earlier(self, name: str) -> Figures:
         """What another part has measured."""

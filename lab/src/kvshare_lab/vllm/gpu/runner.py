@@ -31,22 +31,26 @@ _RESTART_SHARE = 0.7  # of the time of the first start that a second one takes a
 
 
 class _Part(NamedTuple):
-    """`least_s`: with less time left it is not begun. `needs_proxy`: its requests go through the proxy."""
+    """
+    `least_s`: with less time left it is not begun. `weight`: how much of the time that is left it may take,
+    beside the later parts. `needs_proxy`: its requests go through the proxy.
+    """
 
     measure: Callable[[Stack, Config, Progress], Awaitable[Figures]]
     least_s: float
+    weight: float
     needs_proxy: bool = True
 
 
 _PARTS = {
-    _SELF_TEST: _Part(answers.self_test, 0, needs_proxy=False),
-    "parity": _Part(answers.parity, 10, needs_proxy=False),
-    "ttft": _Part(ttft.ttft, 10),
-    "load": _Part(load.load, 15),
-    "inter_token": _Part(inter_token.inter_token, 15),
-    "soak": _Part(answers.soak, 10),
-    "profile": _Part(profile.profile, 10),
-    _SYNCS: _Part(inter_token.syncs, 20),
+    _SELF_TEST: _Part(answers.self_test, 0, 1, needs_proxy=False),
+    "parity": _Part(answers.parity, 10, 1, needs_proxy=False),
+    "ttft": _Part(ttft.ttft, 10, 3),
+    "load": _Part(load.load, 15, 3),
+    "inter_token": _Part(inter_token.inter_token, 15, 2),
+    "soak": _Part(answers.soak, 10, 1),
+    "profile": _Part(profile.profile, 10, 1),
+    _SYNCS: _Part(inter_token.syncs, 20, 2),
 }
 assert tuple(_PARTS) == PARTS
 
@@ -167,7 +171,9 @@ async def measure(both: Stack, config: Config, report: Report, *, needs_proxy: b
 
 async def _add(both: Stack, config: Config, report: Report, name: str) -> None:
     part = _PARTS[name]
-    await report.add(name, partial(part.measure, both, config), least_s=part.least_s)
+    later = report.parts[report.parts.index(name) :]
+    share = part.weight / sum(_PARTS[each].weight for each in later)
+    await report.add(name, partial(part.measure, both, config), least_s=part.least_s, share=share)
 
 
 def _shares(report: Report) -> bool:
