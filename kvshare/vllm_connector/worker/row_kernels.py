@@ -133,7 +133,7 @@ def scatter_rows(
     tl.store(there + DIM, v, inside)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["found"])
 def add_words(words, parts, num_parts, found, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     program = tl.program_id(0)
     number_after = 0  # of this program's part

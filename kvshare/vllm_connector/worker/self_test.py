@@ -35,6 +35,7 @@ from kvshare.vllm_connector.worker.cache_dtype import (
     steps_apart,
 )
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
+from kvshare.vllm_connector.worker.deviation import Expected
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
@@ -53,7 +54,6 @@ _TOLERANCE = {
     torch.float8_e5m2: 0.25,
 }
 _OFF = 0.01  # share of 8-bit numbers that may be more than a step off, as they are rounded elsewhere
-_FAINT = 1e-2  # lower limit of a channel's spread, as a share of the layer's typical one
 _ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
 _CLEARLY = 4.0  # negative controls must deviate by at least so many times the error
 
@@ -91,7 +91,10 @@ class SelfTest:
         shapes = (plane.shape(self._length) for plane in layout.planes)
         written = [random_rows(shape, generator, layout.dtype) for shape in shapes]
         slots = self._cache.slots(self.block_ids, Span(0, self._length))
-        for write in (self._cache.write_by_kernel, self._cache.write_layer):
+        writes = [self._cache.write_layer]
+        if self._cache.is_quantised:  # otherwise the kernel writes layers, too
+            writes.append(self._cache.write_by_kernel)
+        for write in writes:
             self._write([rows.flip(dims=(1,)) for rows in written], self._length)
             there = [rows.to(layout.device) for rows in written]
             for layer in range(layout.num_layers):
@@ -118,25 +121,23 @@ class SelfTest:
     def check_partial_attention(self) -> str | None:
         """Return why partial attention is not exact here, or None."""
         whole, runs = self._compute([Span(0, self._length)]), self._runs
-        tolerance, errors = self._tolerance, list[float]()
+        expected, tolerance, errors = self._expected(whole), self._tolerance, list[float]()
         # All runs in one pass, then one run per pass: in the second case wrong blocks would hold other rows.
         for passes in ([runs], [[run] for run in runs]):
             poison = {"k": 3.0, "v": -3.0}
             planes = zip(self._cache.kv_layout.planes, whole.planes, strict=True)
             self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
-            for together in passes:
-                parts = self._compute(together)
-            errors += self._deviation(whole, parts)
-        if (error := max(errors)) > tolerance:
+            errors.append(expected.deviation(self._compute(*passes)))
+        if not all(error <= tolerance for error in errors):  # NaN is no error that is small
             return "partial attention does not give the KV of a full prefill"
-        clearly = _CLEARLY * max(error, _ROUNDING * tolerance)
-        if any(max(self._deviation(whole, wrong)) < clearly for wrong in self._mistaken(whole)):
+        clearly = _CLEARLY * max(*errors, _ROUNDING * tolerance)
+        if any(expected.deviation(wrong) < clearly for wrong in self._mistaken(whole)):
             return "rows of this model are too similar to detect errors: the self-test is inconclusive"
         if self._cache.kv_layout.num_layers > 1:  # KV of the first layer does not depend on attention
             start = runs[-1].start
             self._write([rows.flip(dims=(1,)) for rows in whole.planes], start)
             blind = self._compute(runs[-1:])
-            if max(self._deviation(_behind(whole, start), _behind(blind, start))) < clearly:
+            if not self._expected(_behind(whole, start)).deviation(_behind(blind, start)) >= clearly:
                 return "a run does not depend on the rows before it: the self-test is inconclusive"
         return None
 
@@ -160,10 +161,9 @@ class SelfTest:
     def _tolerance(self) -> float:
         return _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0)
 
-    def _deviation(self, expected: SegmentKV, got: SegmentKV) -> list[float]:
-        """Return the deviation of each plane, see `deviation`."""
-        planes = zip(expected.planes, got.planes, strict=True)
-        return [deviation(plane, plane_got, tolerance=self._tolerance) for plane, plane_got in planes]
+    def _expected(self, rows: SegmentKV) -> Expected:
+        device = self._cache.kv_layout.device
+        return Expected(rows, tolerance=self._tolerance, device=device)
 
     def check_listening(self) -> str | None:
         """Return why attention weights cannot be computed from stored keys, or None."""
@@ -191,7 +191,7 @@ class SelfTest:
         def watch(index: int, query: torch.Tensor, output: torch.Tensor) -> None:
             keys = self._cache.keys(index, table, length)
             _, stored = layout.of_layer(whole.planes, index)
-            values = self._cache.values_of(index, stored).to(keys.device)  # (S, H, D)
+            values = self._cache.values_of(index, stored.to(keys.device))  # (S, H, D)
             outputs = []
             for head, weights in enumerate(self._weights(index, query, keys)):  # all at once may be GiBs
                 outputs.append(weights @ values[:, head])
@@ -246,10 +246,11 @@ class SelfTest:
 
         return [(verification(0, layer), verification(1, layer)) for layer in range(layout.num_layers)]
 
-    def _compute(self, spans: Sequence[Span], *, shift: int = 0) -> SegmentKV:
-        """Compute the spans, and return all rows up to the last one's end."""
-        self._forward.compute([Run(self.block_ids, span, self._tokens, shift) for span in spans])
-        return self._cache.read(self.block_ids, Span(0, spans[-1].end))
+    def _compute(self, *passes: Sequence[Span], shift: int = 0) -> SegmentKV:
+        """Compute the spans of each pass, and return all rows up to the last one's end."""
+        for spans in passes:
+            self._forward.compute([Run(self.block_ids, span, self._tokens, shift) for span in spans])
+        return self._cache.read(self.block_ids, Span(0, passes[-1][-1].end))
 
     def _rows_at(self, shift: int) -> SegmentKV:
         """
@@ -271,22 +272,6 @@ class SelfTest:
         with rows.recorded():
             self._forward.compute(runs)
         return rows.read()
-
-
-def deviation(expected: torch.Tensor, got: torch.Tensor, *, tolerance: float) -> float:
-    """
-    Return the error of the worst channel of the worst layer: root mean square over tokens, relative to the
-    channel's spread. So a few large channels, as in models with biased keys, do not hide errors in others.
-
-    Shapes:  expected, got (L, T, H, D)
-    """
-    right, computed = expected.float(), got.float()
-    error = (right - computed).square().mean(dim=1).sqrt()
-    # A large channel that hardly varies has rounding errors above its spread: these do not count.
-    rounding = 2 * torch.finfo(expected.dtype).eps / tolerance * right.square().mean(dim=1).sqrt()
-    spread = torch.maximum(right.std(dim=1), rounding)
-    typical = spread.flatten(1).median(dim=1).values[:, None, None]
-    return float((error / torch.maximum(spread, _FAINT * typical).clamp(min=1e-9)).max())
 
 
 def _scattered(num_blocks: int, count: int) -> tuple[int, ...]:

@@ -1,13 +1,19 @@
 """
 Start of a worker: it takes vLLM's model and KV cache, allocates memory for segments, and tests itself.
 
+    attach    [ caches, memory for segments without its pages ]
+    verify    [ self-test: the model ....... ][ copies ]
+              [ pages, registration ]                       a thread, `host_memory.py`
+
 All ranks do it together, before the first step. Steps work with the parts in `Attached`; the handshake says
 what of them can be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +29,7 @@ from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.worker.block_copy_test import BlockCopyTest
 from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device, name_of_this_device
+from kvshare.vllm_connector.worker.host_memory import Taken, taken
 from kvshare.vllm_connector.worker.mixed_cache import paged_cache
 from kvshare.vllm_connector.worker.model import loaded_parameters, weights_digest
 from kvshare.vllm_connector.worker.models import Models
@@ -39,6 +46,8 @@ from kvshare.vllm_connector.worker.ranks import (
 )
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, arena_bytes
 from kvshare.vllm_connector.worker.self_test import SelfTest
+
+log = logging.getLogger("vllm.kvshare")
 
 _ELSEWHERE = "the self-test failed on another rank"
 
@@ -78,17 +87,20 @@ class WorkerStart:
         return self.settings.step_tokens or int(self.config.scheduler_config.max_num_batched_tokens)
 
     def attach(self, models: Models) -> Attached:
-        """Take the models and allocate memory. Raises MemoryError, and any error of an unexpected model."""
+        """
+        Take the models and allocate memory, whose pages `verify` reserves.
+
+        Raises:  MemoryError if the host has too little, and any error of an unexpected model
+        """
         cache, forward = on_all_ranks(
             partial(self._read_models, models), "another rank could not be prepared"
         )
         return Attached(cache, forward, self._allocate(cache.kv_layout, has_draft=models.draft is not None))
 
     def verify(self, models: Models, attached: Attached) -> WorkerHandshake:
-        """Run the self-test, which overwrites blocks."""
+        """Run the self-test, which overwrites blocks, and take the memory for segments meanwhile."""
+        findings = self._findings(models, attached)
         cache = attached.cache
-        with as_one("the self-test"):
-            findings = self._run_self_test(models, attached)
         layout = cache.kv_layout
         keys = layout.planes[0]
         return WorkerHandshake(
@@ -114,6 +126,27 @@ class WorkerStart:
             device=name_of_this_device(),
         )
 
+    def _findings(self, models: Models, attached: Attached) -> Findings:
+        """Run the self-test and take the memory, and log how long both took."""
+        buffer = attached.store.arena.buffer
+        with taken(buffer, self.device) as memory:
+            if num_ranks() > 1:
+                # While CUDA registers memory it may let kernels wait, and a pass waits for all ranks.
+                on_all_ranks(memory.result, "another rank could not take its memory")
+            began = time.perf_counter()
+            with as_one("the self-test"):
+                findings = self._run_self_test(models, attached, memory.result)
+            ended, took = time.perf_counter(), memory.result()
+        log.info(
+            "kvshare: the self-test took %.1f s; %.1f GiB of host memory for KV were reserved in %.1f s and "
+            "registered in %.1f s",
+            ended - began,
+            buffer.nbytes / 2**30,
+            took.reserve_s,
+            took.register_s,
+        )
+        return findings
+
     def _read_models(self, models: Models) -> tuple[PagedCache, PartialForward]:
         layers = self.config.compilation_config.static_forward_context
         cache = paged_cache(
@@ -124,7 +157,11 @@ class WorkerStart:
         return cache, PartialForward(models, cache, self.config, self.spec)
 
     def _allocate(self, layout: KVLayout, *, has_draft: bool = False) -> SegmentStore:
-        """Make the store, with an arena that ranks share if they can. All ranks call it together."""
+        """
+        Make the store, with an arena that ranks share if they can. All ranks call it together.
+
+        Pages of a rank's own arena are not reserved yet. Those of a shared one are, but still to be emptied.
+        """
         keys, *others = layout.planes
         transfer, max_bytes = self.config.kv_transfer_config, self.settings.max_bytes
         assert transfer is not None, "or there would be no connector"
@@ -138,17 +175,15 @@ class WorkerStart:
             first_head = rank() // copies * keys.num_heads
 
         def place() -> SegmentStore:
-            # Pages are allocated now. During a save that would take longer than the copies, and running out
-            # of memory would end the process. `torch.zeros` would leave the pages to the first write.
             own_bytes = arena_bytes(max_bytes // num_ranks())  # for this rank's heads only
-            arena = buffer if buffer is not None else torch.empty(own_bytes, dtype=torch.uint8).zero_()
-            store = SegmentStore(arena, layout, num_heads=num_heads, first_head=first_head)
-            self.device.register(arena)
-            return store
+            arena = buffer if buffer is not None else torch.empty(own_bytes, dtype=torch.uint8)
+            return SegmentStore(arena, layout, num_heads=num_heads, first_head=first_head)
 
         return on_all_ranks(place, "another rank could not take its memory")
 
-    def _run_self_test(self, models: Models, attached: Attached) -> Findings:
+    def _run_self_test(
+        self, models: Models, attached: Attached, wait_for_memory: Callable[[], Taken]
+    ) -> Findings:
         cache, model_config = attached.cache, self.config.model_config
         self_test = SelfTest(
             cache,
@@ -170,6 +205,7 @@ class WorkerStart:
             problem = why_not_movable(verifications) or _ELSEWHERE
             limit = f"only text at the same position is shared: {problem if tables else unsupported}"
             warnings = (*warnings, limit)
+        wait_for_memory()
         slower, problem = self._check_copies(attached, self_test.block_ids)
         if problem is not None:
             return Findings(unsupported=(problem,))
