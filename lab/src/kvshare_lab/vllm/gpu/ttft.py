@@ -34,6 +34,7 @@ _SHORTEST = 256  # tokens
 _LITTLE = 0.01  # share of the tokens
 _MISSED = 0.1  # share of a prompt that is not in the prefix cache
 _FULL, _PREFIX = "full", "prefix"
+_TOKENS = 2  # of an answer: with one, the first comes after all that the end of a request takes
 _PLACES = _DEVICE, _HOST = "device", "host"
 
 
@@ -94,16 +95,16 @@ async def _row(bench: Session[Config], length: int) -> Figures:
     async def ask(arm: str) -> Timed:
         await bench.settle()
         if arm == _FULL:
-            return Timed(await bench.plain.complete(unrelated_prompt(bench.rng, length)))
+            return Timed(await bench.plain.complete(unrelated_prompt(bench.rng, length), max_tokens=_TOKENS))
         if arm == _PREFIX:
             num_new = max(1, round(_MISSED * length))
             hit = prefix_hit(bench.rng, donor, num_new=num_new, block_size=block_size)
-            return Timed(await bench.plain.complete(hit))
+            return Timed(await bench.plain.complete(hit, max_tokens=_TOKENS))
         change, place = edited[arm]
         if place == _HOST:
             await bench.shared.forget_prefixes()
         else:
-            await bench.proxy.complete(donor, max_tokens=2)  # so that blocks have it, as of a running request
+            await bench.proxy.complete(donor, max_tokens=_TOKENS)  # so that blocks have it
             await bench.settle()
         return await _shared(bench, near_duplicate(bench.rng, donor, changed=change, edits=config.edits))
 
@@ -126,7 +127,7 @@ async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
     """Through the proxy, until it is stored, with the connector's report."""
     await bench.watch.look()
     before = await bench.proxy.counters()
-    answer = await bench.proxy.complete(prompt)
+    answer = await bench.proxy.complete(prompt, max_tokens=_TOKENS)
     await bench.settle()
     counted = (await bench.proxy.counters()).since(before)
     finished = await bench.watch.look()
