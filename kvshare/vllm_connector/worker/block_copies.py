@@ -21,7 +21,7 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_protocol.stages import BLOCKS
 
 _HOST_BATCH_BYTES = 32 * 1024**2  # rows that are read before any of them is written
-_GPU_BATCH_BYTES = 512 * 1024**2  # of one launch, .4 ms; the host needs about 1 ms for each on an H100
+_GPU_BATCH_BYTES = 2 * 1024**3  # of one launch, 2 ms; the host needs more than 1 ms for each on an H100
 
 
 FindBlockCopies = Callable[[], Sequence[BlockCopy]]
