@@ -123,6 +123,8 @@ def test_both_vllms_share_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     config_class = config_of(name)
     assert "--gpu-memory-utilization" not in config_class().options.vllm.arguments
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    device = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
     arguments = config_class().options.vllm.arguments
     assert float(arguments[arguments.index("--gpu-memory-utilization") + 1]) < 0.5
 
