@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
