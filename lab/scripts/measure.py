@@ -72,6 +72,10 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments != ["--write"]:
         for name in arguments or [name for name, row in ROWS.items() if "needs" not in row]:
+            if needs := ROWS[name].get("needs"):
+                sys.exit(
+                    f"{name} needs {needs}: run its command yourself and store what it prints (quote.py)"
+                )
             store(name, json.loads(kvshare("bench", *ROWS[name]["command"].split(), "--json")))
     for path in QUOTING:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 _SYMBOL, _VERSION = b"cuMemcpyBatchAsync", 12080  # the ABI's version: CUDA 13's does not name the failed copy
 _IN_STREAM_ORDER, _AT_ANY_TIME = 1, 3  # CUmemcpySrcAccessOrder
-_SAME_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _NO_COPY = ctypes.c_size_t(-1).value  # the error does not belong to one copy
 
 
@@ -64,21 +63,6 @@ def find_batch_function(driver: Any = None) -> BatchFunction | None:
         _SYMBOL, ctypes.byref(address), ctypes.c_int(_VERSION), ctypes.c_uint64(0), ctypes.byref(found)
     )
     return BATCH_FUNCTION(address.value) if error == 0 and address.value else None
-
-
-def addresses_host_memory(number: int, driver: Any = None) -> bool:
-    """
-    Return whether kernels of a device may use the addresses of registered host memory as the host does.
-
-    `driver`: libcuda, loaded by default; without one, as with ROCm, the answer is no.
-    """
-    answer = ctypes.c_int(0)
-    try:
-        driver = driver or ctypes.CDLL("libcuda.so.1")
-        error = driver.cuDeviceGetAttribute(ctypes.byref(answer), _SAME_ADDRESSES, number)
-    except (OSError, AttributeError):
-        return False
-    return error == 0 and bool(answer.value)
 
 
 def copy_all(

@@ -269,10 +269,15 @@ def _unpin_from_vllm_cpus() -> None:
     `torch.set_num_threads` is not used, because part of its effect is process-wide.
     """
     try:
-        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
+        leave_vllm_cpus()
         ctypes.CDLL(None).omp_set_num_threads(1)
     except (AttributeError, OSError):
         log.debug("kvshare: the thread that copies stays on vLLM's own processors")
+
+
+def leave_vllm_cpus() -> None:
+    """Let this thread, and those that it starts, run on any processor. Raises AttributeError or OSError."""
+    os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
 
 
 class LapTimer:

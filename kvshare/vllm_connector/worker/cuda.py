@@ -1,8 +1,8 @@
 """
-A GPU of CUDA: streams and events of torch, our Triton kernels, one batched copy for many rows.
+A GPU of CUDA: streams and events of torch, and our Triton kernels.
 
 If our kernels cannot address the layout of vLLM's blocks, torch and vLLM's own kernels do the same, in some
-launches for each layer.
+launches for each layer. If they cannot address host memory, the driver copies many rows in one call.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from delta_tree import Span
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import sums
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.worker.batched_copy import (
-    addresses_host_memory,
-    copy_all,
-    find_batch_function,
-)
+from kvshare.vllm_connector.worker.batched_copy import copy_all, find_batch_function
+from kvshare.vllm_connector.worker.block_copies import cut
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, slot_table
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
+from kvshare.vllm_connector.worker.host_addresses import are_the_same
 from kvshare.vllm_connector.worker.host_tables import tiles
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -37,6 +35,8 @@ from kvshare.vllm_connector.worker.staged_layers import StagedLayers, saved
 from kvshare.vllm_connector.worker.staged_load import StagedLoad
 
 log = logging.getLogger("vllm.kvshare")
+
+_TORCH_BATCH_BYTES = 256 * 1024**2  # rows of one copy without our kernel, which holds those of a layer
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class CudaGpu:
                 buffer.nbytes,
             )
             return
-        self._reads_host = addresses_host_memory(self._device.index or 0)
+        self._reads_host = are_the_same(self._device.index or 0, buffer)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -146,7 +146,8 @@ class CudaGpu:
     def copy_blocks(self, cache: PagedCache, copies: Sequence[BlockCopy]) -> None:
         with self._in(Stream.BLOCKS):
             if self._block_kernels is None or cache.layout != ADDRESSABLE:
-                copy_by_torch(cache, copies)
+                for batch in cut(cache, copies, _TORCH_BATCH_BYTES):
+                    copy_by_torch(cache, batch)
                 return
             table = slot_table(cache, copies)
             self._block_kernels.copy_rows(cache.caches, table, self._movements_of(cache.kv_layout))

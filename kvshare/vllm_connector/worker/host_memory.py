@@ -16,12 +16,13 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kvshare import machine
+from kvshare.vllm_connector.worker.copying import leave_vllm_cpus
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.worker.device import Device
@@ -30,6 +31,10 @@ _MAX_THREADS = 8  # that empty pages: more wait for the memory
 _PIECE_BYTES = 16 * 1024**2  # in one call, in which no other thread of this process can map memory
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; Python's mmap has no name for it
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS)  # an older kernel, or another system
+
+
+class PagesRefusedError(MemoryError):
+    """The system does not give the pages. CUDA knows nothing of the memory then."""
 
 
 class Taken(NamedTuple):
@@ -44,7 +49,7 @@ def taken(buffer: torch.Tensor, device: Device) -> Iterator[Future[Taken]]:
     """
     Reserve and register host memory in a thread. It is done at the latest when the context ends.
 
-    Raises:  in `result`: MemoryError if the system does not give the pages
+    Raises:  in `result`: PagesRefusedError
     """
     with ThreadPoolExecutor(1, thread_name_prefix="kvshare-memory") as thread:
         yield thread.submit(_take, buffer, device)
@@ -52,6 +57,8 @@ def taken(buffer: torch.Tensor, device: Device) -> Iterator[Future[Taken]]:
 
 def _take(buffer: torch.Tensor, device: Device) -> Taken:
     device.enter_thread()
+    with suppress(AttributeError, OSError):  # then fewer threads have fewer processors
+        leave_vllm_cpus()
     begin = time.perf_counter()
     reserve(buffer.data_ptr(), buffer.nbytes)
     reserved = time.perf_counter()
@@ -65,14 +72,14 @@ def reserve(address: int, num_bytes: int) -> None:
     otherwise they are set to zero, so the memory must not be used yet.
 
     During a save it would take longer than the copies, and running out of memory would end the process.
-    Raises:  MemoryError if the system does not give them
+    Raises:  PagesRefusedError
     """
     end = address + num_bytes
     borders = [address, *range(_page(address) + _PIECE_BYTES, end, _PIECE_BYTES), end]
     with ThreadPoolExecutor(min(_MAX_THREADS, machine.num_cores()), "kvshare-pages") as threads:
         for problem in threads.map(_reserve_piece, borders, borders[1:]):
             if problem:
-                raise MemoryError(
+                raise PagesRefusedError(
                     f"--kv-bytes takes {num_bytes / 2**30:.1f} GiB of host memory, which the system does not "
                     f"give ({os.strerror(problem)}): lower it"
                 )

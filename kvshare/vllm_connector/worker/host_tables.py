@@ -8,7 +8,7 @@ where in a staging buffer. Made without a loop over heads or tokens; nothing her
 
 With batches of three layers, a piece of 256 tokens has 384 KiB, and a load of 16,384 tokens 6,144 pieces. The
 driver needs about 4 us for each of them, so that its copies leave half of PCIe unused, and far more where
-segments are short. A kernel does not depend on their number.
+segments are short. A kernel depends far less on their number.
 """
 
 from __future__ import annotations

@@ -46,9 +46,11 @@ from kvshare.vllm_connector.worker.token_tables import PartTable, Rows, TokenTab
 
 SUM_BLOCK = 1024  # words that a program reads at once
 PARTS_AT_ONCE = 256  # parts that a program searches at once for the one that it adds up
-# Programs that copy between host memory and staging, each on a multiprocessor of its own. With 32 KiB each on
-# their way, eight fill PCIe 5 twice; more would take room from vLLM's steps.
+# Programs that copy between host memory and staging. With 32 KiB each on their way, eight should fill PCIe 5;
+# more would take room from vLLM's steps. Programs of matrix products need a whole multiprocessor and wait for
+# those that copy, so a launch is short: 8 MiB, .2 ms.
 COPYING_PROGRAMS, COPYING_WARPS = 8, 16
+COPYING_TILES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +184,7 @@ def add_up(staging: torch.Tensor, table: SumTable, columns: torch.Tensor, found:
 
 def copy_host(staging: torch.Tensor, tiles: np.ndarray[Any, np.dtype[np.int64]], *, up: bool) -> None:
     """
-    Copy tiles of `host_tables.py` into staging, or (`up` false) from there. One launch.
+    Copy tiles of `host_tables.py` into staging, or (`up` false) from there. A launch for `COPYING_TILES`.
 
     The device must be able to address the host memory, which is registered with it.
     Raises:  ValueError for a tile that reaches past staging
@@ -194,9 +196,12 @@ def copy_host(staging: torch.Tensor, tiles: np.ndarray[Any, np.dtype[np.int64]],
     if (end := int((tiles[1] + tiles[2]).max())) > len(words) or tiles.min() < 0:
         raise ValueError(f"tiles end at byte {end * WORD_BYTES} of staging, which has {len(staging)}")
     (table,) = to_device(staging.device, tiles)
-    copy_words[(min(count, COPYING_PROGRAMS),)](
-        table, count, words, UP=up, WORDS=TILE_WORDS, PROGRAMS=COPYING_PROGRAMS, num_warps=COPYING_WARPS
-    )
+    for first in range(0, count, COPYING_TILES):
+        end = min(count, first + COPYING_TILES)
+        copy_words[(min(end - first, COPYING_PROGRAMS),)](
+            table, count, first, end, words,
+            UP=up, WORDS=TILE_WORDS, PROGRAMS=COPYING_PROGRAMS, num_warps=COPYING_WARPS,
+        )  # fmt: skip
 
 
 def _form(caches: Sequence[torch.Tensor], staging: torch.Tensor) -> StagingForm:

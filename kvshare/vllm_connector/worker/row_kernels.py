@@ -154,13 +154,13 @@ def add_words(words, parts, num_parts, found, CHUNK: tl.constexpr, BLOCK: tl.con
     tl.atomic_add(found + tl.load(column + 3 * num_parts) + piece, tl.sum(total, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first", "end"])
 def copy_words(
-    tiles, count, staging, UP: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr
+    tiles, count, first, end, staging, UP: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
     """Words between registered host memory, by address, and staging. A program takes every n-th tile."""
     at = tl.arange(0, WORDS)
-    for tile in range(tl.program_id(0), count, PROGRAMS):
+    for tile in range(first + tl.program_id(0), end, PROGRAMS):
         there = tl.load(tiles + tile).to(tl.pointer_type(tl.int64)) + at
         here = staging + tl.load(tiles + count + tile) + at
         inside = at < tl.load(tiles + 2 * count + tile)

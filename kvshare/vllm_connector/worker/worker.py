@@ -38,6 +38,7 @@ from kvshare.vllm_connector.worker.device import Device, device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
 from kvshare.vllm_connector.worker.head_passes import HeadPasses
+from kvshare.vllm_connector.worker.host_memory import PagesRefusedError
 from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.placeholders import Placeholders
 from kvshare.vllm_connector.worker.ranks import agreed, num_ranks
@@ -99,6 +100,10 @@ class ConnectorWorker:
             handshake = self._start.verify(models, self._attached)
             self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
             self.use(self._attached, can_listen=self.handshake.can_listen)
+        except PagesRefusedError as exc:
+            self._attached = None  # the pages that it was given are missed elsewhere
+            log.error("kvshare: %s", exc)
+            self.handshake = WorkerHandshake(unsupported=(str(exc),))
         except Exception as exc:
             log.exception("kvshare: the self-test raised an error")  # with its message: no prompt exists yet
             reason = f"the self-test raised an error: {type(exc).__name__}: {exc}"

@@ -42,7 +42,7 @@ def test_on_a_gpu_the_large_model_is_measured(
 ) -> None:
     """
     With prompts as in use, and the backend that vLLM chooses. Each vLLM gets what its share of the device has
-    beside the weights, so that both start at once; on a small device vLLM finds out what fits.
+    next to the weights, so that both start at once; on a small device vLLM finds out what fits.
     """
     assert Config().prompt_tokens <= 2000
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -20,6 +20,7 @@ from tests.kvshare.vllm_connector.worker.copy_case import differences
 
 def main() -> None:
     prepare()
+    kernels.COPYING_TILES = 3  # several launches
     for line in sys.stdin:
         try:
             dtype, heads, dim, num_fitting = json.loads(line)["case"]

@@ -13,7 +13,6 @@ import torch
 from kvshare.vllm_connector.worker.batched_copy import (
     BATCH_FUNCTION,
     BatchFunction,
-    addresses_host_memory,
     copy_all,
     find_batch_function,
 )
@@ -189,22 +188,6 @@ class TestFinding:
         assert find_batch_function(self.library(error=500)) is None
         assert find_batch_function(self.library()) is None
         assert find_batch_function(SimpleNamespace()) is None
-
-    @pytest.mark.parametrize(("error", "value", "expected"), [(0, 1, True), (0, 0, False), (1, 1, False)])
-    def test_it_says_whether_kernels_may_use_host_addresses(
-        self, error: int, value: int, *, expected: bool
-    ) -> None:
-        """Of the device that is asked for; a driver that cannot be asked counts as no."""
-        asked = []
-
-        def attribute(into: Any, name: int, number: int) -> int:
-            asked.append((name, number))
-            into._obj.value = value
-            return error
-
-        assert addresses_host_memory(3, SimpleNamespace(cuDeviceGetAttribute=attribute)) is expected
-        assert asked == [(91, 3)]
-        assert addresses_host_memory(0, SimpleNamespace()) is False
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
     def test_without_a_driver_there_is_none(self) -> None:

@@ -100,6 +100,24 @@ def test_memory_that_cannot_be_taken_stops_nothing(vllm: Vllm, events: list[str]
     assert "copies" not in events
 
 
+def test_memory_that_the_system_refuses_is_given_back(
+    vllm: Vllm, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has too little as it is. The reason is what the operator can do."""
+    from kvshare.vllm_connector.worker import host_memory
+    from kvshare.vllm_connector.worker.device import Device
+
+    def refuse(address: int, num_bytes: int) -> None:
+        raise host_memory.PagesRefusedError("--kv-bytes takes too much: lower it")
+
+    monkeypatch.setattr(host_memory, "reserve", refuse)
+    worker = started(vllm, Device())
+    assert worker.handshake is not None
+    assert worker.handshake.unsupported == ("--kv-bytes takes too much: lower it",)
+    assert worker._attached is None
+    assert "copies" not in events
+
+
 def test_ranks_take_their_memory_before_they_compute(
     vllm: Vllm, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
 """
-How fast pieces of registered host memory are copied to and from the device: by the driver's batched copies,
+How fast pieces of pinned host memory are copied to and from the device: by the driver's batched copies,
 and by our kernel, which addresses that memory. The connector uses the second where it can.
 """
 
@@ -26,20 +26,20 @@ def piece_rates(num_bytes: int = 1 << 28) -> Figures | None:
     """
     if not torch.cuda.is_available():
         return None
-    from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+    from kvshare.vllm_connector.worker.host_addresses import are_the_same
 
-    host = torch.zeros(_APART * num_bytes, dtype=torch.uint8)
-    if not host_register(host.data_ptr(), host.nbytes):
-        return None
+    host = torch.zeros(_APART * num_bytes, dtype=torch.uint8, pin_memory=True)
     try:
+        has_kernel = are_the_same(torch.cuda.current_device(), host)
         device = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-        return {str(size): _of_size(host, device, size) for size in _SIZES}
+        found = {str(size): _of_size(host, device, size, has_kernel=has_kernel) for size in _SIZES}
+        del device
+        return found
     finally:
-        host_unregister(host.data_ptr())
-        torch.cuda.empty_cache()  # a vLLM is started beside this process
+        torch.cuda.empty_cache()  # a vLLM is started next to this process
 
 
-def _of_size(host: torch.Tensor, device: torch.Tensor, size: int) -> Figures:
+def _of_size(host: torch.Tensor, device: torch.Tensor, size: int, *, has_kernel: bool) -> Figures:
     count = min(len(device) // size, _MOST_PIECES)
     here = [host[number * _APART * size :][:size] for number in range(count)]
     there = [device[number * size :][:size] for number in range(count)]
@@ -47,11 +47,11 @@ def _of_size(host: torch.Tensor, device: torch.Tensor, size: int) -> Figures:
     return {
         "to_device": {
             "driver": _rate(partial(_by_driver, there, here), num_bytes),
-            "kernel": _rate(partial(by_kernel, up=True), num_bytes),
+            "kernel": _rate(partial(by_kernel, up=True), num_bytes) if has_kernel else None,
         },
         "to_host": {
             "driver": _rate(partial(_by_driver, here, there), num_bytes),
-            "kernel": _rate(partial(by_kernel, up=False), num_bytes),
+            "kernel": _rate(partial(by_kernel, up=False), num_bytes) if has_kernel else None,
         },
     }
 

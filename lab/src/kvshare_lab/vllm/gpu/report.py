@@ -73,7 +73,7 @@ class Report:
         `share`: of the time left, in which it begins rows; what it has begun may take longer.
         """
         left_s = self.deadline.left_s
-        if left_s < least_s:
+        if share * left_s < least_s:
             self.skip(
                 name, f"{left_s:.0f} s of {self.deadline.seconds:.0f} s were left, expected {least_s:.0f} s"
             )

@@ -33,7 +33,7 @@ _RESTART_SHARE = 0.7  # of the time of the first start that a second one takes a
 class _Part(NamedTuple):
     """
     `least_s`: with less time left it is not begun. `weight`: how much of the time that is left it may take,
-    beside the later parts. `needs_proxy`: its requests go through the proxy.
+    next to the later parts. `needs_proxy`: its requests go through the proxy.
     """
 
     measure: Callable[[Stack, Config, Progress], Awaitable[Figures]]
