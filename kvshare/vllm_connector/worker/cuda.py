@@ -27,7 +27,7 @@ from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.block_rows import BlockCopy, copy_by_torch, slot_table
 from kvshare.vllm_connector.worker.copy_writer import LayerRows, write_layers
 from kvshare.vllm_connector.worker.gpu import Event, Stream
-from kvshare.vllm_connector.worker.host_addresses import are_the_same
+from kvshare.vllm_connector.worker.host_addresses import has_host_addresses
 from kvshare.vllm_connector.worker.host_tables import tiles
 from kvshare.vllm_connector.worker.kernel_tables import MovementTable
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
@@ -76,7 +76,7 @@ class CudaGpu:
                 buffer.nbytes,
             )
             return
-        self._reads_host = are_the_same(self._device.index or 0, buffer)
+        self._reads_host = has_host_addresses(self._device.index or 0, buffer)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)

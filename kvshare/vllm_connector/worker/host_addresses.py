@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _SAME_ADDRESSES = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
-def are_the_same(number: int, buffer: torch.Tensor, driver: Any = None) -> bool:
+def has_host_addresses(number: int, buffer: torch.Tensor, driver: Any = None) -> bool:
     """
     Return whether device `number`, the current one, has the addresses of this registered memory.
 

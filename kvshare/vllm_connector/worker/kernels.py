@@ -193,8 +193,8 @@ def copy_host(staging: torch.Tensor, tiles: np.ndarray[Any, np.dtype[np.int64]],
     if not count:
         return
     words = _whole(staging).view(torch.int64)
-    if (end := int((tiles[1] + tiles[2]).max())) > len(words) or tiles.min() < 0:
-        raise ValueError(f"tiles end at byte {end * WORD_BYTES} of staging, which has {len(staging)}")
+    if (last := int((tiles[1] + tiles[2]).max())) > len(words) or tiles.min() < 0:
+        raise ValueError(f"tiles end at byte {last * WORD_BYTES} of staging, which has {len(staging)}")
     (table,) = to_device(staging.device, tiles)
     for first in range(0, count, COPYING_TILES):
         end = min(count, first + COPYING_TILES)

@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from delta_tree import TokenIds
+from kvshare.errors import EngineError
 from kvshare.fleet.client import ControlClient
 from kvshare.http_client import session as http_session
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport
-from kvshare_lab.vllm.client import Client
+from kvshare_lab.vllm.client import Answer, Client
 from kvshare_lab.vllm.prompts import unrelated_prompt
 from kvshare_lab.vllm.stack import BenchConfig, EditedConfig, Stack, StackOptions, document, stack
 
@@ -124,6 +125,26 @@ class Session(Generic[ConfigT]):
             await asyncio.sleep(_POLL_S)
             if (now := await self.stats()) != stats:
                 stats, since = now, time.monotonic()
+
+    async def store(
+        self, prompt: TokenIds, *, max_tokens: int = 1
+    ) -> tuple[Answer, FinishedReport, dict[str, float]]:
+        """
+        A request through the proxy, until it is stored: the connector's report, and milliseconds by stage,
+        the connector's with `vllm_` before the name.
+
+        Raises:  EngineError if the connector does not report it
+        """
+        await self.watch.look()
+        before = await self.proxy.counters()
+        answer = await self.proxy.complete(prompt, max_tokens=max_tokens)
+        await self.settle()
+        finished = await self.watch.look()
+        if not finished:
+            raise EngineError(f"the connector has not reported a request of {len(prompt)} tokens")
+        inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in finished[-1].stage_seconds.items()}
+        counted = (await self.proxy.counters()).since(before)
+        return answer, finished[-1], {**counted.stage_ms, **inside}
 
     async def _has_unsettled(self) -> bool:
         """Whether the report of one of the latest requests is to come, or is not in the index yet."""

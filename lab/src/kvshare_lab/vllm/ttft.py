@@ -163,14 +163,9 @@ async def _alone(bench: Session[Config], client: Client, prompt: TokenIds) -> An
 
 
 async def _store(bench: Session[Config], prompt: TokenIds) -> tuple[Answer, FinishedReport, dict[str, float]]:
-    """A request through the proxy, until it is stored: the connector's report, milliseconds by stage."""
-    before = await bench.proxy.counters()
-    answer = await _alone(bench, bench.proxy, prompt)
+    """While no other server is at work, see `Session.store`."""
     await bench.settle()
-    finished = (await bench.watch.look())[-1]
-    inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in finished.stage_seconds.items()}
-    counted = (await bench.proxy.counters()).since(before)
-    return answer, finished, {**counted.stage_ms, **inside}
+    return await bench.store(prompt)
 
 
 def summary(repeats: Sequence[Repeat], num_tokens: int) -> dict[str, Any]:

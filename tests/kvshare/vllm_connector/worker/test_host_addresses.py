@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshare.vllm_connector.worker.host_addresses import are_the_same
+from kvshare.vllm_connector.worker.host_addresses import has_host_addresses
 
 BUFFER = torch.zeros(100, dtype=torch.uint8)
 
@@ -35,7 +35,7 @@ class Driver:
 def test_both_ends_of_the_memory_are_asked_for() -> None:
     """It is registered by one call, so what lies between them is the same."""
     driver = Driver()
-    assert are_the_same(3, BUFFER, driver)
+    assert has_host_addresses(3, BUFFER, driver)
     assert driver.asked == [BUFFER.data_ptr(), BUFFER.data_ptr() + 99]
 
 
@@ -44,4 +44,4 @@ def test_both_ends_of_the_memory_are_asked_for() -> None:
 )
 def test_any_doubt_is_a_no(driver: Any) -> None:
     """The driver copies then."""
-    assert not are_the_same(3, BUFFER, driver)
+    assert not has_host_addresses(3, BUFFER, driver)

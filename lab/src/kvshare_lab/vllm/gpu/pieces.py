@@ -26,11 +26,11 @@ def piece_rates(num_bytes: int = 1 << 28) -> Figures | None:
     """
     if not torch.cuda.is_available():
         return None
-    from kvshare.vllm_connector.worker.host_addresses import are_the_same
+    from kvshare.vllm_connector.worker.host_addresses import has_host_addresses
 
     host = torch.zeros(_APART * num_bytes, dtype=torch.uint8, pin_memory=True)
     try:
-        has_kernel = are_the_same(torch.cuda.current_device(), host)
+        has_kernel = has_host_addresses(torch.cuda.current_device(), host)
         device = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
         found = {str(size): _of_size(host, device, size, has_kernel=has_kernel) for size in _SIZES}
         del device

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 from delta_tree import TokenIds
 from kvshare.admin import Costs
-from kvshare.errors import EngineError
 from kvshare.sharing.cost import LOAD, PASS, PREFILL, rates_of
 from kvshare.vllm_protocol.messages import FinishedReport
 from kvshare_lab.bench.figures import by_name
@@ -125,19 +124,10 @@ async def _row(bench: Session[Config], length: int) -> Figures:
 
 async def _shared(bench: Session[Config], prompt: TokenIds) -> Timed:
     """Through the proxy, until it is stored, with the connector's report."""
-    await bench.watch.look()
-    before = await bench.proxy.counters()
-    answer = await bench.proxy.complete(prompt, max_tokens=_TOKENS)
-    await bench.settle()
-    counted = (await bench.proxy.counters()).since(before)
-    finished = await bench.watch.look()
-    if not finished:
-        raise EngineError(f"the connector has not reported a request of {len(prompt)} tokens")
-    report = finished[-1]
-    inside = {f"vllm_{stage}": 1e3 * seconds for stage, seconds in report.stage_seconds.items()}
+    answer, report, stage_ms = await bench.store(prompt, max_tokens=_TOKENS)
     if report.first_token_s is not None:
-        inside["vllm_first_token"] = 1e3 * report.first_token_s
-    return Timed(answer, report, {**counted.stage_ms, **inside})
+        stage_ms["vllm_first_token"] = 1e3 * report.first_token_s
+    return Timed(answer, report, stage_ms)
 
 
 def _figures(answers: Sequence[Timed], full_s: float, length: int) -> Figures:
@@ -164,7 +154,8 @@ def first_that_pays(rows: Sequence[Mapping[str, Any]], changed: float) -> int | 
     """The shortest length from which on all were faster when shared; None if the longest was not."""
 
     def pays(row: Mapping[str, Any]) -> bool:
-        return all(each["speedup"] > 1 for each in row["changed"] if each["share"] == changed)
+        speedups = [each["speedup"] for each in row["changed"] if each["share"] == changed]
+        return bool(speedups) and min(speedups) > 1
 
     paying = list(takewhile(pays, reversed(rows)))
     return int(paying[-1]["tokens"]) if paying else None
