@@ -4,8 +4,9 @@ Composes a prompt that is nearly a stored one by comparing tokens at two shifts,
     donor    [ same ][ x ][ same       ][ y ][ same ]     shift 0 up to some place, then the difference of
     prompt   [ same ][ z ][ same       ][ y y y ][ same ]     the lengths: right for edits in place, and
                                                               for one that changes the length
-It is used only where nothing else could be copied: no candidate has a k-gram that reaches into what is left
-open. Then no other composition covers more, and the search through all k-grams of all candidates is saved.
+It is used only where hardly anything else could be copied: no candidate has a k-gram of what is left open,
+and those that reach into it would gain few tokens. Then no other composition covers more than 1/64 of
+the rest in addition, and the search through all k-grams of all candidates is saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from delta_tree.target import Target
 
 _MOSTLY = 1 / 2  # of the prompt: with less in common, runs are searched for
 _ABOUT_EQUAL = 63 / 64
-_FALSE_HITS = 16  # equal hashes of which at least one should be of equal tokens
+_MANY_HITS = 16  # k-grams that are compared token by token
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -135,7 +136,7 @@ def _runs(donor: _Compared, start: int, k: int) -> list[Match]:
 
 
 def _may_cover_more(target: Target, compared: Sequence[_Compared], runs: Sequence[Match], start: int) -> bool:
-    """Return whether a candidate may have a k-gram that reaches into what the runs leave open."""
+    """Return whether other copies may cover what the runs leave open, but for a few tokens."""
     k, size = target.min_run, len(target.tokens)
     is_closed = np.zeros(size, dtype=np.bool_)
     is_closed[:start] = True
@@ -149,7 +150,16 @@ def _may_cover_more(target: Target, compared: Sequence[_Compared], runs: Sequenc
     # A k-gram that stands in closed text of the prompt is asked for once, as the prompt's own.
     unlike = _unlike(compared, is_closed, k)
     own = _hits(target, asked, target.tokens, target.hashes, np.flatnonzero(~asked))
-    return own or _hits(target, asked, unlike, quick_hashes(unlike, k))
+    others = None if own is None else _hits(target, asked, unlike, quick_hashes(unlike, k))
+    if own is None or others is None:
+        return True
+    is_gained = np.zeros(size, dtype=np.bool_)
+    for place in (*own, *others):
+        is_open = ~is_closed[place : place + k]
+        if is_open.all():
+            return True
+        is_gained[place : place + k] |= is_open
+    return int(np.count_nonzero(is_gained)) > (1 - _ABOUT_EQUAL) * (size - start)
 
 
 def _unlike(compared: Sequence[_Compared], is_closed: _Mask, k: int) -> Ids:
@@ -170,24 +180,26 @@ def _unlike(compared: Sequence[_Compared], is_closed: _Mask, k: int) -> Ids:
     return np.concatenate(parts)
 
 
-def _hits(target: Target, asked: _Mask, tokens: Ids, hashes: Hashes, places: Places | None = None) -> bool:
-    """Return whether the tokens have one of the k-grams that are asked for, at one of these places."""
+def _hits(
+    target: Target, asked: _Mask, tokens: Ids, hashes: Hashes, places: Places | None = None
+) -> list[int] | None:
+    """Return where the prompt has those k-grams asked for that these tokens have; None if they are many."""
     k, positions = target.min_run, np.flatnonzero(asked)
     wanted = target.hashes[positions]
     passing = Sieve(wanted).passing(hashes, places)
     if not len(passing):
-        return False
-    known = np.sort(wanted)
-    found = hashes[passing]
+        return []
+    known, found = np.sort(wanted), hashes[passing]
     at = np.minimum(known.searchsorted(found), len(known) - 1)
     equal = passing[known[at] == found]
-    if len(equal) > _FALSE_HITS:
-        return True
-    return any(
-        np.array_equal(tokens[place : place + k], target.tokens[position : position + k])
+    if len(equal) > _MANY_HITS:
+        return None
+    return [
+        position
         for place in equal.tolist()
         for position in positions[wanted == hashes[place]].tolist()
-    )
+        if np.array_equal(tokens[place : place + k], target.tokens[position : position + k])
+    ]
 
 
 def _stretches(mask: _Mask, *, at_least: int = 1) -> list[list[int]]:

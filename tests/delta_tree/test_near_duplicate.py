@@ -87,6 +87,17 @@ def test_a_candidate_that_has_what_is_changed_is_searched(other: list[int]) -> N
     assert nearly(prompts, [*SYSTEM, 901, *FIRST, *OTHER, *SECOND]) is None
 
 
+def test_a_few_tokens_more_are_not_searched_for() -> None:
+    """A candidate has the same token next to a slot, by chance. It may be copied from if it is nearest."""
+    prompts = StoredPrompts()
+    long = [*range(5000, 5400)]
+    prompts.add([*SYSTEM, 901, 902, 903, *long])
+    prompts.add([*SYSTEM, 911, 912, 923, *long[:300], *OTHER])
+    made = nearly(prompts, [*SYSTEM, 921, 922, 923, *long])
+    assert made is not None
+    assert made.gaps == (Span(30, 33),)
+
+
 def test_what_the_prompt_has_twice_is_searched() -> None:
     """The donor has it once, at another place."""
     prompts = StoredPrompts()
