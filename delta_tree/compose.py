@@ -158,7 +158,9 @@ class _Layout:
             self._shared.keep(look, rest.start, may_move=may_move)
 
     def _first_look(self, look: Look) -> Look:
-        look.shares = self._pair(look).has_common_run(look.places, lambda: self._shared.sorted_hashes)
+        look.shares = self._pair(look).has_common_run(
+            look.places, lambda: self._shared.sorted_hashes, start=self._rest.start
+        )
         return look
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
