@@ -180,7 +180,10 @@ class ConnectorWorker:
         """Compute what is due of the loads that have arrived, together with those that join the step."""
         transfers, placeholders, *_ = self.parts
         placeholders.add(transfers.take_arrived())
-        if block_ids := placeholders.compute_due(joined):
+        block_ids = placeholders.compute_due(joined)
+        # Copies from these may be under way still, and the scheduler unpins them with this step's report.
+        block_ids.update(*(load.read_blocks for load in joined if load.is_from_blocks))
+        if block_ids:
             transfers.fence(block_ids)
 
     def save(self, step: StepMetadata) -> None:
