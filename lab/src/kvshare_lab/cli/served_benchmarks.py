@@ -208,6 +208,13 @@ def gpu(_: str) -> Runner:
         min=0,
         engine=VLLM,
     ),
+    Option(
+        "seconds",
+        float,
+        "Time for all requests; what does not fit is left out. [default: no limit]",
+        min=1,
+        engine=VLLM,
+    ),
     Option("profile", str, "What the device costs. [default: h100]", engine=SIMULATED),
     Option(
         "machines", str, "Machines derived from the profile, with commas. [default: all]", engine=SIMULATED
