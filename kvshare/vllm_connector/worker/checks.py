@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
-class Check(Protocol):
+class StartCheck(Protocol):
     def check(self) -> str | None: ...
 
 
-def first_problem(checks: Iterable[Check]) -> str | None:
+def first_problem(checks: Iterable[StartCheck]) -> str | None:
     """Return the first problem, or None. Each check is of one part of the cache."""
     problems = (each.check() for each in checks)
     return next((problem for problem in problems if problem is not None), None)

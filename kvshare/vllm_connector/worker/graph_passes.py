@@ -6,7 +6,7 @@ captured what lies between the attention kernels, for up to 512 rows by default:
 
     [ graph 0 ]  cache and attention 0  [ graph 1 ]  cache and attention 1  [ graph 2 ] ..
 
-Attention is launched as ever, so runs, block tables, slots and hooks are those of any pass. A graph has a
+Attention is launched as before, so runs, block tables, slots and hooks are those of any pass. A graph has a
 fixed number of rows and reads token ids and positions from vLLM's own buffers. The buffers get back what they
 held, because loads that join a step are computed while they hold the step's batch.
 
