@@ -110,6 +110,15 @@ def test_aborts_leave_nothing_behind(outcome: Outcome) -> None:
     assert [steps for steps, _ in outcome.said["aborted"]] == [0, 1, 3]
 
 
+@pytest.mark.long
+def test_layers_of_several_shapes_are_shared_on_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Gemma 4, of which the full layers have one KV head, on both ranks."""
+    outcome = run(checkpoint("gemma4"), tmp_path)
+    assert outcome.said["refusals"] == [[]], outcome.log
+    test_planned_requests_are_answered_as_in_full(outcome)
+    test_evictions_take_the_same_segments_on_both(outcome)
+
+
 @pytest.mark.parametrize(
     ("stage", "decision", "reason"),
     [("verify", "full", "load_failed"), ("write", "full", "load_failed"), ("save", "approx", "save_failed")],

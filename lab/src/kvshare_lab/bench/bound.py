@@ -16,7 +16,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from delta_tree import Span, merge
 from kvshare.embedded.stored_model import head_dim_of
@@ -60,9 +65,12 @@ class ModelSize:
 
     @classmethod
     def of_config(cls, config: PreTrainedConfig) -> Self:
-        """Of a model that need not exist."""
+        """Of a model that need not exist; of one that takes media, its language model."""
         with torch.device("meta"):
-            return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            if config.get_text_config() is config:
+                return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            whole = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
+            return cls.of_network(whole.get_decoder())
 
     def flops(self, spans: Iterable[Span]) -> int:
         """
