@@ -205,7 +205,7 @@ def test_every_kind_can_be_a_benchmarks_model(name: str) -> None:
     """Its size is known before it is written, and it has the words of its tokenizer."""
     num_words = served_config(name).get_text_config().vocab_size
     assert num_words >= DEMO_VOCAB_SIZE or name == ILLUSTRATED
-    assert StackOptions(name).model_size.layer_parameters > 0
+    assert StackOptions(name).model_size.num_layers > 0
     assert StackOptions(name).has_random_weights
     assert BenchConfig().bytes_per_token(name) > 0
 
