@@ -52,8 +52,24 @@ def _draw(_: Any, model: Any, __: Any, *, seed: int = 0) -> None:
 
 @contextmanager
 def drawn_weights() -> Iterator[None]:
-    """Inside, a vLLM of this process with `load_format` "dummy" gets weights by which text matters."""
+    """
+    Inside, a vLLM of this process with `load_format` "dummy" gets weights by which text matters.
+
+    vLLM 0.32 on a CPU chooses experts by sigmoids only if they are in groups; here all may be one group.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    with patch.object(DummyModelLoader, "load_weights", _draw):
+    own = CPURouter.__init__
+
+    def init(router: Any, *args: Any, **named: Any) -> None:
+        own(router, *args, **named)
+        if router.scoring_func == "sigmoid" and router.custom_routing_function is None:
+            router.use_grouped_topk = True
+            router.num_expert_group, router.topk_group = router.num_expert_group or 1, router.topk_group or 1
+
+    with (
+        patch.object(DummyModelLoader, "load_weights", _draw),
+        patch.object(CPURouter, "__init__", init),
+    ):
         yield

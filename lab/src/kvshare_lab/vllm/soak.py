@@ -32,6 +32,7 @@ from kvshare_lab.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 
 _MAX_EXAMPLES = 10
 _BLOCK_SIZE = 32
+_GROUPS = 3  # into which stock vLLM may divide a model's layers: each has blocks of its own
 _EVICT_ALL = 0.1  # share of the evictions
 _FAILED = "load_failed"  # the connector's reason
 _MUST_FAIL_MINUTES = 1.0  # so long without a failed load is an error
