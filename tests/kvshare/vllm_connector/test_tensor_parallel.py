@@ -113,10 +113,7 @@ def test_aborts_leave_nothing_behind(outcome: Outcome) -> None:
 @pytest.mark.long
 def test_layers_of_several_shapes_are_shared_on_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Gemma 4, of which the full layers have one KV head, on both ranks."""
-    outcome = run(checkpoint("gemma4"), tmp_path)
-    assert outcome.said["refusals"] == [[]], outcome.log
-    test_planned_requests_are_answered_as_in_full(outcome)
-    test_evictions_take_the_same_segments_on_both(outcome)
+    test_planned_requests_are_answered_as_in_full(run(checkpoint("gemma4"), tmp_path))
 
 
 @pytest.mark.parametrize(
