@@ -77,10 +77,10 @@ def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match
     if not len(hits):
         return
     seeds, lows = asked[hits], lows[hits]
-    for span in spans:
-        low, high = seeds.searchsorted((span.start, span.end)).tolist()
-        if low < high:
-            yield from _runs_from(pair, span, seeds[low:high].tolist(), lows[low:high], found)
+    cuts = seeds.searchsorted([(span.start, span.end) for span in spans])
+    for number in np.flatnonzero(cuts[:, 0] < cuts[:, 1]).tolist():
+        low, high = cuts[number].tolist()
+        yield from _runs_from(pair, spans[number], seeds[low:high].tolist(), lows[low:high], found)
 
 
 def _runs_from(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -60,13 +60,19 @@ class ModelCalibration:
 
     def bound(self, shape: Shape, rule: RepairRule, repaired: float, *, risk: float) -> float:
         """Return the KL, nats, that answers of such plans exceed with at most this risk; at 1 the mean."""
+        return self.bounds(shape, rule, [repaired], risk=risk)[0]
+
+    def bounds(
+        self, shape: Shape, rule: RepairRule, repaired: Sequence[float], *, risk: float
+    ) -> list[float]:
+        """Return `bound` for several numbers of repaired tokens."""
+        calibration, values = self.rules[rule], shape.repaired(repaired)
+        unmeasured, factor = self._unmeasured(shape), self._factor(shape, rule)
         if risk >= 1:
-            return self.expected(shape, rule, repaired)
-        calibration = self.rules[rule]
-        typical = self._factor(shape, rule) * float(calibration.typical(shape.repaired(repaired)))
-        return self._unmeasured(shape) * calibration.risks.get(shape.regime, _UNCERTIFIED).bound(
-            typical, risk
-        )
+            return [unmeasured * factor * mean for mean in calibration.expected(values).tolist()]
+        risks = calibration.risks.get(shape.regime, _UNCERTIFIED)
+        typical = calibration.typical(values).tolist()
+        return [unmeasured * risks.bound(factor * each, risk) for each in typical]
 
     def _unmeasured(self, shape: Shape) -> float:
         return _UNMEASURED if shape.num_tokens > self.longest else 1.0

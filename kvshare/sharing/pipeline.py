@@ -185,16 +185,16 @@ class Sharing:
         self, namespace: str, prompt: Prompt, nomination: Nomination, make: _Planner
     ) -> Lookup:
         candidates = nomination.candidates
-        if candidates and not self._worth.planning(prompt.num_tokens, nomination, self._limits):
+        pays = candidates and self._worth.planning(prompt.num_tokens, nomination, self._limits)
+        if not pays:
             return Lookup(
-                NoPlan(Reason.DOES_NOT_PAY),
+                NoPlan(Reason.DOES_NOT_PAY if candidates else Reason.NO_CANDIDATES),
                 candidates=candidates,
                 namespace=namespace,
                 num_tokens=prompt.num_tokens,
             )
-        is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
         return await asyncio.get_running_loop().run_in_executor(
-            self._long_executor if is_long else self._executor,
+            self._long_executor if prompt.num_tokens > _LONG_PROMPT_TOKENS else self._executor,
             partial(self._plan, namespace, prompt.num_tokens, candidates, make),
         )
 
