@@ -134,6 +134,7 @@ class ConnectorWorker:
         for request in loads:
             if request.reads_within_s:  # reads from disk need the memory of dropped segments
                 transfers.begin_load(request, joins=False)
+        self.attached.store.preload(step.preloads)
         self.attached.store.write(step.writes)
         if step.joining or (step.has_forward and num_ranks() > 1):
             self._say()
