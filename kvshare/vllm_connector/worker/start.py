@@ -201,6 +201,8 @@ class WorkerStart:
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
         tables, unsupported = models.frequency_tables()
         verifications = self_test.movements(tables)
+        if not all(agreed([not why_not_movable(verifications)])):  # all ranks compute, or none
+            verifications = self_test.movements_despite_rounding(tables, verifications)
         cache.set_movements([(k.movement, v.movement) for k, v in verifications])
         if not all(agreed([cache.kv_layout.can_move])):
             problem = why_not_movable(verifications) or _ELSEWHERE
