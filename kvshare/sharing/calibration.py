@@ -29,6 +29,7 @@ RULES: tuple[RepairRule, ...] = ("windows", "attention")
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 # Measured deviation after edits: 1.5 times the default model's with 0.6 B parameters, 9 times with 8 B.
 _CAUTION = 9.0
+OF_EIGHT_BITS = 2.0  # factor where KV is stored in 8 bits, with which no calibration was measured
 _UNCERTIFIED = RiskTable()
 _UNMEASURED = 2.0  # factor on expectations and bounds for prompts that are longer than any measured one
 
@@ -38,7 +39,8 @@ class ModelCalibration:
     """
     Predicts the deviation of one model.
 
-    `caution`: factor on every prediction; 1 for a measured model. `longest`: length of the longest measured
+    `caution`: factor on every prediction; 1 for a measured model. `has_eight_bits`: KV is stored so, which
+    costs another factor (`OF_EIGHT_BITS`). `longest`: length of the longest measured
     prompt. Predictions for longer prompts are multiplied by the factor of the longest measured ones
     (`Calibration.at_length`), for moved text also by the ratio of the lengths, and doubled.
     """
@@ -48,6 +50,7 @@ class ModelCalibration:
     rules: Mapping[RepairRule, Calibration]
     longest: int  # tokens
     caution: float = 1.0
+    has_eight_bits: bool = False
     measured: Mapping[str, Any] = field(default_factory=dict)  # how it was measured, for people
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
@@ -77,13 +80,14 @@ class ModelCalibration:
     def _factor(self, shape: Shape, rule: RepairRule) -> float:
         """Return the factor by which plans of this shape are taken to be worse than predicted."""
         beyond = shape.num_tokens / self.longest
-        return self.caution * (self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0)
+        of_length = self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0
+        return self.caution * (OF_EIGHT_BITS if self.has_eight_bits else 1.0) * of_length
 
     @property
     def digest(self) -> str:
         """Hash everything that predictions depend on. KV stored with another digest is not used."""
         document = self.as_document()
-        parts = [document["rules"], self.longest, self.caution]
+        parts = [document["rules"], self.longest, self.caution, *[True] * self.has_eight_bits]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_document(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.fetching import Fetching
 from kvshare.sharing.indexing import Indexing
 from kvshare.sharing.keeper import PromptKeeper, TierT
-from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.limits import ModelTraits, PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
@@ -85,9 +85,7 @@ class Sharing:
         """Return the limits of plans for the model that is served now."""
         return self._limits
 
-    def use_model(
-        self, fingerprint: str, *, bytes_per_token: int, can_move_keys: bool, can_probe: bool
-    ) -> None:
+    def use_model(self, model: ModelTraits, *, bytes_per_token: int) -> None:
         """
         Plan for this model from now on: its calibration, the size of its KV, and what its engine can do.
 
@@ -95,7 +93,7 @@ class Sharing:
         limits with which they began.
         """
         self.cost.set_bytes_per_token(bytes_per_token)
-        self._limits = self._limits.of_model(fingerprint, can_move_keys=can_move_keys, can_probe=can_probe)
+        self._limits = self._limits.of_model(model)
 
     def close(self) -> None:
         """Wait for plans in progress. Later requests are served unshared."""

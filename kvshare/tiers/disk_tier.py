@@ -35,7 +35,7 @@ from kvshare.tiers.kv_object import (
 from kvshare.tiers.lower_tier import BusyError, LowerTier
 from kvshare.tiers.object_files import FORM_NAME, SUFFIX, UNFINISHED, listed, may_hold, object_path
 from kvshare.tiers.object_index import delete_index, read_index, write_index
-from kvshare.tiers.pace import BytesRead
+from kvshare.tiers.pace import CHUNK_BYTES, BytesRead
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,8 @@ class DiskTier:
         if segment is None:
             return None
         try:
-            with closing(StoredObject(self._files, self._path(segment_id), self.bytes_read)) as found:
+            is_small, path = segment.num_bytes < CHUNK_BYTES, self._path(segment_id)
+            with closing(StoredObject(self._files, path, self.bytes_read, counts_header=is_small)) as found:
                 self._check(found.header, segment)
                 numbers = range(len(found.header.planes)) if planes is None else planes
                 rows = tuple(found.rows(number) for number in numbers)

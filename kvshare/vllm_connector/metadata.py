@@ -140,6 +140,26 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PreloadRequest:
+    """
+    Read segments from disk into memory for a request that waits for blocks. `shared`: of them, what others
+    have written to a shared store.
+    """
+
+    request_id: str
+    segment_ids: tuple[SegmentId, ...]
+    shared: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preloads:
+    """`over`: requests that do not wait any more. Their loads have begun, or never will."""
+
+    begun: tuple[PreloadRequest, ...] = ()
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRequest:
     """Write a segment to disk that host memory has whole."""
 
@@ -163,6 +183,7 @@ class StepMetadata(KVConnectorMetadata):
     arriving: tuple[str, ...] = ()  # loads to announce to vLLM as arrived: they join a later step
     evictions: tuple[SegmentId, ...] = ()  # segments that leave host memory and stay on disk
     writes: tuple[WriteRequest, ...] = ()
+    preloads: Preloads = Preloads()
 
 
 @dataclass(frozen=True, slots=True)

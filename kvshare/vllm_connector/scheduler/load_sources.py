@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from delta_tree import Span
+from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.metadata import BlockSource, LoadRequest
 from kvshare.vllm_connector.scheduler.block_donors import BlockDonors
 from kvshare.vllm_connector.scheduler.disk_plan import DiskPlan
@@ -50,6 +50,11 @@ class LoadSources:
         if self.segments.must_be_read(copy.segment_id for copy in copies if copy.target.end > start):
             return False
         return not any(source.follows_steps for source in sources.values())
+
+    def from_memory(self, ticket: Ticket) -> list[SegmentId]:
+        """Return the held segments of which a load of all of a ticket reads something from host memory."""
+        copies = (ticket.copies[index] for index in sorted(self.readable(ticket)))
+        return [copy.segment_id for copy in copies if ticket.from_memory or self._in_blocks(copy, 0) is None]
 
     def with_room(
         self, ticket: Ticket, indices: Iterable[int], start: int, sources: Container[WireCopy]

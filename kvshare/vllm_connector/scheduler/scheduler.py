@@ -33,6 +33,7 @@ from kvshare.vllm_connector.scheduler.load_sources import LoadSources
 from kvshare.vllm_connector.scheduler.loaded_parts import load_request, num_placeholders
 from kvshare.vllm_connector.scheduler.media import MediaRules, end_of_copies
 from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
+from kvshare.vllm_connector.scheduler.preloading import Preloading
 from kvshare.vllm_connector.scheduler.renewals import Renewals
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 from kvshare.vllm_connector.scheduler.saving import Saving
@@ -49,7 +50,7 @@ class ConnectorScheduler:
 
     segments: SegmentIndex
     events: EventLog
-    shares: bool = False  # no ticket is taken before `use` and `share`
+    shares: bool = False  # set after `use`: no ticket is taken before
     may_move_keys: bool = False
     media_rules: MediaRules = field(default_factory=MediaRules)
 
@@ -67,6 +68,7 @@ class ConnectorScheduler:
         self.saving = Saving(self.segments, self.events, self.drops, self.donors, self._waiting, self.disk)
         self.unsaved = self.saving.unsaved
         self.sources = LoadSources(self.segments, self.donors, self.unsaved, self.disk)
+        self.preloading = Preloading(self.disk, self.sources)
         self.joining = Joining()
         self._closing: dict[str, tuple[Request, tuple[int, ...]]] = {}  # ended, with blocks that stay
         self.times = PrefillTimes()
@@ -80,10 +82,6 @@ class ConnectorScheduler:
         self.saving.bytes_per_token = sum(worker.bytes_per_token for worker in workers)
         self.may_move_keys = bool(workers) and all(worker.can_move_keys for worker in workers)
         self.donors.can_be_copied = bool(workers) and all(worker.can_copy_blocks for worker in workers)
-
-    def share(self) -> None:
-        """Take tickets from now on."""
-        self.shares = True
 
     def on_new_request(self, request: Request) -> None:
         """Take a request's ticket, if it has one."""
@@ -155,7 +153,7 @@ class ConnectorScheduler:
         load = self.sources.pinned(load, in_blocks)
         load = self.disk.with_reads(load, ticket.disk_s)
         ticketed.num_from_blocks = load.num_from_blocks
-        ticketed.disk_bytes = self.segments.bytes_of(self.segments.being_read(load.stored_ids))
+        ticketed.disk_bytes = self.preloading.bytes_to_read(load.stored_ids)
         self._loads.append(load)
         self.joining.note_load(
             request.request_id,
@@ -195,6 +193,7 @@ class ConnectorScheduler:
             number=self.donors.num_steps,
             joining=joining,
             arriving=self.joining.take_arriving(),
+            preloads=self.preloading.take(self._waiting.for_blocks, self._requests),  # which evicts
             evictions=self.drops.take_evicted(),
             writes=self.disk.take_writes(),
         )

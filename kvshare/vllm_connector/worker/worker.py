@@ -24,9 +24,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -88,14 +87,11 @@ class ConnectorWorker:
         assert self._parts is not None, "a model is attached"
         return self._parts
 
-    def attach_model(
-        self, model: torch.nn.Module, adapters: Any = None, draft: torch.nn.Module | None = None
-    ) -> None:
+    def attach_model(self, models: Models) -> None:
         """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
         try:
             # Stays even if the test fails: CUDA knows its memory.
-            models = Models(model, draft, adapters)
-            self._has_head = draft is not None and drafts_by_head(self._start.config)
+            self._has_head = models.draft is not None and drafts_by_head(self._start.config)
             self._attached = self._start.attach(models)
             handshake = self._start.verify(models, self._attached)
             self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
@@ -138,6 +134,7 @@ class ConnectorWorker:
         for request in loads:
             if request.reads_within_s:  # reads from disk need the memory of dropped segments
                 transfers.begin_load(request, joins=False)
+        self.attached.store.preload(step.preloads)
         self.attached.store.write(step.writes)
         if step.joining or (step.has_forward and num_ranks() > 1):
             self._say()

@@ -160,6 +160,7 @@ def interference(_: str) -> Runner:
 
 @vllm_benchmark(
     Option("minutes", float, "Minutes of traffic.", min=0),
+    Option("keeps_blocks", bool, "Next to KVShare another connector keeps whole blocks."),
     *[SERVED_MODEL, CONCURRENCY, SEED, SERVED_THREADS, KV_DTYPE, EAGER],
 )
 def soak(_: str) -> Runner:

@@ -13,15 +13,18 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+from delta_tree import TokenIds
 from kvshare.errors import EngineError
 from kvshare_lab.fidelity.measures import num_agreed
-from kvshare_lab.vllm.client import Answer
+from kvshare_lab.vllm.client import Answer, Client
+from kvshare_lab.vllm.illustrated import ROOM, illustrated
+from kvshare_lab.vllm.kinds import ILLUSTRATED
 from kvshare_lab.vllm.prompts import Mixture, Op
 from kvshare_lab.vllm.servers import failing_loads
 from kvshare_lab.vllm.session import Session, run_benchmark, watching
@@ -29,6 +32,7 @@ from kvshare_lab.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 
 _MAX_EXAMPLES = 10
 _BLOCK_SIZE = 32
+_GROUPS = 3  # into which stock vLLM may divide a model's layers: each has blocks of its own
 _EVICT_ALL = 0.1  # share of the evictions
 _FAILED = "load_failed"  # the connector's reason
 _MUST_FAIL_MINUTES = 1.0  # so long without a failed load is an error
@@ -46,6 +50,7 @@ class Config(BenchConfig):
     evict_every: int = 25  # requests
     tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
     of_noise: float | None = None  # see `are_right`
+    keeps_blocks: bool = False  # another connector, next to KVShare's
 
     @property
     def own_model(self) -> str:
@@ -53,7 +58,7 @@ class Config(BenchConfig):
 
     @property
     def max_model_len(self) -> int:
-        return 2 * self.max_prompt + self.output_tokens
+        return 2 * self.max_prompt + self.output_tokens + (ROOM if self.model == ILLUSTRATED else 0)
 
     @property
     def options(self) -> StackOptions:
@@ -68,7 +73,7 @@ class Config(BenchConfig):
             block_size=_BLOCK_SIZE,
         )
         own = self.stack_of(vllm, kv_bytes=32 * 2**20)
-        return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True)
+        return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True, keeps_blocks=self.keeps_blocks)
 
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:
@@ -138,9 +143,16 @@ class _Soak:
             self.num_evictions += 1
             await self._evict()
 
+    def _ask(self, client: Client, prompt: TokenIds, **options: Any) -> Coroutine[Any, Any, Answer]:
+        """In tokens; or as a chat with images, if that is the model."""
+        if self.bench.config.model == ILLUSTRATED:
+            return client.chat(illustrated(prompt), **options)
+        return client.complete(prompt, **options)
+
     async def _asked(self, op: Op) -> Answer | None:
         """None where the client hung up before the first token."""
-        asking = self.bench.proxy.complete(
+        asking = self._ask(
+            self.bench.proxy,
             op.prompt,
             max_tokens=self.bench.config.output_tokens,
             num_top=2,
@@ -169,7 +181,7 @@ class _Soak:
         key = op.prompt.tobytes()
         if key not in self.references:
             max_tokens = self.bench.config.output_tokens
-            asking = self.bench.plain.complete(op.prompt, max_tokens=max_tokens, num_top=2)
+            asking = self._ask(self.bench.plain, op.prompt, max_tokens=max_tokens, num_top=2)
             self.references[key] = asyncio.create_task(asking)
         return await self.references[key]
 
