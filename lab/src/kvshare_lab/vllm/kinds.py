@@ -98,7 +98,7 @@ def _is_mark(key: str) -> bool:
 
 def _served(own: Mapping[str, Any], *, is_timed: bool, marks: int) -> Fields:
     """Fields of a language model, of another size."""
-    changed = {key: DEMO_VOCAB_SIZE + marks for key in own if key.startswith("vocab_size")}
+    changed: Fields = {key: DEMO_VOCAB_SIZE + marks for key in own if key.startswith("vocab_size")}
     changed |= {key: _SERVED_LENGTH for key in own if key in ("max_position_embeddings", "n_positions")}
     if is_timed:
         changed |= {key: value for key, value in _TIMED_SIZE.items() if own.get(key) not in (None, "absent")}
