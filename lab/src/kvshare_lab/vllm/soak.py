@@ -32,7 +32,6 @@ from kvshare_lab.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 
 _MAX_EXAMPLES = 10
 _BLOCK_SIZE = 32
-_GROUPS = 3  # into which stock vLLM may divide a model's layers: each has blocks of its own
 _EVICT_ALL = 0.1  # share of the evictions
 _FAILED = "load_failed"  # the connector's reason
 _MUST_FAIL_MINUTES = 1.0  # so long without a failed load is an error
@@ -71,6 +70,7 @@ class Config(BenchConfig):
             max_num_batched_tokens=512,
             num_blocks=int(max(wanted, self.max_model_len + _BLOCK_SIZE)) // _BLOCK_SIZE + 1,
             block_size=_BLOCK_SIZE,
+            one_group=True,
         )
         own = self.stack_of(vllm, kv_bytes=32 * 2**20)
         return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True, keeps_blocks=self.keeps_blocks)
