@@ -200,7 +200,7 @@ class SelfTest:
         return problem
 
     def _check_listening(self) -> str | None:
-        length, num_layers = self._length, self._cache.kv_layout.num_layers
+        length, num_layers = min(self._length, self._forward.max_tokens), self._cache.kv_layout.num_layers
         if self._cache.is_quantised and self._cache.kv_layout.device.type != "cpu":
             return "keys of 8 bits are not read on a GPU"
         layout, whole, agree = self._cache.kv_layout, self._compute([Span(0, length)]), list[bool]()
@@ -240,7 +240,7 @@ class SelfTest:
 
     def _weights(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the weights (G, S, S) of each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
-        positions = torch.arange(self._length, device=keys.device)
+        positions = torch.arange(len(query), device=keys.device)
         scaling, form = self._forward.scaling(layer), self._forward.form(layer)
         for head, group in enumerate(query.transpose(0, 1).chunk(keys.shape[1])):
             yield attention(positions, group, keys[:, head], scaling=scaling, form=form, group=head)
