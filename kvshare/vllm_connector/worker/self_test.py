@@ -40,6 +40,7 @@ from kvshare.vllm_connector.worker.deviation import Expected
 from kvshare.vllm_connector.worker.movement_test import (
     FEW_TOKENS,
     FIRST_BLOCK,
+    FIRST_PLACE,
     SHIFTS,
     Found,
     MovementTest,
@@ -76,7 +77,7 @@ class SelfTest:
         windows = (forward.form(layer).reach.size for layer in layers)
         beyond = min((w + _BEYOND_WINDOW for w in windows if w is not None), default=0)
         wanted = max(_NUM_TOKENS, _NUM_BLOCKS * cache.block_size + 1, min(beyond, _LONGEST))
-        room = min(max_model_len - max(SHIFTS) - 1, num_blocks * cache.block_size)
+        room = min(max_model_len - max(SHIFTS) - FIRST_PLACE - 1, num_blocks * cache.block_size)
         self._length = max(FEW_TOKENS, min(wanted, room))
         self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
