@@ -170,7 +170,8 @@ def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
     """The postings of those that have a place now; the order stays, as that of the places does."""
     places = place_now[run & _LOW]
     is_there = places != _LOW
-    return (run[is_there] >> _HIGH << _HIGH) | places[is_there]
+    moved: Run = (run[is_there] >> _HIGH << _HIGH) | places[is_there]
+    return moved
 
 
 def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
@@ -184,5 +185,6 @@ def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
         return np.empty(0, np.uint32)
     lengths = np.searchsorted(run, prints << _HIGH | _LOW) - first
     ends = np.cumsum(lengths)
-    # The low halves; places have 32 bits.
-    return run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)].astype(np.uint32)
+    asked = run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)]
+    places: NDArray[np.uint32] = asked.astype(np.uint32)  # the low halves; places have 32 bits
+    return places

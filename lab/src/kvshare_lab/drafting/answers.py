@@ -64,7 +64,9 @@ def answered(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[
     """The greedy answers, which go on after the model would end them, as those of benchmarks do."""
     found = []
     ordered = sorted(prompts, key=len)
-    settings = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    settings = GenerationConfig(  # type: ignore[no-untyped-call]  # no annotations
+        max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
     for first in range(0, len(ordered), _BATCH):
         batch = ordered[first : first + _BATCH]
         longest = max(map(len, batch))

@@ -58,7 +58,7 @@ class Head(nn.Module):
         if self._masks_first:
             embedded = embedded.index_fill(0, torch.tensor([0]), 0.0)
         both = torch.cat([self.embedded_norm(embedded), self.hidden_norm(states)], dim=-1)
-        out = _through(self.layers[0], self._rotary, self.fc(both))
+        out = _through(cast(LlamaDecoderLayer, self.layers[0]), self._rotary, self.fc(both))
         return out, out
 
     def logits(self, predicted: Tensor, words: Tensor) -> Tensor:

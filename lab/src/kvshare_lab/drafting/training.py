@@ -66,9 +66,9 @@ def words_of(model: Any, samples: Sequence[Sample], *, others: int, seed: int) -
     """Words that are among the likeliest ones, or in the text, and some others, drawn at random."""
     rows = model.lm_head.weight.detach().float()
     drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:others]
-    numbers = torch.cat(
-        [*(each.best for each in samples), *(each.token_ids for each in samples), drawn]
-    ).unique()
+    numbers: Tensor = torch.unique(
+        torch.cat([*(each.best for each in samples), *(each.token_ids for each in samples), drawn])
+    )
     return Words(numbers, rows[numbers], model.model.embed_tokens.weight.detach().float())
 
 

@@ -147,7 +147,7 @@ def _as_ernie(config: LlamaConfig) -> Ernie4_5_MoeConfig:
         **{name: getattr(config, name) for name in same},
         moe_num_experts=0,
         moe_layer_start_index=config.num_hidden_layers,
-        num_nextn_predict_layers=1,
+        num_nextn_predict_layers=1,  # type: ignore[call-arg]  # vLLM reads it, transformers keeps what it does not know
         architectures=["Ernie4_5_MoeForCausalLM"],
     )
 
