@@ -15,7 +15,7 @@ Alphabet: T rows, E width, W words.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
