@@ -27,7 +27,8 @@ _HIGH: Final = np.uint64(32)
 _LOW: Final = np.uint64(0xFFFF_FFFF)
 _PARTS: Final = 8  # a power of two
 _YOUNG: Final = 1 << 14  # postings that are sorted anew with each prompt
-_GROWTH: Final = 4  # times, at least, by which an array is larger than the next one of its part
+_GROWTH: Final = 4  # times, at least, by which an array is larger than the next; more in each further part,
+# so that the parts do not merge their largest arrays at the same time
 _FORGOTTEN: Final = -1  # in place of a prompt's id
 
 
@@ -82,9 +83,9 @@ class Postings:
         owner = self._numbers.get(namespace)
         if owner is None or not limit:
             return []
-        places, counts = np.unique(self._holders(prints.astype(np.uint64)), return_counts=True)
+        places, counts = np.unique(self._holders(np.sort(prints).astype(np.uint64)), return_counts=True)
         own = (self._owners[places] == owner) & (self._ids[places] != _FORGOTTEN)
-        ranked = counts[own].astype(np.uint64) << _HIGH | places[own]
+        ranked = counts[own].astype(np.uint64) << _HIGH | places[own].astype(np.uint64)
         if len(ranked) > limit:
             ranked = np.partition(ranked, len(ranked) - limit)[-limit:]
         return [self._hit(int(each)) for each in np.sort(ranked)[::-1]]
@@ -137,12 +138,12 @@ class Postings:
         parts = _parts_of(self._young >> _HIGH)
         for number, runs in enumerate(self._runs):
             runs.append(self._young[parts == number])
-            while len(runs) > 1 and len(runs[-2]) < _GROWTH * len(runs[-1]):
+            while len(runs) > 1 and len(runs[-2]) < (_GROWTH + number) * len(runs[-1]):
                 last = runs.pop()
                 runs[-1] = _merged([runs[-1], last])
         self._young = self._young[:0].copy()
 
-    def _holders(self, prints: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _holders(self, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the places of the prompts that hold a fingerprint, once for each that they hold."""
         found, parts = [_places(self._young, prints)], _parts_of(prints)
         for number, runs in enumerate(self._runs):
@@ -169,16 +170,19 @@ def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
     """The postings of those that have a place now; the order stays, as that of the places does."""
     places = place_now[run & _LOW]
     is_there = places != _LOW
-    moved: Run = (run[is_there] >> _HIGH << _HIGH) | places[is_there]
-    return moved
+    return (run[is_there] >> _HIGH << _HIGH) | places[is_there]
 
 
-def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The places in a run's postings of these fingerprints."""
+def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    """The places in a run's postings of these fingerprints, which ascend."""
+    if not len(run):
+        return np.empty(0, np.uint32)
     first = np.searchsorted(run, prints << _HIGH)
+    is_there = run[np.minimum(first, len(run) - 1)] >> _HIGH == prints
+    first, prints = first[is_there], prints[is_there]  # most are in no run, or in one
+    if not len(first):
+        return np.empty(0, np.uint32)
     lengths = np.searchsorted(run, prints << _HIGH | _LOW) - first
     ends = np.cumsum(lengths)
-    if not len(ends) or not ends[-1]:
-        return run[:0]
-    places: NDArray[np.uint64] = run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)] & _LOW
-    return places
+    # The low halves; places have 32 bits.
+    return run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)].astype(np.uint32)

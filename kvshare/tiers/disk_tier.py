@@ -101,9 +101,9 @@ class DiskTier:
         for name, _, is_folder in self._files.entries(self._root):
             if is_folder and FORM_NAME.fullmatch(name) and name != self._folder.name:
                 self._foreign.append(self._root / name)
-        for path, segment_id, num_bytes in listed(self._folder, self._files):
+        for shelf, name, segment_id, num_bytes in listed(self._folder, self._files):
             if segment_id is None:
-                self._garbage.append(path)
+                self._garbage.append(shelf / name)
             else:
                 self._found[segment_id] = num_bytes
         self._foreign_files = self._of_other_models()
@@ -263,7 +263,7 @@ class DiskTier:
 
     def _of_other_models(self) -> Iterator[Path]:
         for folder in self._foreign:
-            yield from (path for path, _, _ in listed(folder, self._files))
+            yield from (shelf / name for shelf, name, _, _ in listed(folder, self._files))
             delete_index(self._files, folder)
             remove_empty(self._files, folder)
 

@@ -1,5 +1,5 @@
 """
-Draws the pictures of docs/dashboard.md again: three teams use a server with the default model for a made-up
+Draws the pictures of docs/dashboard.md again: three teams use a server with the bundled model for a made-up
 hour, and Chromium opens the views.
 
     PYTHONPATH=. .venv/bin/python lab/scripts/draw_dashboard.py
@@ -41,13 +41,15 @@ _KEYS = {
     "operator": ("operators", "admin"),
 }
 _LIMITS = [
-    {"name": "shop", "requests_per_minute": 6000, "max_kv_bytes": "800MB"},
-    {"name": "legal", "max_kv_bytes": "400MB"},
-    {"name": "research", "max_kv_bytes": "400MB", "max_mode": "exact"},
+    {"name": "shop", "requests_per_minute": 6000, "max_kv_bytes": "30MB"},
+    {"name": "legal", "max_kv_bytes": "15MB"},
+    {"name": "research", "max_kv_bytes": "15MB", "max_mode": "exact"},
 ]
 _SETTINGS: dict[str, Any] = {
     "server.port": 0,
-    "store.kv_bytes": 1_000_000_000,
+    "model.path": "demo",
+    "model.dtype": "float32",
+    "store.kv_bytes": 60_000_000,
     "control.shadow_share": 0.5,
     "control.unshared_share": 0.0,
     "index.search_timeout_s": 10.0,  # other work on the machine is no part of the pictures
@@ -161,7 +163,7 @@ async def _draw_all(tab: Tab, url: str, shown: str) -> None:
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with _running(Path(folder) / "store") as (url, app):
-            shown = await _use(url, app, 260)
+            shown = await _use(url, app, 150)
             async with browsing(Path(folder) / "browser") as tab:
                 await _draw_all(tab, url, shown)
 

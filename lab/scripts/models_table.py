@@ -129,8 +129,8 @@ def recipes(measured: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{len(models)} {state}" for state, models in found.items())
     return (
         f"{len(shared)} of vLLM's {total} recipes for generative models ({len(shared) / total:.0%}): "
-        f"{counts}. {speculating} ({speculating / total:.0%}) if those that offer MTP or other heads "
-        "have them on; drafts from the text, of a draft model or a Llama's EAGLE head lose none"
+        f"{counts}. {speculating} ({speculating / total:.0%}) if those that offer other heads have them on; "
+        "drafts from the text, of a draft model, of a Llama's EAGLE head or by MTP that is shared lose none"
     )
 
 

@@ -22,7 +22,10 @@ PACKAGES = (
     "promql-parser==0.12.0",
 )
 _QUERIES = "import json, sys, promql_parser; [promql_parser.parse(each) for each in json.load(sys.stdin)]"
-_COMPOSE = "import sys, compose_spec; compose_spec.loads(sys.stdin.read())"
+_COMPOSE = (
+    "import sys; from compose_spec import PyOptions; "
+    "PyOptions(apply_merge=True).from_yaml(sys.stdin.read()).validate()"
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,12 @@ def test_manifests_follow_the_schemas_of_kubernetes(programs: Path, tmp_path: Pa
 
 
 def test_the_compose_file_has_right_types(programs: Path) -> None:
-    text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
-    passes(programs / "python", "-c", _COMPOSE, text=text)
-    assert run(
-        programs / "python", "-c", _COMPOSE, text=text.replace("read_only: true", "read_only: [1]")
-    ).returncode
+    """And names only secrets and volumes that it has. A wrong type and a wrong name are found."""
+    check, text = (programs / "python", "-c", _COMPOSE), (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    passes(*check, text=text)
+    for right, wrong in (("read_only: true", "read_only: [1]"), ("{source: keys,", "{source: locks,")):
+        assert right in text
+        assert run(*check, text=text.replace(right, wrong)).returncode != 0
 
 
 def queries(document: Any) -> list[str]:

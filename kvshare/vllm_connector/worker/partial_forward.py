@@ -119,7 +119,7 @@ class PartialForward:
         self._draft = None if models.draft is None else DraftPass(models.draft, vllm_config, device)
         self._cache = cache
         self._config = vllm_config
-        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)  # of a pass
         self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends have buffers for that many
         backends = [layer.get_attn_backend().get_name() for layer in cache.layers.values()]
         self.backend_name: str = "+".join(dict.fromkeys(backends))
@@ -161,7 +161,7 @@ class PartialForward:
         is called in each layer (`Watch`). `awaiting` is called with each layer's number before the layer's
         cache is read or written.
         """
-        for batch in split(runs, self._max_tokens, self._max_runs):
+        for batch in split(runs, self.max_tokens, self._max_runs):
             # Some backends treat short queries separately and expect them first. The result does not change.
             ordered = sorted(batch, key=lambda run: len(run.span))
             watch = watching(ordered) if watching is not None else None
@@ -177,7 +177,7 @@ class PartialForward:
 
     def is_one_pass(self, spans: Sequence[Span]) -> bool:
         """Return whether runs of these spans are computed in one pass."""
-        return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self._max_tokens)
+        return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self.max_tokens)
 
     def listening(self, runs: Sequence[Run]) -> Watch:
         """Return a hook that records what rows of listeners attend to: the `watching` of `compute`."""

@@ -40,6 +40,7 @@ from kvshare.vllm_connector.worker.deviation import Expected
 from kvshare.vllm_connector.worker.movement_test import (
     FEW_TOKENS,
     FIRST_BLOCK,
+    FIRST_PLACE,
     SHIFTS,
     Found,
     MovementTest,
@@ -76,7 +77,7 @@ class SelfTest:
         windows = (forward.form(layer).reach.size for layer in layers)
         beyond = min((w + _BEYOND_WINDOW for w in windows if w is not None), default=0)
         wanted = max(_NUM_TOKENS, _NUM_BLOCKS * cache.block_size + 1, min(beyond, _LONGEST))
-        room = min(max_model_len - max(SHIFTS) - 1, num_blocks * cache.block_size)
+        room = min(max_model_len - max(SHIFTS) - FIRST_PLACE - 1, num_blocks * cache.block_size)
         self._length = max(FEW_TOKENS, min(wanted, room))
         self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
@@ -200,7 +201,7 @@ class SelfTest:
         return problem
 
     def _check_listening(self) -> str | None:
-        length, num_layers = self._length, self._cache.kv_layout.num_layers
+        length, num_layers = min(self._length, self._forward.max_tokens), self._cache.kv_layout.num_layers
         if self._cache.is_quantised and self._cache.kv_layout.device.type != "cpu":
             return "keys of 8 bits are not read on a GPU"
         layout, whole, agree = self._cache.kv_layout, self._compute([Span(0, length)]), list[bool]()
@@ -240,7 +241,7 @@ class SelfTest:
 
     def _weights(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the weights (G, S, S) of each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
-        positions = torch.arange(self._length, device=keys.device)
+        positions = torch.arange(len(query), device=keys.device)
         scaling, form = self._forward.scaling(layer), self._forward.form(layer)
         for head, group in enumerate(query.transpose(0, 1).chunk(keys.shape[1])):
             yield attention(positions, group, keys[:, head], scaling=scaling, form=form, group=head)

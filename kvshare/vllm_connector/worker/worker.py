@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
-from kvshare.vllm_connector.speculation import drafts_by_head
+from kvshare.vllm_connector.speculation import drafts_after_report, drafts_by_head
 from kvshare.vllm_connector.worker.device import Device, device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
@@ -110,7 +110,7 @@ class ConnectorWorker:
         device, step_tokens = self._start.device, self._start.step_tokens
         self._attached = attached
         self._parts = WorkerParts(
-            Transfers(attached, device, self._reports),
+            Transfers(attached, device, self._reports, drafts_late=drafts_after_report(self._start.config)),
             Placeholders(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
             EarlyPasses(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
             HeadPasses(attached.forward, device, self._reports, step_tokens=step_tokens),

@@ -79,7 +79,7 @@ def test_each_recipe_is_counted_once(script: ModuleType) -> None:
     """By the architecture that it loads; what the lists name is one of them."""
     named = [model for group in script.RECIPES["groups"] for model in group["models"]]
     assert len(named) == len(set(named))
-    for extra in ("fp8", "heads", "eagle"):
+    for extra in ("fp8", "heads", "mtp", "eagle"):
         assert set(script.RECIPES[extra]) <= set(named)
     found = script.recipe_states(json.loads(script.MEASURED.read_text("utf-8")))
     assert sorted(model for models in found.values() for model in models) == sorted(named)

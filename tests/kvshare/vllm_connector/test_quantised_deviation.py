@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvshare_lab.vllm.form_pairs import Pair
     from tests.kvshare.vllm_connector.in_process_vllm import Answer, Copies, Start, Vllm
 
-PAIRS, MOST_TOKENS = 32, 700
+PAIRS, MOST_TOKENS = 12, 500
 REPAIRED = 8  # tokens at the start of a stretch that are computed again
 OPTIONS = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "max_logprobs": -1}
 

@@ -106,10 +106,11 @@ def load(_: str) -> Runner:
     Option(
         "method",
         str,
-        "What drafts are made from: ngram (the text), draft (a model), eagle (hidden states). "
+        "What drafts are made from: ngram (the text), draft (a model), eagle, eagle3 or mtp (hidden states). "
         "[default: ngram]",
     ),
-    Option("head", Path, "With eagle: a folder with a head for --model. [default: one for a random model]"),
+    Option("head", Path, "With eagle or eagle3: a folder with a head for --model. [default: a made one]"),
+    Option("compiled", bool, "The model is compiled, as by default in vLLM. [default: eager]"),
     Option("tokens", int, "Length of the prompts, in tokens.", min=50),
     Option("answer", int, "Length of the answers, in tokens.", min=10),
     *[REPEATS, SERVED_MODEL, SEED, SERVED_THREADS],

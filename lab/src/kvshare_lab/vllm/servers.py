@@ -60,6 +60,7 @@ class VllmOptions:
     speculation: Mapping[str, Any] | None = None  # vLLM's speculative_config
     checks_syncs: bool = False  # warn of each wait of the host for the GPU
     is_resettable: bool = False  # with the route that empties the prefix cache
+    one_group: bool = False  # of KV for all layers, those with a window, too
     max_images: int | None = None  # of a prompt; 0: no towers are loaded; None: the model takes no media
 
     @property
@@ -81,6 +82,7 @@ class VllmOptions:
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
         flags = ["--enforce-eager"] * self.enforce_eager + ["--language-model-only"] * (self.max_images == 0)
+        flags += ["--disable-hybrid-kv-cache-manager"] * self.one_group
         return [*named, *flags, "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
 
     @property

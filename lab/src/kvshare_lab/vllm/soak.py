@@ -32,7 +32,6 @@ from kvshare_lab.vllm.stack import ALWAYS_SHARE, BenchConfig, StackOptions
 
 _MAX_EXAMPLES = 10
 _BLOCK_SIZE = 32
-_GROUPS = 3  # into which stock vLLM may divide a model's layers: each has blocks of its own
 _EVICT_ALL = 0.1  # share of the evictions
 _FAILED = "load_failed"  # the connector's reason
 _MUST_FAIL_MINUTES = 1.0  # so long without a failed load is an error
@@ -71,6 +70,7 @@ class Config(BenchConfig):
             max_num_batched_tokens=512,
             num_blocks=int(max(wanted, self.max_model_len + _BLOCK_SIZE)) // _BLOCK_SIZE + 1,
             block_size=_BLOCK_SIZE,
+            one_group=True,
         )
         own = self.stack_of(vllm, kv_bytes=32 * 2**20)
         return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True, keeps_blocks=self.keeps_blocks)
@@ -134,7 +134,7 @@ class _Soak:
         try:
             if (answer := await self._asked(op)) is not None:
                 verdict = judge(answer, await self._reference(op), tie_margin=config.tie_margin)
-                is_own = not op.may_be_approximate or await self._is_recomputed(answer)
+                is_own = not self._may_be_approximate(op) or await self._is_recomputed(answer)
                 self.judged.append((op, is_own, verdict))
         except EngineError as exc:
             self.errors[str(exc)[:200]] += 1
@@ -148,6 +148,11 @@ class _Soak:
         if self.bench.config.model == ILLUSTRATED:
             return client.chat(illustrated(prompt), **options)
         return client.complete(prompt, **options)
+
+    def _may_be_approximate(self, op: Op) -> bool:
+        """Unrelated prompts may have an image in common."""
+        has_images = self.bench.config.model == ILLUSTRATED
+        return op.may_be_approximate or (has_images and op.mode == "approx")
 
     async def _asked(self, op: Op) -> Answer | None:
         """None where the client hung up before the first token."""
@@ -215,7 +220,9 @@ class _Soak:
             "error": largest_error(exact, shares_nothing=False),
             "noise": largest_error(exact, shares_nothing=True),
             "right_outputs": names["right"],
-            "recomputed_outputs": sum(is_own and op.may_be_approximate for op, is_own, _ in self.judged),
+            "recomputed_outputs": sum(
+                is_own and self._may_be_approximate(op) for op, is_own, _ in self.judged
+            ),
             "approximate_outputs": len(agreements),
             "approximate_agreement": fmean(agreements) if agreements else None,
             "aborted": sum(count for op, count in self.sent.items() if op.endswith(":abort")),

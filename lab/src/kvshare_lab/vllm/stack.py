@@ -59,7 +59,6 @@ class StackOptions:
     proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
     seed: int = 0
     can_fail: bool = False  # loads, while `servers.failing_loads` lasts
-    plain_blocks: int | None = None  # of stock vLLM's KV cache; None: as many as `vllm` has
     keeps_blocks: bool = False  # with `can_fail`: another connector does, next to KVShare's
     disk_s: float = 0.0  # that each write of the proxy's metadata takes more
 
@@ -200,9 +199,7 @@ def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
         elif options.has_random_weights:
             length, own = vllm.max_model_len, folder / "model"
             model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
-        plain = servers.plain_vllm(
-            model, folder, replace(vllm, num_blocks=options.plain_blocks or vllm.num_blocks)
-        )
+        plain = servers.plain_vllm(model, folder, vllm)
         shared = servers.shared_vllm(
             model,
             folder,
