@@ -11,6 +11,7 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
     approximation.py   the approximate plans of one composition
     plan.py            the plan as data            explain.py         the plan as a document
     limits.py          what limits a plan          media.py           images are copied as a whole
+    placed.py          copies as arrays, where only their places count
 
     rates.py           the seconds that a plan takes, and those that it saves
     cost.py            learns the rates from measurements, by the least squares of regression.py

@@ -146,7 +146,7 @@ class Joining:
     def note_result(self, request_id: str, result: LoadResult) -> None:
         """Note the end of a load, and how long the GPU waited for it."""
         load = self._loads.pop(request_id, None)
-        if load is not None and load.num_bytes:  # nobody waits for copies from blocks
+        if load is not None and load.num_bytes:  # no thread waits for copies from blocks
             self._late_s.append(result.late_s)
 
     def note_failure(self) -> None:
