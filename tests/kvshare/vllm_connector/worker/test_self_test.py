@@ -45,9 +45,8 @@ class TestSelfTest:
     def test_they_hold_if_a_step_has_fewer_tokens(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
         """As with --max-num-batched-tokens 512, where a whole run takes two passes."""
         monkeypatch.setattr(vllm.worker.attached.forward, "max_tokens", 200)
-        self_test = self.self_test(vllm)
-        assert self_test.check_partial_attention() is None
-        assert self_test.check_listening() is None
+        assert self.self_test(vllm).check_partial_attention() is None
+        assert self.self_test(vllm).check_listening() is None
 
     def test_weights_that_are_not_the_kernels_are_found(
         self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
