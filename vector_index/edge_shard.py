@@ -1,7 +1,6 @@
 """
 The files of a Qdrant Edge shard: where they are, and how they are opened, created, optimised and removed.
 
-    folder/schema.json   what the index was built with
     folder/shard/        Edge's own files: segments and write-ahead log
 
 `EdgeShard.optimize()` of qdrant-edge-py 0.9 holds the GIL until it is done, about 0.4 ms per point. In the
@@ -10,13 +9,11 @@ server's process it would stop all requests for seconds, so it runs in a child p
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import qdrant_edge as edge
@@ -33,7 +30,6 @@ shard.optimize()
 shard.close()
 """
 _MAX_SEGMENT_PROMPTS = 260_000
-_BYTES_OF_FINGERPRINTS = 600  # for a prompt of 500 tokens
 _NUM_SEGMENTS = 6  # Edge merges segments above this number; merging rebuilds them
 
 
@@ -44,6 +40,7 @@ class ShardFiles:
         self._folder = folder
         self._temporary: Path | None = None
         self._opened: tuple[int, int] | None = None  # the folder's file system and number
+        self._is_own = False  # what is there was created by this process
 
     @property
     def shard(self) -> Path:
@@ -55,9 +52,19 @@ class ShardFiles:
                 self._temporary = Path(tempfile.mkdtemp(prefix="kvshare-index-"))
         return self._temporary / "shard"
 
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a shard that this process has created."""
+        return self._is_own and self.shard.exists()
+
     def open(self, schema: IndexSchema) -> edge.EdgeShard:
-        """The stored shard, or a new one. Raises IndexSchemaError, IndexUnavailableError."""
-        shard = self._load(schema)
+        """The own shard, or a new one in place of another process's. Raises IndexUnavailableError."""
+        if not self.has_own:
+            self.remove()
+            shard = self._create(schema)
+        else:
+            with backend_errors("Edge", "open", hint="; recreate() starts an empty one"):
+                shard = edge.EdgeShard.load(str(self.shard), _config(schema))
         self._opened = self._found()
         return shard
 
@@ -71,13 +78,6 @@ class ShardFiles:
         except OSError:
             return None
         return found.st_dev, found.st_ino
-
-    def _load(self, schema: IndexSchema) -> edge.EdgeShard:
-        if not self.shard.exists():
-            return self._create(schema)
-        schema.check(self._stamp())
-        with backend_errors("Edge", "open", hint="; recreate() starts an empty one"):
-            return edge.EdgeShard.load(str(self.shard), _config(schema))
 
     async def optimise(self) -> None:
         """
@@ -107,6 +107,7 @@ class ShardFiles:
                 "another process has the Edge index open; stop it, or set another folder"
             )
         shutil.rmtree(self.shard, ignore_errors=True)
+        self._is_own = False
 
     def remove_temporary(self) -> None:
         """Remove the temporary folder, if there is one."""
@@ -119,45 +120,34 @@ class ShardFiles:
         files = (path for path in self.shard.rglob("*") if path.is_file())
         return sum(512 * path.stat().st_blocks for path in files)
 
-    def _stamp(self) -> object:
-        """The stamp of the stored shard; None if it is missing or not JSON."""
-        try:
-            return json.loads(self.shard.with_name("schema.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-
     def _create(self, schema: IndexSchema) -> edge.EdgeShard:
         with backend_errors("Edge", "create"):
-            self.shard.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The stamp is written first: after a kill a stamp without a shard is read as an empty index.
-            half_written = self.shard.with_name("schema.tmp")
-            half_written.write_text(json.dumps(asdict(schema)), encoding="utf-8")
-            half_written.replace(self.shard.with_name("schema.json"))
+            self.shard.mkdir(parents=True, exist_ok=True, mode=0o700)
             shard = edge.EdgeShard.create(str(self.shard), _config(schema))
             namespace_index = edge.KeywordIndexParams(is_tenant=True)
             shard.update(edge.UpdateOperation.create_field_index("namespace", namespace_index))
+        self._is_own = True
         return shard
 
 
 def _config(schema: IndexSchema) -> edge.EdgeConfig:
-    # A graph search reads hundreds of scattered vectors; quantised to bytes they fit into memory.
+    # A graph search reads hundreds of scattered vectors; quantised to bytes they fit into memory. The vectors
+    # themselves are read for the nearest few only, and payloads with them: both stay on disk.
     in_bytes = edge.ScalarQuantizationConfig(edge.ScalarType.Int8, memory=edge.Memory.Pinned)
-    dense = {
-        "dense": edge.EdgeVectorParams(schema.dimension, edge.Distance.Cosine, quantization_config=in_bytes)
-    }
-    # By default a filtered search over fewer than 20,000 points scans all of them once a point was deleted
-    # (2.5 ms at 5,000 points); the posting lists are always faster here (0.1 ms).
-    # Pinned in memory (8 KB per prompt, 3 KB if only cached), because a search must not wait for the disk.
-    sparse = {"sparse": edge.EdgeSparseVectorParams(full_scan_threshold=1, memory=edge.Memory.Pinned)}
-    segment_bytes = _MAX_SEGMENT_PROMPTS * max(4 * schema.dimension, _BYTES_OF_FINGERPRINTS)
+    dense = edge.EdgeVectorParams(
+        max(1, schema.dimension),  # Edge wants one, also where no embedding is ever stored
+        edge.Distance.Cosine,
+        quantization_config=in_bytes,
+        memory=edge.Memory.Cold,
+    )
     return edge.EdgeConfig(
-        vectors=dense if schema.dimension else None,
-        sparse_vectors=sparse,
+        vectors={"dense": dense},
+        payload_memory=edge.Memory.Cold,
         max_search_threads=1,  # most searches read few segments; a thread pool would only add latency
         # Without a limit every optimisation would build one segment of the whole index, and need time and
         # memory for that (more than 14 GB at a million prompts).
         optimizers=edge.EdgeOptimizersConfig(
-            max_segment_size=segment_bytes // 1024,  # in KB, of the larger kind of vector alone
+            max_segment_size=_MAX_SEGMENT_PROMPTS * 4 * max(1, schema.dimension) // 1024,  # in KB
             default_segment_number=_NUM_SEGMENTS,
         ),
     )

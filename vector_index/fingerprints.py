@@ -8,6 +8,7 @@ prompts have each. This file knows no backend.
 """
 
 import hashlib
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,7 @@ class FingerprintFrequencies:
             raise ValueError(f"max_holders {max_holders} must be >= 1")
         self._max_holders = max_holders
         self._counts = np.zeros((2, 1 << _BITS), dtype=np.uint32)
-        self._held: dict[tuple[str, int], bytes] = {}  # by namespace and prompt
+        self._held: defaultdict[str, dict[int, bytes]] = defaultdict(dict)  # by namespace and prompt
 
     def add(self, namespace: str, prompt_id: int, prints: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Count a prompt, replacing one with its id; returns those of `prints` to store with it."""
@@ -91,18 +92,21 @@ class FingerprintFrequencies:
         held = prints[self._num_holders(prints) < self._max_holders]
         for counts, buckets in zip(self._counts, _buckets(held), strict=True):
             np.add.at(counts, buckets, 1)
-        self._held[namespace, prompt_id] = held.tobytes()
+        self._held[namespace][prompt_id] = held.tobytes()
         return held
 
     def remove(self, namespace: str, prompt_id: int) -> None:
         """Subtract a prompt from the counts; unknown ones are ignored."""
-        held = np.frombuffer(self._held.pop((namespace, prompt_id), b""), np.uint32)
+        of_namespace = self._held.get(namespace, {})
+        held = np.frombuffer(of_namespace.pop(prompt_id, b""), np.uint32)
+        if not of_namespace:
+            self._held.pop(namespace, None)
         for counts, buckets in zip(self._counts, _buckets(held), strict=True):
             np.subtract.at(counts, buckets, 1)
 
     def held(self, namespace: str, prompt_id: int) -> NDArray[np.uint32] | None:
         """The fingerprints that `add` returned for a prompt; None for an unknown prompt."""
-        held = self._held.get((namespace, prompt_id))
+        held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
     def rarest(

@@ -31,7 +31,9 @@ class MiniLM:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._end = self._tokenizer.token_to_id("[SEP]")
+        end = self._tokenizer.token_to_id("[SEP]")
+        assert end is not None, "BERT's vocabulary has it"
+        self._end = end
 
     def vocabulary(self) -> Mapping[str, int]:
         return self._tokenizer.get_vocab()
@@ -74,12 +76,13 @@ class MiniLM:
 
     def _attend(self, name: str, hidden: torch.Tensor, is_text: torch.Tensor) -> torch.Tensor:
         """Every token attends to all tokens of its text, in both directions."""
-        q, k, v = (
-            self._linear(f"{name}.{role}", hidden).unflatten(-1, (_HEADS, -1)).transpose(1, 2)  # (N, H, T, d)
-            for role in ("query", "key", "value")
-        )
+        q, k, v = (self._heads(self._linear(f"{name}.{role}", hidden)) for role in ("query", "key", "value"))
         attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=is_text[:, None, None])
         return attended.transpose(1, 2).flatten(2)  # (N, H, T, d) -> (N, T, D)
+
+    def _heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """(N, T, D) -> (N, H, T, d)."""
+        return rows.view(*rows.shape[:2], _HEADS, -1).transpose(1, 2)
 
     def _linear(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])

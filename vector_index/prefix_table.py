@@ -40,22 +40,22 @@ class PrefixTable:
         self.block_size = block_size
         self._max_hits = max_hits
         self._keys: defaultdict[str, list[bytes]] = defaultdict(list)  # by namespace, sorted
-        self._key_of: dict[tuple[str, int], bytes] = {}
+        self._key_of: defaultdict[str, dict[int, bytes]] = defaultdict(dict)  # by namespace and prompt
 
     def add(self, namespace: str, prompt_id: int, token_ids: NDArray[np.int32]) -> None:
         """Store a prompt, replacing one of the same id."""
         self.remove(namespace, prompt_id)
         key = self._digests(namespace, token_ids) + prompt_id.to_bytes(_DIGEST_BYTES, "big")
         insort(self._keys[namespace], key)
-        self._key_of[namespace, prompt_id] = key
+        self._key_of[namespace][prompt_id] = key
 
     def remove(self, namespace: str, prompt_id: int) -> None:
         """Forget a prompt; others with the same blocks stay. Unknown ones are ignored."""
-        if (key := self._key_of.pop((namespace, prompt_id), None)) is not None:
+        if (key := self._key_of.get(namespace, {}).pop(prompt_id, None)) is not None:
             keys = self._keys[namespace]
             del keys[bisect_left(keys, key)]
             if not keys:
-                del self._keys[namespace]
+                del self._keys[namespace], self._key_of[namespace]
 
     def longest(self, namespace: str, token_ids: NDArray[np.int32]) -> PrefixHit | None:
         """
@@ -78,11 +78,11 @@ class PrefixTable:
 
     def shares(self, namespace: str, prompt_id: int, hit: PrefixHit) -> bool:
         """Return whether a stored prompt starts with the prefix that `longest` has found."""
-        key = self._key_of.get((namespace, prompt_id))
+        key = self._key_of.get(namespace, {}).get(prompt_id)
         return key is not None and key.startswith(hit.digests)
 
     def contains(self, namespace: str, prompt_id: int) -> bool:
-        return (namespace, prompt_id) in self._key_of
+        return prompt_id in self._key_of.get(namespace, {})
 
     def _digests(self, namespace: str, token_ids: NDArray[np.int32]) -> bytes:
         """The digests of all whole blocks in order, salted with the namespace."""

@@ -61,7 +61,8 @@ def _observe_load(cost: CostModel, ticket: Ticket, finished: FinishedReport) -> 
     if finished.disk_bytes and seconds[DISK]:
         cost.know_disk()
         asked = finished.disk_bytes + finished.late_bytes  # at this pace they would have taken so much longer
-        cost.observe_load(asked, seconds[DISK] * asked / finished.disk_bytes, place=DISK)
+        load_s = seconds[DISK] * asked / finished.disk_bytes
+        cost.observe_load(asked, load_s, place=DISK, is_late=bool(finished.late_bytes))
     used = [ticket.copies[index] for index in finished.used if index < len(ticket.copies)]
     if used:
         num_loaded = sum(_num_loaded(copy, finished.num_local) for copy in used)

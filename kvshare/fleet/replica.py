@@ -226,6 +226,20 @@ class Fleet:
                 *(replica.vllm.url, size, known, size, size),
             )
 
+    def check_stores(self, replica: Replica) -> None:
+        """Called when a connector is connected: warns if another replica names another shared store."""
+        info = replica.info
+        assert info is not None, "called when it is known"
+        for other in self.replicas if info.shared_store else ():
+            theirs = other.info.shared_store if other.info is not None else ""
+            if theirs and theirs != info.shared_store:
+                log.warning(
+                    "replicas %s and %s share KV through stores of different addresses: neither can use what "
+                    "the other stores. If it is one store, give both vLLMs the same --shared-tier",
+                    *(other.name, replica.name),
+                )
+                return
+
 
 def _listed(models: ServedModels) -> str:
     return ", ".join(models.names) or "nothing"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvshare.errors import UpstreamError, WrongServerError
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_INFO_EVERY_S = 30.0
+_STARTING_PAUSE_S = 0.5  # of a vLLM whose connector is there already
 
 
 @dataclass(eq=False)
@@ -38,8 +41,11 @@ class Watcher:
     _last: int = 0  # sequence number of the last event that was applied
     _is_in_step: bool = False  # the tier has what the replica held at event `_last`
     _silent_since: float | None = None
+    _asked_info_at: float = 0.0
     _is_no_vllm: bool = False  # that was logged
     _logged: str | None = None  # the last logged failure: each is logged once
+    _may_serve: asyncio.Event = field(default_factory=asyncio.Event)  # set when its connector is connected
+    _may_connect: asyncio.Event = field(default_factory=asyncio.Event)  # set when its vLLM serves
     asked_vllm: asyncio.Event = field(default_factory=asyncio.Event)  # set after the first answer or failure
     asked_connector: asyncio.Event = field(default_factory=asyncio.Event)  # the same
     was_connected: asyncio.Event = field(default_factory=asyncio.Event)  # set at the first connection
@@ -51,14 +57,19 @@ class Watcher:
         return self._replica.name
 
     async def watch_health(self) -> None:
-        """A replica that serves is asked every `health_interval_s`; one that does not, sooner."""
+        """
+        A replica that serves is asked every `health_interval_s`; one that does not, sooner; and at once and
+        often when its connector is connected, as it is about to serve.
+        """
         pause_s = _FIRST_PAUSE_S
         while True:
             await self._check_health()
             self.asked_vllm.set()
             pause_s = _FIRST_PAUSE_S if self._replica.models else 2 * pause_s
-            interval_s = self._settings.health_interval_s
-            await asyncio.sleep(interval_s if self._replica.models else min(pause_s, interval_s))
+            longest_s = self._settings.health_interval_s
+            if self._replica.is_connected and not self._replica.models:
+                longest_s = min(longest_s, _STARTING_PAUSE_S)
+            await _pause(longest_s if self._replica.models else min(pause_s, longest_s), self._may_serve)
 
     async def _check_health(self) -> None:
         replica = self._replica
@@ -69,6 +80,7 @@ class Watcher:
                 replica.renders = True  # it may have been restarted
                 log.info("replica %s serves %s", replica.name, ", ".join(replica.models.names))
                 self._fleet.check_models(replica)
+                self._may_connect.set()
         except UpstreamError as exc:
             if replica.models is not None:
                 log.warning("replica %s gets no requests until it answers again: %s", replica.name, exc)
@@ -96,13 +108,13 @@ class Watcher:
                 )
             self.asked_connector.set()
             await self._note_if_lost()
-            await asyncio.sleep(pause_s)
+            await _pause(pause_s, self._may_connect)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _connect(self) -> None:
         """Read what the replica is and holds. Afterwards the tier is correct as of event `_last`."""
         replica = self._replica
-        info = await replica.control.info()
+        info, self._asked_info_at = await replica.control.info(), time.monotonic()
         if missing := _missing_fields(info):
             raise UpstreamError(f"namespace_fields: {', '.join(missing)} missing")
         is_new = replica.info is None or replica.info.epoch != info.epoch
@@ -115,12 +127,15 @@ class Watcher:
             await self._reconciler.resync(replica, held.segment_ids, on_disk=held.on_disk, is_new=is_new)
             self._is_in_step = True
         replica.is_connected = True
+        if replica.models is None:
+            self._may_serve.set()
         self.was_connected.set()
         if not info.is_listing:
             self.has_listed.set()
         if is_new:
             _log_connected(replica, info)
             self._fleet.check_ranks(replica)
+            self._fleet.check_stores(replica)
         elif self._logged is not None:
             log.warning("replica %s shares again: its connector answers", replica.name)
         self._silent_since, self._logged, replica.connector_problem = None, None, None
@@ -145,6 +160,16 @@ class Watcher:
             if replica.info.is_listing and not (await replica.control.info()).is_listing:
                 self._is_in_step = False  # it has found all it has: that is read again
                 return
+            await self._renew_info()
+
+    async def _renew_info(self) -> None:
+        """Read its warnings again, now and then: whether a shared store answers is in no event."""
+        replica, now = self._replica, time.monotonic()
+        if replica.info is None or replica.info.is_listing or now - self._asked_info_at < _INFO_EVERY_S:
+            return
+        info, self._asked_info_at = await replica.control.info(), now
+        if info.epoch == replica.info.epoch:  # else the journal says so next
+            replica.info = info
 
     async def _note_if_lost(self) -> None:
         """Evict the prompts of a replica that was silent for too long. A failure is tried again."""
@@ -193,3 +218,10 @@ def _log_connected(replica: Replica, info: ReplicaInfo) -> None:
         log.warning("replica %s: requests pass unshared: %s", replica.name, info.passing)
     for warning in info.warnings:
         log.warning("replica %s: %s", replica.name, warning)
+
+
+async def _pause(seconds: float, until: asyncio.Event) -> None:
+    """Sleep, or until the event is set, which is cleared."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(until.wait(), seconds)
+    until.clear()

@@ -14,6 +14,7 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
 
     rates.py           the seconds that a plan takes, and those that it saves
     cost.py            learns the rates from measurements, by the least squares of regression.py
+    late_reads.py      when a disk is believed to be slow
     kept_costs.py      keeps what was measured in a file
     waits.py           how much longer a prompt waits if its KV is loaded while other prompts run
     worth.py           whether a lookup, an embedding or a plan is worth its time by the rates

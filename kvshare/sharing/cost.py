@@ -11,6 +11,7 @@ from typing import Final, Self
 
 from kvshare.admin import Costs
 from kvshare.settings import CostSettings
+from kvshare.sharing.late_reads import LateReads
 from kvshare.sharing.rates import (
     BLOCKS,
     DISK,
@@ -39,9 +40,7 @@ _CHANGED = 0.1  # share of a prompt that is computed, in the reported break-even
 _EXAMPLES = (1024, 8192)  # tokens; prompts whose full prefill is reported
 _TINY = 1e-12  # seconds; replaces a prior of 0, so that its coefficient stays next to 0
 _MAX_TRIES = 3  # so often a rate that was never measured is tried against its prior's advice
-_TRIED_AGAIN = (
-    128  # one in so many times that a measured rate advises against is tried: it may be out of date
-)
+_TRIED_AGAIN = 128  # one in so many times that a measured rate refuses is tried: it may be out of date
 
 # Priors that config.yaml does not name.
 _STEP_S, _PASS_S, _LOAD_S = 0.005, 0.005, 0.001
@@ -63,9 +62,9 @@ class CostModel:
         own = {LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}
         lines = {**rates.loads, **own}
         self._lines = {name: _regression((line.fixed_s, line.byte_s)) for name, line in lines.items()}
-        self._refused: Counter[str] = Counter()
-        self._tried: Counter[str] = Counter()
+        self._refused, self._tried = Counter[str](), Counter[str]()
         self._seen_cold_lookup = False
+        self._late_reads = LateReads()
         self._lock = threading.Lock()
 
     @classmethod
@@ -181,9 +180,20 @@ class CostModel:
         if self._learns:
             self.waits.observe(shared=shared, queue_s=queue_s, seconds=seconds)
 
-    def observe_load(self, num_bytes: int, seconds: float, *, place: str = MEMORY) -> None:
+    def observe_load(
+        self, num_bytes: int, seconds: float, *, place: str = MEMORY, is_late: bool = False
+    ) -> None:
         if num_bytes > 0:
+            if place == DISK and self._learns:
+                with self._lock:
+                    self._late_reads.note(self._lines[DISK], is_late=is_late)
             self._observe(self._lines[place], _LOADS[place], (1.0, num_bytes), seconds)
+
+    def try_disk_again(self) -> None:
+        """Call it before a plan: a disk that was slow is as fast as before, for one plan each 30 s."""
+        with self._lock:
+            if DISK in self._lines and self._late_reads.end(self._lines[DISK]):
+                self._update()
 
     def observe_lookup(self, num_tokens: int, seconds: float, *, planning_s: float = 0.0) -> None:
         """

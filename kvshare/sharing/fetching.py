@@ -39,6 +39,7 @@ class Fetching:
         Plan with all donors. If KV is read from disk, or no plan pays, also plan with the donors in memory
         alone; return the faster plan.
         """
+        self._cost.try_disk_again()
         plan = planned(nodes)
         if isinstance(plan, Plan) and not plan.num_in(self._tier.on_disk):
             return plan
@@ -74,7 +75,7 @@ class Fetching:
             known = fetched.read_bytes or (_LEAST_BYTES if fetched.has_pace else num_bytes)
             read_s *= max(1.0, num_bytes / max(1, known))
         if num_bytes:
-            self._cost.observe_load(num_bytes, read_s, place=DISK)
+            self._cost.observe_load(num_bytes, read_s, place=DISK, is_late=fetched.is_slow)
         return fetched
 
     def patience_s(self, plan: Plan, threshold: MinSaved) -> float:

@@ -35,7 +35,7 @@ from kvshare.tiers.kv_object import (
 from kvshare.tiers.lower_tier import BusyError, LowerTier
 from kvshare.tiers.object_files import FORM_NAME, SUFFIX, UNFINISHED, listed, may_hold, object_path
 from kvshare.tiers.object_index import delete_index, read_index, write_index
-from kvshare.tiers.pace import BytesRead
+from kvshare.tiers.pace import CHUNK_BYTES, BytesRead
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,9 @@ class DiskTier:
         for name, _, is_folder in self._files.entries(self._root):
             if is_folder and FORM_NAME.fullmatch(name) and name != self._folder.name:
                 self._foreign.append(self._root / name)
-        for path, segment_id, num_bytes in listed(self._folder, self._files):
+        for shelf, name, segment_id, num_bytes in listed(self._folder, self._files):
             if segment_id is None:
-                self._garbage.append(path)
+                self._garbage.append(shelf / name)
             else:
                 self._found[segment_id] = num_bytes
         self._foreign_files = self._of_other_models()
@@ -213,7 +213,8 @@ class DiskTier:
         if segment is None:
             return None
         try:
-            with closing(StoredObject(self._files, self._path(segment_id), self.bytes_read)) as found:
+            is_small, path = segment.num_bytes < CHUNK_BYTES, self._path(segment_id)
+            with closing(StoredObject(self._files, path, self.bytes_read, counts_header=is_small)) as found:
                 self._check(found.header, segment)
                 numbers = range(len(found.header.planes)) if planes is None else planes
                 rows = tuple(found.rows(number) for number in numbers)
@@ -262,7 +263,7 @@ class DiskTier:
 
     def _of_other_models(self) -> Iterator[Path]:
         for folder in self._foreign:
-            yield from (path for path, _, _ in listed(folder, self._files))
+            yield from (shelf / name for shelf, name, _, _ in listed(folder, self._files))
             delete_index(self._files, folder)
             remove_empty(self._files, folder)
 

@@ -109,7 +109,7 @@ class StoredFiles:
 
     def _all(self) -> Iterator[Path]:
         for folder in self._forms():
-            yield from (path for path, _, _ in listed(folder, self._files))
+            yield from (shelf / name for shelf, name, _, _ in listed(folder, self._files))
 
     def _forms(self) -> list[Path]:
         entries = list(self._files.entries(self._root))

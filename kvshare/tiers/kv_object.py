@@ -204,16 +204,19 @@ class StoredObject:
     Raises:  ObjectError for a file that is no object; OSError
     """
 
-    def __init__(self, files: Files, path: Path, progress: BytesRead | None = None) -> None:
-        """`progress`: what is read is added."""
+    def __init__(
+        self, files: Files, path: Path, progress: BytesRead | None = None, *, counts_header: bool = True
+    ) -> None:
+        """`progress`: what is read is added; the header, which tells no pace of much more, if it counts."""
         self._files = files
-        self._progress = progress or BytesRead()
+        self._progress = progress if progress is not None and counts_header else BytesRead()
         self._descriptor = files.open(path)
         try:
             length = int.from_bytes(self._read(0, 8), "little")
             if not 0 < length < MOST_HEADER_BYTES or (8 + length) % PAGE_BYTES:
                 raise ObjectError("it does not begin with a header")
             self.header = Header.from_bytes(self._read(0, 8 + length).tobytes())
+            self._progress = progress or self._progress
         except BaseException:
             self.close()
             raise

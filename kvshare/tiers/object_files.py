@@ -21,14 +21,19 @@ def object_path(folder: Path, segment_id: SegmentId) -> Path:
     return folder / digits[-2:] / f"{digits}{SUFFIX}"
 
 
-def listed(folder: Path, files: Files) -> Iterator[tuple[Path, SegmentId | None, int]]:
-    """Yield path, id and bytes of each object in the folder of a form. The id of unfinished ones is None."""
-    for shelf, _, is_folder in list(files.entries(folder)):
-        for name, num_bytes, _ in files.entries(folder / shelf) if is_folder else ():
+def listed(folder: Path, files: Files) -> Iterator[tuple[Path, str, SegmentId | None, int]]:
+    """
+    Yield folder, name, id and bytes of each object in the folder of a form; unfinished ones have no id.
+
+    A path of each would double what a start takes.
+    """
+    for name_of_shelf, _, is_folder in list(files.entries(folder)):
+        shelf = folder / name_of_shelf
+        for name, num_bytes, _ in files.entries(shelf) if is_folder else ():
             if (match := OBJECT_NAME.fullmatch(name)) is not None:
-                yield folder / shelf / name, SegmentId(int(match[1], 16)), num_bytes
+                yield shelf, name, SegmentId(int(match[1], 16)), num_bytes
             elif name.endswith(UNFINISHED):
-                yield folder / shelf / name, None, num_bytes
+                yield shelf, name, None, num_bytes
 
 
 def may_hold(file_bytes: int, segment: Segment) -> bool:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ async def _use(url: str, app: web.Application, number: int) -> str:
     activity, rng, began = app[SERVER].activity, random.Random(5), time.time() - 3600
     async with aiohttp.ClientSession() as http:
         for place, (key, messages) in enumerate(_requests(rng, number)):
-            activity._clock = lambda at=began + 3600 * (place + 1) / number: at
+            activity._clock = partial(float, began + 3600 * (place + 1) / number)
             body = {"model": app[SERVER].engine.card.model_id, "messages": messages, "max_tokens": 6}
             headers = {"Authorization": f"Bearer {key}"}
             async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:

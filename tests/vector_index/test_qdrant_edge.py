@@ -1,12 +1,9 @@
-"""What only the Edge backend does: live on disk, survive, notice damage, optimise aside."""
+"""What only the Edge backend does: files of its own, which may be damaged, and optimising aside."""
 
 import asyncio
 import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -30,61 +27,55 @@ def prints(*values: int) -> NDArray[np.uint32]:
     return np.array(values, dtype=np.uint32)
 
 
-def exit_status(program: str) -> int:
-    return subprocess.run([sys.executable, "-c", program], check=False).returncode
+def entry(prompt_id: int) -> Entry:
+    return Entry(prompt_id, "a", prints(prompt_id), np.ones(8, dtype=np.float32))
+
+
+async def is_found(index: QdrantEdgeIndex) -> bool:
+    return bool(await index.search_embedding("a", np.ones(8, dtype=np.float32), 5, 0.5))
 
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-async def filled(folder: Path, schema: IndexSchema) -> None:
-    """Leave a closed index with one prompt in the folder."""
+async def filled(folder: Path, schema: IndexSchema) -> QdrantEdgeIndex:
+    """A closed index with one prompt in the folder."""
     index = QdrantEdgeIndex(schema, folder)
     await index.open()
-    await index.upsert([Entry(1, "a", prints(1, 2), np.ones(8, dtype=np.float32))])
+    await index.upsert([entry(1)])
+    await index.close()
+    return index
+
+
+async def test_a_closed_index_can_be_opened_again(tmp_path: Path, schema: IndexSchema) -> None:
+    """It finds what it found before, by fingerprints and by embedding."""
+    index = await filled(tmp_path, schema)
+    await index.open()
+    assert await index.search_fingerprints("a", prints(1), 5) == [Hit(1, 1.0)]
+    assert await is_found(index)
     await index.close()
 
 
-async def test_the_index_survives_a_restart(tmp_path: Path, schema: IndexSchema) -> None:
-    """What was stored before close is found after open."""
+async def test_what_another_process_has_left_is_deleted(tmp_path: Path, schema: IndexSchema) -> None:
+    """A server fills its index from the tree: an index of before has nothing to say."""
     await filled(tmp_path, schema)
     index = QdrantEdgeIndex(schema, tmp_path)
     await index.open()
-    assert await index.search_fingerprints("a", prints(2), 5) == [Hit(1, 1.0)]
-    await index.close()
-
-
-async def test_the_index_survives_a_kill(tmp_path: Path, schema: IndexSchema) -> None:
-    """The write-ahead log brings back what was never flushed."""
-    program = f"""
-import asyncio, os, numpy as np
-from pathlib import Path
-from vector_index import Entry, IndexSchema, QdrantEdgeIndex
-async def main():
-    index = QdrantEdgeIndex(IndexSchema(**{asdict(schema)!r}), Path({str(tmp_path)!r}))
-    await index.open()
-    await index.upsert([Entry(i, "a", np.array([i], np.uint32)) for i in range(100)])
-    os.kill(os.getpid(), 9)
-asyncio.run(main())
-"""
-    assert exit_status(program) == -9
-    index = QdrantEdgeIndex(schema, tmp_path)
-    await index.open()
-    assert await index.count("a") == 100
-    await index.close()
-
-
-@pytest.mark.parametrize("change", [{"embedder": "other"}, {"dimension": 16}, {"kgram": 8}])
-async def test_another_schema_is_refused(tmp_path: Path, schema: IndexSchema, change: dict[str, Any]) -> None:
-    """Other vectors mean nothing here: the message names the field, recreate starts afresh."""
-    await filled(tmp_path, schema)
-    other = IndexSchema(**{**asdict(schema), **change})
-    index = QdrantEdgeIndex(other, tmp_path)
-    with pytest.raises(IndexSchemaError, match=next(iter(change))):
-        await index.open()
-    await index.recreate()
     assert await index.count() == 0
+    assert not await is_found(index)
+    await index.close()
+
+
+async def test_a_prompt_without_embedding_leaves_the_files_alone(tmp_path: Path, schema: IndexSchema) -> None:
+    """Only embeddings are written to disk, and one that a prompt has no more leaves it."""
+    index = await filled(tmp_path, schema)
+    await index.open()
+    await index.upsert([Entry(2, "a", prints(2))])
+    assert await index.count() == 2
+    await index.upsert([Entry(1, "a", prints(3))])
+    assert not await is_found(index)
+    assert await index.search_fingerprints("a", prints(1, 2, 3), 5) == [Hit(1, 1.0), Hit(2, 1.0)]
     await index.close()
 
 
@@ -93,24 +84,15 @@ async def test_a_damaged_index_is_unavailable_and_can_be_recreated(
     tmp_path: Path, schema: IndexSchema, victim: str
 ) -> None:
     """Damage, a native panic included, raises our error; recreate gives an empty index."""
-    await filled(tmp_path, schema)
+    index = await filled(tmp_path, schema)
     for path in (tmp_path / "shard").rglob(victim):
         path.write_bytes(b"\xff" * min(path.stat().st_size, 4096))
-    index = QdrantEdgeIndex(schema, tmp_path)
     with pytest.raises(IndexUnavailableError, match="recreate"):
         await index.open()
     await index.recreate()
     await index.upsert([Entry(5, "a", prints(1))])
     assert await index.count() == 1
     await index.close()
-
-
-async def test_a_missing_stamp_is_a_schema_error(tmp_path: Path, schema: IndexSchema) -> None:
-    """A shard without a stamp is not read."""
-    await filled(tmp_path, schema)
-    (tmp_path / "schema.json").unlink()
-    with pytest.raises(IndexSchemaError, match="no schema stamp"):
-        await QdrantEdgeIndex(schema, tmp_path).open()
 
 
 async def test_a_folder_in_use_is_left_alone(tmp_path: Path, schema: IndexSchema) -> None:
@@ -152,15 +134,16 @@ async def test_an_index_without_embedder_has_no_dense_vectors(tmp_path: Path) ->
 async def test_optimising_leaves_the_loop_free_and_loses_nothing(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a child optimises, searches are unavailable and writes are put off at once and do not wait."""
+    """While a child optimises, fingerprints are found, embeddings are not; writes are put off at once."""
     monkeypatch.setattr(edge_shard, "OPTIMISE", SLOWLY + edge_shard.OPTIMISE)
     index = QdrantEdgeIndex(schema, tmp_path, optimise_after=10)
     await index.open()
-    await index.upsert([Entry(i, "a", prints(i)) for i in range(20)])
+    await index.upsert([entry(i) for i in range(20)])
     optimising = asyncio.create_task(index.maintain())
     await asyncio.sleep(0.05)
     with pytest.raises(IndexUnavailableError):
-        await index.search_fingerprints("a", prints(1), 5)
+        await is_found(index)
+    assert await index.search_fingerprints("a", prints(1), 5) == [Hit(1, 1.0)]
     assert index.why_paused() is not None
     with pytest.raises(IndexPausedError):
         await index.upsert([Entry(20, "a", prints(20))])
@@ -178,9 +161,8 @@ async def test_what_could_not_be_opened_after_optimising_is_opened_later(
     tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too many open files, say: the next round of maintenance tries again."""
-    index = QdrantEdgeIndex(schema, tmp_path)
+    index = await filled(tmp_path, schema)
     await index.open()
-    await index.upsert([Entry(1, "a", prints(1))])
 
     def fail(self: edge_shard.ShardFiles, schema: IndexSchema) -> NoReturn:
         raise IndexUnavailableError("too many open files")
@@ -189,8 +171,10 @@ async def test_what_could_not_be_opened_after_optimising_is_opened_later(
         patch.setattr(edge_shard.ShardFiles, "open", fail)
         with pytest.raises(IndexUnavailableError):
             await index.optimise()
+    with pytest.raises(IndexUnavailableError):
+        await is_found(index)
     await index.resume()
-    assert await index.count("a") == 1
+    assert await is_found(index)
     await index.close()
 
 
@@ -233,4 +217,21 @@ async def test_a_cancelled_optimise_leaves_the_index_open(
     with pytest.raises(asyncio.CancelledError):
         await optimising
     assert await index.count("a") == 1
+    await index.close()
+
+
+async def test_forgotten_prompts_make_room(
+    tmp_path: Path, schema: IndexSchema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most are forgotten, maintenance frees their memory and loses nothing else."""
+    monkeypatch.setattr("vector_index.postings._YOUNG", 4)
+    index = QdrantEdgeIndex(schema, tmp_path)
+    await index.open()
+    await index.upsert([Entry(i, "a", prints(i, 1000)) for i in range(20)])
+    await index.delete("a", list(range(1, 20)))
+    assert index._postings.is_worth_compacting
+    await index.maintain()
+    assert not index._postings.is_worth_compacting
+    assert await index.search_fingerprints("a", prints(0, 1000), 5) == [Hit(0, 2.0)]
+    assert await index.search_fingerprints("a", prints(7), 5) == []
     await index.close()

@@ -166,12 +166,16 @@ class DiskPlan:
         self._loading[load.request_id] = load.stored_ids
         if not self.segments.must_be_read(load.stored_ids):
             return load
-        shared = (self.shared.get(segment_id) for segment_id in load.stored_ids)
         return replace(
             load,
             reads_within_s=max(math.ulp(0.0), min(_LONGEST_S, disk_s or _LONGEST_S)),
-            shared=tuple(each for each in shared if each is not None),
+            shared=self.shared_of(load.stored_ids),
         )
+
+    def shared_of(self, segment_ids: Iterable[SegmentId]) -> tuple[Segment, ...]:
+        """Return what is known of those of these segments that are in the shared store."""
+        found = (self.shared.get(segment_id) for segment_id in segment_ids)
+        return tuple(each for each in found if each is not None)
 
     def without_dropped(
         self, loads: Iterable[LoadRequest], drops: Collection[SegmentId]

@@ -116,7 +116,7 @@ class SchedulerSide:
             self._share_store(workers[0].shared_form)
         self.scheduler.times.steps.is_on = bool(method_of(self._config))
         assert self._control is not None  # otherwise its address would be among `_unsupported`
-        self.scheduler.share()
+        self.scheduler.shares = True
         backend, port = workers[0].attention_backend, self._control.port
         log.info("kvshare: sharing KV with %s; control server on port %d", backend, port)
 

@@ -123,10 +123,12 @@ class SegmentIndex(SegmentTable[HeldSegment]):
                     self._entries[segment_id] = entry
                 self.disk.touch(segment_id)
 
-    def make_room(self, num_bytes: int, *, in_use: Iterable[SegmentId] = ()) -> list[SegmentId] | None:
+    def make_room(
+        self, num_bytes: int, *, in_use: Iterable[SegmentId] = (), keeps_unwritten: bool = False
+    ) -> list[SegmentId] | None:
         """
         Evict segments from memory until `num_bytes` fit: first those that are also on disk, then others, each
-        time the least recently used ones; none of those `in_use`.
+        time the least recently used ones; none of those `in_use`. `keeps_unwritten`: no others.
 
         Returns: the evicted segments; None if that would not be enough, then none is evicted
         """
@@ -135,7 +137,8 @@ class SegmentIndex(SegmentTable[HeldSegment]):
             leaving: list[SegmentId] = []
             excess = self.num_bytes + num_bytes - self.max_bytes
             on_disk = [each for each in self._entries if each in self.disk] if excess > 0 else []
-            for segment_id in dict.fromkeys([*on_disk, *self._entries]):
+            others = () if keeps_unwritten else self._entries
+            for segment_id in dict.fromkeys([*on_disk, *others]):
                 if excess <= 0:
                     break
                 if segment_id not in staying:

@@ -7,6 +7,7 @@ there, and read again when needed.
     drop     from memory and from disk; a shared store keeps it, for others
     adopt    what others have written to a shared store can be read
     reads    into the arena, by threads that read; a load waits for them, see `disk_reads.py`
+    preload  the same for a request that waits for blocks: its load finds what is there, or under way
 
 A segment that is dropped while it is written or read stays in memory until that is over. Only with a single
 rank: see `disk_start.py`.
@@ -15,6 +16,7 @@ rank: see `disk_start.py`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -26,19 +28,21 @@ import torch
 from delta_tree import Segment, SegmentId
 from kvshare.kv.layout import KVLayout
 from kvshare.kv.sums import combined, sums
+from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import LowerTier
 from kvshare.tiers.readers import TierReaders
 from kvshare.tiers.shared_tier import SharedTier
 from kvshare.tiers.write_behind import WriteBehind
 from kvshare.tiers.write_problem import WriteProblem
-from kvshare.vllm_connector.metadata import DiskReport, WriteRequest
+from kvshare.vllm_connector.metadata import DiskReport, Preloads, WriteRequest
 from kvshare.vllm_connector.worker.disk_reads import Read, Reads
 from kvshare.vllm_connector.worker.segment_store import SegmentStore, Stored
 
 log = logging.getLogger("vllm.kvshare")
 
 _FLUSH_S = 5.0  # to write what is due when vLLM is stopped
+_INDEX_EVERY = 4096  # written segments: after a kill, a start reads the headers of no more files than that
 _PAUSE_S = 1.0  # after a shared store did not take a write: each try prepares it again
 
 
@@ -62,8 +66,10 @@ class DiskStore(SegmentStore):
         self._due: OrderedDict[SegmentId, tuple[Segment, Stored]] = OrderedDict()
         self._writing: SegmentId | None = None
         self._written: list[SegmentId] = []  # not reported yet
+        self._num_written = 0
         self._dropped_late: list[Stored] = []  # that the writer still reads
         self._reads: dict[Stored, Read] = {}
+        self._preloads: dict[str, tuple[Read, ...]] = {}  # by request that waits
         where = "disk" if below.name == "disk" else "the shared store"
         self._problem = WriteProblem(log, where, lost_with="vLLM", prefix="kvshare: ")
         self._reported: str | None = None  # the last reported reason
@@ -138,6 +144,19 @@ class DiskStore(SegmentStore):
                     without_room.append(segment_id)
         return Reads(found, without_room, within_s=within_s) if found or without_room else None
 
+    def preload(self, preloads: Preloads) -> None:
+        """
+        Begin reads for requests that wait. Those of requests that wait no more, and that no load waits for,
+        are cancelled if they have not begun.
+        """
+        for request in preloads.begun:
+            self.adopt(request.shared)
+            reads = self.reads(request.segment_ids, within_s=math.inf)
+            self._preloads[request.request_id] = () if reads is None else tuple(reads.reads)
+        for request_id in preloads.over:
+            for read in self._preloads.pop(request_id, ()):
+                read.give_up()
+
     def take_disk_report(self) -> DiskReport | None:
         """
         Report what was written since the last call, and why nothing is, if that has changed. Frees memory
@@ -203,6 +222,11 @@ class DiskStore(SegmentStore):
                 self._written.append(segment.segment_id)
         if is_whole and not is_held:  # dropped meanwhile
             self.below.drop([segment.segment_id])
+        self._num_written += 1
+        if self._num_written % _INDEX_EVERY == 0:
+            for tier in self.below.parts:
+                if isinstance(tier, DiskTier):
+                    tier.save_index()
         return segment.num_bytes
 
     def _begin_read(self, segment: Segment, cancelled: Stored | None) -> Read:

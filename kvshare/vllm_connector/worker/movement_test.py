@@ -20,6 +20,7 @@ from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 FEW_TOKENS = 48  # enough if the length does not matter
 FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request
 SHIFTS = (37, 133)
+FIRST_PLACE = 1  # of the tokens: a layer that drafts (MTP) does not see the word at position 0
 _FIRST_PASS = 17  # tokens, where rows are computed in two passes
 _NOISE = 3.0  # moved rows may differ by so many times what two passes differ by from one
 
@@ -28,7 +29,8 @@ Found = list[tuple[Verification, Verification]]  # of K and V of each layer
 
 class MovementTest:
     """
-    Computes a few tokens at several positions. All ranks must call the same methods in the same order.
+    Computes a few tokens at several positions, `shift` after FIRST_PLACE. All ranks must call the same
+    methods in the same order.
 
     Rows are computed together, as one prompt, or alone: each token is a sequence of its own and attends only
     to itself, with a weight of 1, so that what attention rounds does not change later layers.
@@ -110,13 +112,16 @@ class MovementTest:
         """
         ends = [len(self._tokens)] if first is None else [first, len(self._tokens)]
         for start, end in zip([0, *ends], ends, strict=False):
-            self._forward.compute([Run(self._block_ids, Span(start, end), self._tokens, shift)])
+            self._forward.compute([Run(self._block_ids, Span(start, end), self._tokens, FIRST_PLACE + shift)])
         return self._cache.read(self._block_ids, Span(0, len(self._tokens)))
 
     def _rows_alone(self, shift: int) -> SegmentKV:
         """Return the rows of tokens that are sequences of their own, before they are quantised."""
         blocks = range(FIRST_BLOCK, min(self._cache.num_blocks, FIRST_BLOCK + len(self._tokens)))
-        runs = [Run((block,), Span(0, 1), self._tokens[place:], shift) for place, block in enumerate(blocks)]
+        runs = [
+            Run((block,), Span(0, 1), self._tokens[place:], FIRST_PLACE + shift)
+            for place, block in enumerate(blocks)
+        ]
         if self._cache.is_quantised:
             computed = ComputedRows(self._cache)
             with computed.recorded():

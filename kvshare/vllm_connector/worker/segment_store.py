@@ -26,7 +26,7 @@ from kvshare.kv.layout import KVLayout, Plane
 from kvshare.vllm_connector.worker.disk_reads import Reads
 
 if TYPE_CHECKING:
-    from kvshare.vllm_connector.metadata import DiskReport, WriteRequest  # which imports vLLM
+    from kvshare.vllm_connector.metadata import DiskReport, Preloads, WriteRequest  # which imports vLLM
 
 _ALIGNMENT = 64  # bytes, of the start of each part
 _SLACK = 8  # the arena is an eighth larger than all segments together, because free memory is fragmented
@@ -181,6 +181,9 @@ class SegmentStore:
     def reads(self, segment_ids: Iterable[SegmentId], *, within_s: float) -> Reads | None:
         """Return None: nothing is below memory."""
         return None
+
+    def preload(self, preloads: Preloads) -> None:
+        """Do nothing: nothing is below memory."""
 
     def take_disk_report(self) -> DiskReport | None:
         """Return None: nothing is written."""

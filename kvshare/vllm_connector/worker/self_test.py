@@ -4,6 +4,7 @@ The self-test: checks on the running model before the first request. Without it 
     layout     rows that vLLM writes into scattered blocks are read back bit by bit
     scales     numbers of 8 bits times the layer's scale are those that the model computes
     partial    partial attention over scattered runs gives the KV of one full pass
+    graphs     so do passes by vLLM's CUDA graphs
     listening  attention weights computed from queries and stored keys give the kernel's output, and add up
     movement   how rows move to other positions is determined layer by layer; see `movement_test.py`
 
@@ -33,11 +34,13 @@ from kvshare.vllm_connector.worker.cache_dtype import (
     scale_of,
     steps_apart,
 )
+from kvshare.vllm_connector.worker.checks import tried
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
 from kvshare.vllm_connector.worker.deviation import Expected
 from kvshare.vllm_connector.worker.movement_test import (
     FEW_TOKENS,
     FIRST_BLOCK,
+    FIRST_PLACE,
     SHIFTS,
     Found,
     MovementTest,
@@ -74,7 +77,7 @@ class SelfTest:
         windows = (forward.form(layer).reach.size for layer in layers)
         beyond = min((w + _BEYOND_WINDOW for w in windows if w is not None), default=0)
         wanted = max(_NUM_TOKENS, _NUM_BLOCKS * cache.block_size + 1, min(beyond, _LONGEST))
-        room = min(max_model_len - max(SHIFTS) - 1, num_blocks * cache.block_size)
+        room = min(max_model_len - max(SHIFTS) - FIRST_PLACE - 1, num_blocks * cache.block_size)
         self._length = max(FEW_TOKENS, min(wanted, room))
         self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
@@ -134,9 +137,7 @@ class SelfTest:
         expected, tolerance, errors = self._expected(whole), self._tolerance, list[float]()
         # All runs in one pass, then one run per pass: in the second case wrong blocks would hold other rows.
         for passes in ([runs], [[run] for run in runs]):
-            poison = {"k": 3.0, "v": -3.0}
-            planes = zip(self._cache.kv_layout.planes, whole.planes, strict=True)
-            self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
+            self._poison(whole)
             errors.append(expected.deviation(self._compute(*passes)))
         if not all(error <= tolerance for error in errors):  # NaN is no error that is small
             return "partial attention does not give the KV of a full prefill"
@@ -150,6 +151,23 @@ class SelfTest:
             if not self._expected(_behind(whole, start)).deviation(_behind(blind, start)) >= clearly:
                 return "a run does not depend on the rows before it: the self-test is inconclusive"
         return None
+
+    def check_graphs(self) -> str | None:
+        """Return why passes by CUDA graphs do not give the KV of passes without them, or None."""
+        whole, (*first, long, _) = self._compute([Span(0, self._length)]), self._runs
+        middle = (long.start + self._length) // 2
+        parts = Span(long.start, middle), Span(middle, middle + 1), Span(middle + 1, self._length)
+        self._poison(whole)  # a graph that reads ids from elsewhere does not give the expected rows
+        self._forward.uses_graphs = True
+        computed = self._compute([*first, parts[0]], parts[1:2], parts[2:])
+        is_exact = self._expected(whole).deviation(computed) <= self._tolerance
+        return None if is_exact else "they do not give the KV of passes without them"
+
+    def _poison(self, like: SegmentKV) -> None:
+        """Overwrite all rows of the prompt by numbers that no model computes."""
+        poison = {"k": 3.0, "v": -3.0}
+        planes = zip(self._cache.kv_layout.planes, like.planes, strict=True)
+        self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
 
     def _mistaken(self, whole: SegmentKV) -> Iterator[SegmentKV]:
         """Yield negative controls: the rows with a small error."""
@@ -177,19 +195,13 @@ class SelfTest:
 
     def check_listening(self) -> str | None:
         """Return why attention weights cannot be computed from stored keys, or None."""
-        problem = self._tried_listening()
+        problem = tried(self._check_listening, "watching attention")
         if problem is not None and self._forward.simplify():
-            problem = self._tried_listening()
+            problem = tried(self._check_listening, "watching attention")
         return problem
 
-    def _tried_listening(self) -> str | None:
-        try:
-            return self._check_listening()
-        except Exception as exc:  # noqa: BLE001  sharing goes on without it
-            return f"watching attention raised an error: {type(exc).__name__}: {exc}"
-
     def _check_listening(self) -> str | None:
-        length, num_layers = self._length, self._cache.kv_layout.num_layers
+        length, num_layers = min(self._length, self._forward.max_tokens), self._cache.kv_layout.num_layers
         if self._cache.is_quantised and self._cache.kv_layout.device.type != "cpu":
             return "keys of 8 bits are not read on a GPU"
         layout, whole, agree = self._cache.kv_layout, self._compute([Span(0, length)]), list[bool]()
@@ -229,7 +241,7 @@ class SelfTest:
 
     def _weights(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the weights (G, S, S) of each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
-        positions = torch.arange(self._length, device=keys.device)
+        positions = torch.arange(len(query), device=keys.device)
         scaling, form = self._forward.scaling(layer), self._forward.form(layer)
         for head, group in enumerate(query.transpose(0, 1).chunk(keys.shape[1])):
             yield attention(positions, group, keys[:, head], scaling=scaling, form=form, group=head)

@@ -36,7 +36,7 @@ def edited(number: int) -> TokenIds:
 
 
 async def shadow_of(
-    engine: EmbeddedEngine, tokens: TokenIds, **sampling: object
+    engine: EmbeddedEngine, tokens: TokenIds, **sampling: Any
 ) -> tuple[Started, ShadowStatus]:
     """A request's first event, and the figures once its shadow is computed."""
     started = (await events(engine, await request(engine, tokens, **sampling)))[0]

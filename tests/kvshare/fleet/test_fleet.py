@@ -136,3 +136,13 @@ class TestFleet:
         first.info = info_of(data_parallel_size=size)
         fleet.check_ranks(first)
         assert ("--vllm-data-parallel-size 3" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(("other", "is_said"), [("s", False), ("t", True), ("", False)])
+def test_two_names_of_a_store_are_said(other: str, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that one has stored is in the other's namespaces, and nobody would see why."""
+    fleet = Fleet([connected("a"), connected("b")])
+    for replica, store in zip(fleet.replicas, ("s", other), strict=True):
+        replica.info = info_of(shared_store=store)
+    fleet.check_stores(fleet.replicas[0])
+    assert ("stores of different addresses" in caplog.text) is is_said

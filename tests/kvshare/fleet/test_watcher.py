@@ -47,6 +47,18 @@ class TestConnection:
         assert lines(caplog, "connected") == ["replica a: connected, 2 segments (vllm 0.32.0)"]
         assert lines(caplog, "the disk is slow") == ["replica a: the disk is slow"]
 
+    async def test_what_it_warns_of_later_is_known_too(
+        self, watched: ServedFleet, control: RealControl, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A shared store that goes away, which is in no event."""
+        monkeypatch.setattr("kvshare.fleet.watcher._INFO_EVERY_S", 0.0)
+        control.changes = {"warnings": ("the store is away",)}
+        control.tell(Moved((SegmentId(1),)))
+        await eventually(lambda: watched.replica.info is not None and bool(watched.replica.info.warnings))
+        control.changes = {}
+        control.tell(Moved((SegmentId(2),)))
+        await eventually(lambda: watched.replica.info is not None and not watched.replica.info.warnings)
+
     async def test_events_are_applied_in_their_order(
         self, watched: ServedFleet, control: RealControl
     ) -> None:

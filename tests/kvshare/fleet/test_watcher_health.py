@@ -8,7 +8,8 @@ import pytest
 
 from tests.fake_vllm import FakeVllm, running_vllm
 from tests.kvshare.fleet.http_servers import raw_server, reply
-from tests.kvshare.fleet.served_fleet import ServedFleet, eventually, serving
+from tests.kvshare.fleet.real_control import RealControl
+from tests.kvshare.fleet.served_fleet import ServedFleet, eventually, serving, watching
 
 
 def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
@@ -88,3 +89,14 @@ class TestHealth:
                 assert not fleet.replica.serves
         assert len(lines(caplog, "replica a gets no requests: ")) == 1
         assert len(lines(caplog, "replica a shares nothing for now: ")) == 1
+
+    async def test_a_vllm_is_asked_often_once_its_connector_is_there(
+        self, vllm: FakeVllm, control: RealControl
+    ) -> None:
+        """However long is waited between questions: requests wait for it."""
+        await vllm.stop()
+        async with watching(vllm, control) as fleet:
+            fleet.watcher._settings = fleet.watcher._settings.model_copy(update={"health_interval_s": 60.0})
+            await eventually(lambda: fleet.replica.is_connected)
+            await vllm.start()
+            await eventually(lambda: fleet.replica.serves)

@@ -19,6 +19,7 @@ from kvshare.tiers.kv_object import (
     verify,
     write_object,
 )
+from kvshare.tiers.pace import BytesRead
 from tests.kvshare.tiers.stored import LAYOUT, form, segment
 
 CPU = torch.device("cpu")
@@ -104,3 +105,15 @@ def test_a_torn_file_is_refused(tmp_path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ObjectError):
         verify(Files(), path)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_of_a_large_object_the_rows_alone_are_progress(tmp_path: Path, counts: bool) -> None:
+    """A header is read at once, and says nothing of the time of the rest."""
+    path, read = tmp_path / "one.kv", BytesRead()
+    written(path)
+    with closing(StoredObject(Files(), path, read, counts_header=counts)) as found:
+        header = int(read)
+        found.rows(0)
+    assert (header > 0) is counts
+    assert int(read) > header

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from scipy.stats import linregress, sem, t
@@ -59,9 +61,48 @@ def _around(middle: float, error: float, freedom: int) -> dict[str, float]:
 def memory_bytes() -> dict[str, int]:
     """Resident memory of this process: "RssAnon" is its own, "RssFile" is page cache that it has mapped."""
     gc.collect()
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return _resident(Path("/proc/self"))
+
+
+def _resident(process: Path) -> dict[str, int]:
+    """Of a folder in /proc; zeros if the process has ended."""
+    try:
+        lines = (process / "status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
     fields = dict(line.split(":", 1) for line in lines)
-    return {kind: 1024 * int(fields[kind].split()[0]) for kind in _KINDS}
+    return {kind: 1024 * int(fields.get(kind, "0").split()[0]) for kind in _KINDS}
+
+
+def _children() -> list[Path]:
+    found = (each.read_text(encoding="ascii").split() for each in Path("/proc/self/task").glob("*/children"))
+    return [Path("/proc") / number for numbers in found for number in numbers]
+
+
+class PeakMemory:
+    """
+    The most memory that this process and its children have together while it is entered, looked at ten times
+    a second: `own_bytes` of their own, `bytes` with the files that they have mapped.
+    """
+
+    def __init__(self) -> None:
+        self.own_bytes = self.bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._end.wait(0.1):
+            found = [_resident(process) for process in (Path("/proc/self"), *_children())]
+            own, mapped = (sum(each[kind] for each in found) for kind in _KINDS)
+            self.own_bytes, self.bytes = max(self.own_bytes, own), max(self.bytes, own + mapped)
 
 
 def grown(before: dict[str, int]) -> dict[str, int]:

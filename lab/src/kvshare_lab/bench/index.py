@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshare.errors import ConfigError
-from kvshare_lab.bench.figures import drop_from_page_cache, grown, memory_bytes, percentiles, shard_bytes
+from kvshare_lab.bench.figures import (
+    PeakMemory,
+    drop_from_page_cache,
+    grown,
+    memory_bytes,
+    percentiles,
+    shard_bytes,
+)
 from kvshare_lab.bench.harness import timed
 from vector_index import Nominator, NominatorSettings, PromptRecord, PromptText, QdrantEdgeIndex, TextEmbedder
 
@@ -51,10 +58,16 @@ async def run(
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-index-") as name:
         index = QdrantEdgeIndex(settings.schema(embedder), Path(name))
         nominator = Nominator(index, embedder=embedder, settings=settings)
-        measured = await _build_and_ask(corpus, nominator, index, Path(name), stored, queries)
+        with PeakMemory() as peak:
+            measured = await _build_and_ask(corpus, nominator, index, Path(name), stored, queries)
         nominator.close()
         await index.close()
-    return {**measured, "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
+    return {
+        **measured,
+        "peak_own_bytes": peak.own_bytes,
+        "peak_bytes": peak.bytes,
+        "optimiser_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+    }
 
 
 class Corpus(TextEmbedder):

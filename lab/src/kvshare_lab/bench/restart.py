@@ -141,6 +141,7 @@ def _started(num_objects: int) -> dict[str, Any]:
             keep_free_bytes=0,
             files=_UnsyncedFiles(),
         )
+        disk.open()
         rng = np.random.default_rng(0)
         for _ in range(num_objects // _PER_PROMPT):
             tokens = token_ids(rng.integers(1, 30_000, _PER_PROMPT * _SEGMENT_TOKENS))

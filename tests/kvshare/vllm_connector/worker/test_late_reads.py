@@ -57,3 +57,34 @@ def test_a_read_that_another_load_waits_for_goes_on() -> None:
     read.give_up()
     assert read.is_over
     assert not read.wait_for()
+
+
+def test_what_is_read_for_a_waiting_request_is_there_for_its_load(tmp_path: Path) -> None:
+    """Also if it is under way; if the request leaves, reads that have not begun are cancelled."""
+    from kvshare.vllm_connector.metadata import PreloadRequest, Preloads
+
+    numbers = range(1, 7)  # of which four are read at a time
+    first = DiskWorker(tmp_path, max_segments=len(numbers))
+    first.save(*numbers)
+    first.wait_written(*numbers)
+    first.close()
+    files = WaitingFiles()
+    second = DiskWorker(tmp_path, max_segments=len(numbers), files=files)
+    second.step(preloads=Preloads((PreloadRequest("l", (SegmentId(1),)),)))
+    while second.store._reads:
+        second.step()
+    assert second.disk.counts["read"] == 1
+    files.may_read.clear()
+    result, value = second.load(1)
+    assert (value, result.unreadable, second.disk.counts["read"]) == (1, frozenset(), 1)
+    wanted = tuple(map(SegmentId, numbers[1:]))
+    second.step(preloads=Preloads((PreloadRequest("m", wanted),), over=("l",)))
+    second.step(preloads=Preloads(over=("m",)), evictions=wanted)
+    files.may_read.set()
+    while second.store._reads:
+        second.step()
+    assert second.disk.counts["read"] == 5, "four had begun"
+    for number in numbers[1:]:
+        result, value = second.load(number)
+        assert (value, result.unreadable) == (number, frozenset())
+    second.close()
