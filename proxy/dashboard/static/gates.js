@@ -12,6 +12,8 @@ const GATES = [
   { name: "Is its KV there?", reasons: ["kv_gone", "kv_late", "kv_elsewhere", "lookup_failed"], measured: () => "all of what the plan copies" },
 ];
 
+const SEARCH = GATES.findIndex((gate) => gate.reasons.includes("no_candidates"));
+
 /** Which gate a reason belongs to; -1 for one of another part. */
 export function gateOf(reason) {
   return GATES.findIndex((gate) => gate.reasons.includes(reason));
@@ -20,8 +22,10 @@ export function gateOf(reason) {
 /** passed, stopped or skipped for each gate of a plan. */
 export function states(plan) {
   const stopped = gateOf(plan.reason);
+  const unsearched = plan.decision === "full" && plan.donors?.length === 0; // too short to pay: nothing was looked up
   return GATES.map((_, place) => {
     if (place === stopped) return "stopped";
+    if (unsearched && place === SEARCH) return "skipped";
     return stopped !== -1 && place > stopped && plan.decision === "full" ? "skipped" : "passed";
   });
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from delta_tree import TokenIds, token_ids
 from kvshare.embedded.engine import EmbeddedEngine
 from kvshare.embedded.recording import Recording
 from kvshare.embedded.shadows import Shadows
+from kvshare.embedded.task import Task
 from kvshare.engine import Started
 from kvshare.kv.sequence import SequenceKV
 from kvshare.reasons import Reason
@@ -87,6 +88,24 @@ async def test_wrong_kv_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert right.stored.deviation is not None
     assert mistaken.stored.deviation is not None
     assert mistaken.stored.deviation > 10 * right.stored.deviation
+
+
+async def test_an_answer_in_full_does_not_deviate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is compared all the same: what is measured is the KV, and not the way in which it is compared."""
+    predicted = Prediction(0.01, 0.02, 0.0, 0.05, "windows", 0)
+    async with running(tmp_path) as engine:
+        shadows = engine._shadows
+        compare = shadows.compare
+
+        def compared(task: Task, report: SharingReport, *rest: Any) -> Coroutine[Any, Any, None]:
+            return compare(task, replace(report, prediction=predicted), *rest)
+
+        monkeypatch.setattr(shadows, "recording", lambda report: Recording())
+        monkeypatch.setattr(shadows, "compare", compared)
+        started, figures = await shadow_of(engine, prompt(300, seed=9), temperature=1.0, seed=3)
+    assert started.report.decision is Decision.FULL
+    assert (figures.num_compared, figures.num_above) == (1, 0)
+    assert figures.measured < 1e-5
 
 
 async def test_other_answers_have_no_shadow(tmp_path: Path) -> None:
