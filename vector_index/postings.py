@@ -171,7 +171,8 @@ def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
     """The postings of those that have a place now; the order stays, as that of the places does."""
     places = place_now[run & _LOW]
     is_there = places != _LOW
-    return (run[is_there] >> _HIGH << _HIGH) | places[is_there]
+    moved: Run = (run[is_there] >> _HIGH << _HIGH) | places[is_there]
+    return moved
 
 
 def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
