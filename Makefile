@@ -9,7 +9,8 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.installed-vllm
 CORE := $(VENV)/core
 CORE_STAMP := $(CORE)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+QUIET := $(shell test -t 2 || echo --quiet)# on a terminal pip shows how far it is
+PIP_INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 
 .PHONY: serve test check lint core types unit coverage long recipes clients fuzz format clean
 .DEFAULT_GOAL := serve
@@ -113,9 +114,10 @@ $(FUZZ)/bin/schemathesis:
 clients: $(VLLM_STAMP)
 	$(BIN)/python -m pytest -m long tests/clients
 
-# The steps of deploy/Dockerfile*, in a folder in place of a builder, and what they install is started: some minutes, 2 GB.
-recipes: $(STAMP)
-	$(BIN)/python -m pytest -m long tests/deploy/test_images.py
+# What deploy/ needs to be trusted without a builder or a cluster: the steps of Dockerfile* in a folder, and what they install
+# is started; the services of compose.yaml as processes; linters and schemas of packages. Some minutes, 2 GB.
+recipes: $(VLLM_STAMP)
+	$(BIN)/python -m pytest -m long tests/deploy
 
 format: $(CORE_STAMP)
 	$(CORE)/bin/ruff check --fix .

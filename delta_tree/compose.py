@@ -3,11 +3,13 @@ Covers a new prompt with stored KV: which tokens are copied from which donors, a
 
 First comes the longest exact prefix, then the donor that covers most in an in-order alignment. The rest is
 filled with runs from any position of any donor, the longest run first. A token that differs is never copied.
+Where one donor has all that can be copied, `near_duplicate` finds that without a search.
 The result depends on the arguments only; nothing is loaded or stored.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from operator import itemgetter
 
 import numpy as np
@@ -16,6 +18,7 @@ from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.donors import Donor
 from delta_tree.edits import Match
 from delta_tree.kgrams import CandidateKGrams, Sieve, hashes_of_all
+from delta_tree.near_duplicate import nearly_one_donor
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair
 from delta_tree.spans import Span, TokenIds, true_spans
@@ -54,16 +57,20 @@ def compose(
         target = Target(target, min_run=min_run)
     elif target.min_run != min_run:
         raise ValueError(f"the target was made for a min_run of {target.min_run}, got {min_run}")
-    contents = [
-        target.content(node, segment_of, max_generation=max_generation, may_move=may_move)
-        for node in candidates
-    ]
+    content = partial(target.content, segment_of=segment_of, max_generation=max_generation, may_move=may_move)
+    nearly = None
+    if candidates and allow_approximate and max_donors:
+        nearly = nearly_one_donor(target, candidates, content, may_move=may_move)
+    if nearly is not None and not gives_reasons:
+        return nearly
     donors = [
-        Donor(node, place, target.tokens, content, may_move=may_move)
-        for place, (node, content) in enumerate(zip(candidates, contents, strict=True))
+        Donor(node, place, target.tokens, content(node), may_move=may_move)
+        for place, node in enumerate(candidates)
     ]
     layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors, gives_reasons=gives_reasons)
     sharing = layout.sharing(allow_approximate)
+    if nearly is not None:
+        return layout.with_reasons(nearly)
     best = layout.place_best_donor(sharing)
     layout.place_exact_prefix(preferred=best)
     layout.fill(sharing)
@@ -151,7 +158,9 @@ class _Layout:
             self._shared.keep(look, rest.start, may_move=may_move)
 
     def _first_look(self, look: Look) -> Look:
-        look.shares = self._pair(look).has_common_run(look.places, lambda: self._shared.sorted_hashes)
+        look.shares = self._pair(look).has_common_run(
+            look.places, lambda: self._shared.sorted_hashes, start=self._rest.start
+        )
         return look
 
     def _shares_before(self, donor: Donor, look: Look) -> bool:
@@ -217,6 +226,12 @@ class _Layout:
                     self._accept(donor, run)
             # Open stretches only shrink, so a donor without a run now has none in a later round.
             asked = [donor for donor, given in offers.items() if given and self._admits(donor)]
+
+    def with_reasons(self, composition: Composition) -> Composition:
+        """Add the reason of each candidate to a composition that was found otherwise."""
+        used = set(composition.donors)
+        reasons = (DonorReason.USED if donor.node.node_id in used else donor.reason for donor in self._donors)
+        return replace(composition, reasons=tuple(reasons))
 
     def result(self) -> Composition:
         """The copies placed so far, and the reason of each candidate."""

@@ -130,15 +130,17 @@ class Donor:
         # The package guarantees that copied tokens are equal, token for token.
         source = self.node.token_ids[run.source : run.source_end]
         assert (source == self._target[run.target : run.target_end]).all()
+        node_id, first, end = self.node.node_id, run.source, run.source_end
+        shift = run.target - first
         for start, offset, length, segment in self._pieces_of(run):
-            skip = max(run.source - start, 0)
-            stop = min(run.source_end - start, length)
+            skip = first - start if start < first else 0
+            stop = length if start + length <= end else end - start
             yield Copy(  # positional arguments: there are thousands, and keywords double the time
-                self.node.node_id,
+                node_id,
                 segment.segment_id,
                 offset + skip,
                 stop - skip,
-                run.target + start + skip - run.source,  # in the new prompt
+                start + skip + shift,  # in the new prompt
                 segment.first_position + offset + skip,  # where it was computed
                 start + skip,  # in the donor
             )

@@ -32,22 +32,25 @@ class Pair:
     target_hashes: Hashes
     k: int
 
-    def has_common_run(self, places: Places, known: Callable[[], Hashes]) -> bool:
-        """Return whether the target has a k-gram of the source at `places`; `known`: its sorted hashes."""
-        if any(map(self._stands_in, places[:_TRIED].tolist())):
+    def has_common_run(self, places: Places, known: Callable[[], Hashes], *, start: int = 0) -> bool:
+        """
+        Return whether the target has, from `start` on, a k-gram of the source at `places`; `known`: its
+        sorted hashes.
+        """
+        if any(self._stands_in(place, start) for place in places[:_TRIED].tolist()):
             return True  # usually the first one is, and nothing must be sorted
-        for start in range(0, len(places), _ASKED_AT_ONCE):
-            some = places[start : start + _ASKED_AT_ONCE]
+        for number in range(0, len(places), _ASKED_AT_ONCE):
+            some = places[number : number + _ASKED_AT_ONCE]
             asked = self.source_hashes[some]
             at = np.minimum(known().searchsorted(asked), len(known()) - 1)
-            if any(map(self._stands_in, some[known()[at] == asked].tolist())):
+            if any(self._stands_in(place, start) for place in some[known()[at] == asked].tolist()):
                 return True
         return False
 
-    def _stands_in(self, place: int) -> bool:
+    def _stands_in(self, place: int, start: int) -> bool:
         """Return whether the target has the source's k-gram at `place`, token for token."""
         kgram = self.source[place : place + self.k]
-        places = np.flatnonzero(self.target_hashes == self.source_hashes[place])[:4]
+        places = np.flatnonzero(self.target_hashes[start:] == self.source_hashes[place])[:4] + start
         return any(np.array_equal(kgram, self.target[at : at + self.k]) for at in places.tolist())
 
 
@@ -77,10 +80,10 @@ def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match
     if not len(hits):
         return
     seeds, lows = asked[hits], lows[hits]
-    for span in spans:
-        low, high = seeds.searchsorted((span.start, span.end)).tolist()
-        if low < high:
-            yield from _runs_from(pair, span, seeds[low:high].tolist(), lows[low:high], found)
+    cuts = seeds.searchsorted([(span.start, span.end) for span in spans])
+    for number in np.flatnonzero(cuts[:, 0] < cuts[:, 1]).tolist():
+        low, high = cuts[number].tolist()
+        yield from _runs_from(pair, spans[number], seeds[low:high].tolist(), lows[low:high], found)
 
 
 def _runs_from(

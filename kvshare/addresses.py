@@ -43,6 +43,16 @@ def check_port(host: str, port: int, *, setting: str, remedy: str) -> None:
         ) from exc
 
 
+def check_ports(host: str, port: int, admin_port: int | None) -> list[int]:
+    """Return the main port and, if there is one, the admin port. EngineError if one cannot be listened on."""
+    named = {"server.port (--port)": port, "server.admin_port": admin_port}
+    ports = {setting: port for setting, port in named.items() if port is not None}
+    for setting, each in ports.items():
+        remedy = f"stop the server there, or set another {setting}; `kvshare doctor` says which server it is"
+        check_port(host, each, setting=setting, remedy=remedy)
+    return list(ports.values())
+
+
 def is_own(url: str, host: str, ports: Iterable[int]) -> bool:
     """Return whether a URL leads to a server of this machine that listens on `host` and one of the ports."""
     parts = urlsplit(url)

@@ -5,6 +5,9 @@ The base is what a proxy in front of vLLM and the connector inside vLLM import. 
 for it here before it begins, so that a missing library is one line, not a traceback an hour later.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from kvshare.errors import MissingExtraError
@@ -47,6 +50,22 @@ def require(extra: str, *, what: str, embeds: bool = True) -> None:
         raise MissingExtraError(
             f"{what} needs libraries that are not installed ({', '.join(missing)}): {how_to_install(extra)}"
         )
+
+
+@contextmanager
+def unseen(*modules: str) -> Iterator[None]:
+    """
+    Let imports inside find none of these modules, unless they are loaded already.
+
+    For libraries that load whatever is installed and use it for other purposes than ours.
+    """
+    hidden = [module for module in modules if module not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: Python's word for "not there"
+    try:
+        yield
+    finally:
+        for module in hidden:
+            del sys.modules[module]
 
 
 def _is_installed(module: str) -> bool:

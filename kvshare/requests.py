@@ -58,6 +58,7 @@ class StoredPrompt:
 
     node: int | None = None
     is_settled: bool = False  # `node` is final
+    deviation: float | None = None  # of the answer, in nats, if it was computed once more in full
 
 
 @dataclass(frozen=True, slots=True)

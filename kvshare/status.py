@@ -98,6 +98,19 @@ class ControlStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowStatus:
+    """The findings on answers that were computed once more in full (embedded engine). KL in nats."""
+
+    share: float  # of approximate answers
+    num_compared: int
+    num_above: int  # deviated by more than their limit
+    num_left_out: int  # were chosen while another one was computed
+    measured: float  # sum
+    expected: float  # sum of what was predicted for the same answers
+    largest: float  # measured
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """The report of `/ready` and `/metrics`: whether the engine can serve, and its load."""
 
@@ -116,6 +129,7 @@ class EngineStatus:
     replicas: tuple[ReplicaStatus, ...] = ()
     index: IndexStatus | None = None
     control: ControlStatus | None = None
+    shadow: ShadowStatus | None = None  # None: not of this engine
     tiers: tuple[TierStatus, ...] = ()
     parts: tuple[PartReading, ...] = ()
     # Of KV, in all memories and on disk. Takes long with many namespaces.

@@ -1,24 +1,25 @@
 """
 What generating requests reused, saved and cost in the last day, minute by minute: for the dashboard.
 
-Counts only. Tenants are those of configured keys, so nothing here grows with what clients send.
+Counts only. Tenants and keys are configured ones, so nothing here grows with what clients send.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvshare.requests import SharingReport
 from proxy.request_record import RequestRecord
 
 MOST_MINUTES = 24 * 60
 _MINUTE_S = 60
+_T = TypeVar("_T")
 _MOST_BINS = 60
-_MOST_TENANTS = 100
+_MOST_NAMED = 100
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ class Outcomes:
         self.bound, self.limit = max(self.bound, other.bound), max(self.limit, other.limit)
 
 
+_Key = tuple[str, str]
+"""A tenant, and the name of one of its keys."""
 _Decided = tuple[str, str | None]
 """A decision, and why no more was shared."""
 
@@ -77,7 +80,7 @@ _Decided = tuple[str, str | None]
 @dataclass(slots=True)
 class _Minute:
     number: int  # since 1970
-    tenants: defaultdict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    keys: defaultdict[_Key, Sums] = field(default_factory=lambda: defaultdict(Sums))
     decided: defaultdict[_Decided, Outcomes] = field(default_factory=lambda: defaultdict(Outcomes))
 
 
@@ -93,8 +96,8 @@ class Activity:
         """Add a request that is over; one that generates nothing is left out."""
         if record.preparation.mode is None:
             return
-        minute, total = self._minute(), record.answer.total
-        minute.tenants[record.admission.caller.tenant].add(
+        minute, total, caller = self._minute(), record.answer.total, record.admission.caller
+        minute.keys[caller.tenant, caller.name].add(
             Sums(
                 requests=1,
                 failed=int(status >= 500 or record.answer.broken_off is not None),
@@ -111,9 +114,10 @@ class Activity:
 
     def document(self, minutes: int) -> dict[str, Any]:
         """
-        The last so many minutes, JSON-ready: in at most 60 bins of whole minutes, by tenant, and by decision.
+        The last so many minutes, JSON-ready: in at most 60 bins of whole minutes, by tenant and by key, and
+        by decision.
 
-        `bins` has those in which something happened; of tenants the hundred that reused most are named.
+        `bins` has those in which something happened; the hundred tenants and keys that reused most are named.
         """
         now = int(self._clock()) // _MINUTE_S
         step = -(-minutes // _MOST_BINS)
@@ -121,14 +125,15 @@ class Activity:
         recent = [minute for minute in self._minutes if minute.number >= first]
         bins: defaultdict[int, Sums] = defaultdict(Sums)
         tenants: defaultdict[str, Sums] = defaultdict(Sums)
+        keys: defaultdict[_Key, Sums] = defaultdict(Sums)
         decided: defaultdict[_Decided, Outcomes] = defaultdict(Outcomes)
         for minute in recent:
-            for tenant, sums in minute.tenants.items():
+            for (tenant, key), sums in minute.keys.items():
                 bins[(minute.number - first) // step].add(sums)
                 tenants[tenant].add(sums)
-            for key, outcomes in minute.decided.items():
-                decided[key].add(outcomes)
-        most = sorted(tenants.items(), key=lambda entry: -(entry[1].exact + entry[1].copied))
+                keys[tenant, key].add(sums)
+            for of_decision, outcomes in minute.decided.items():
+                decided[of_decision].add(outcomes)
         return {
             "since": self._since,
             "start": first * _MINUTE_S,
@@ -137,7 +142,9 @@ class Activity:
             "total": asdict(_sum(tenants.values())),
             "bins": [{"bin": place, **asdict(sums)} for place, sums in sorted(bins.items())],
             "num_tenants": len(tenants),
-            "tenants": [{"tenant": name, **asdict(sums)} for name, sums in most[:_MOST_TENANTS]],
+            "tenants": [{"tenant": tenant, **asdict(sums)} for tenant, sums in _most(tenants)],
+            "num_keys": len(keys),
+            "keys": [{"tenant": tenant, "key": key, **asdict(sums)} for (tenant, key), sums in _most(keys)],
             "decisions": [
                 {"decision": decision, "reason": reason, **_means(outcomes)}
                 for (decision, reason), outcomes in sorted(decided.items(), key=lambda row: -row[1].prompts)
@@ -150,6 +157,11 @@ class Activity:
         if not self._minutes or self._minutes[-1].number < number:
             self._minutes.append(_Minute(number))
         return self._minutes[-1]
+
+
+def _most(sums: Mapping[_T, Sums]) -> list[tuple[_T, Sums]]:
+    """Those that reused most come first."""
+    return sorted(sums.items(), key=lambda entry: -(entry[1].exact + entry[1].copied))[:_MOST_NAMED]
 
 
 def _sum(parts: Iterable[Sums]) -> Sums:

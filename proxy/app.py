@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvshare.addresses import check_port
+from kvshare.addresses import check_ports
 from kvshare.background import Background, repeated, saved_often
 from kvshare.collector import keep_freed_memory, make_collections_rare, take_short_turns
 from kvshare.engine import Engine, GeneratingEngine
@@ -94,7 +94,7 @@ async def serve(
     Raises:  what the engine's start raises; EngineError for a port that cannot be used, before the engine
              begins to start
     """
-    ports = _checked_ports(settings)
+    ports = check_ports(settings.server.host, settings.server.port, settings.server.admin_port)
     app = build_app(settings, engine, source)
     server = app[SERVER]
     lifecycle = server.lifecycle
@@ -123,17 +123,6 @@ async def serve(
         finally:
             for runner in reversed(runners):
                 await runner.cleanup()
-
-
-def _checked_ports(settings: Settings) -> list[int]:
-    """The main port and, where there is one, the admin port; both can be listened on."""
-    server = settings.server
-    named = {"server.port (--port)": server.port, "server.admin_port": server.admin_port}
-    ports = {setting: port for setting, port in named.items() if port is not None}
-    for setting, port in ports.items():
-        remedy = f"stop the server there, or set another {setting}; `kvshare doctor` says which server it is"
-        check_port(server.host, port, setting=setting, remedy=remedy)
-    return list(ports.values())
 
 
 @asynccontextmanager

@@ -25,7 +25,8 @@ from proxy.setting_changes import Changes, Differences, EntryChanges, difference
 log = logging.getLogger(__name__)
 
 CHANGEABLE = (
-    *("auth.keys", "auth.keys_file", "auth.tenants", "engine.max_waiting", "logging.level", "rules"),
+    *("auth.keys", "auth.keys_file", "auth.tenants", "control.shadow_share", "engine.max_waiting"),
+    *("logging.level", "rules"),
     *("server.cors_origins", "server.drain_s", "server.keep_alive_s", "sharing.max_mode", "sharing.mode"),
 )
 """The settings that can change while the server runs."""

@@ -179,6 +179,16 @@ class EngineCounter(_Row, Enum):
         ("executed",),
     )
     CONTROL_REQUESTS = "kvshare_control_requests", "Requests by how the controller served them.", ("arm",)
+    SHADOW_ANSWERS = (
+        "kvshare_shadow_answers",
+        "Approximate answers that were computed once more in full: within their limit, or above it.",
+        ("result",),
+    )
+    SHADOW_DEVIATION_NATS = (
+        "kvshare_shadow_deviation_nats",
+        "Sum of the deviations of these answers, as measured and as expected.",
+        ("kind",),
+    )
     CONTROL_CHANGES = (
         "kvshare_control_changes",
         "How often less or more was shared from then on.",

@@ -256,6 +256,11 @@ def _counted(status: EngineStatus) -> Iterator[tuple[_EngineMetric, _Figures]]:
     if (control := status.control) is not None:
         yield EngineCounter.CONTROL_REQUESTS, [((arm,), count) for arm, count in control.num_requests.items()]
         yield EngineCounter.CONTROL_CHANGES, [((way,), count) for way, count in control.changes.items()]
+    if (shadow := status.shadow) is not None:
+        results = {"within": shadow.num_compared - shadow.num_above, "above": shadow.num_above}
+        yield EngineCounter.SHADOW_ANSWERS, [((result,), count) for result, count in results.items()]
+        sums = {"measured": shadow.measured, "expected": shadow.expected}
+        yield EngineCounter.SHADOW_DEVIATION_NATS, [((kind,), nats) for kind, nats in sums.items()]
     executions = counts.executions.items()
     plans = [((planned, done, reason or ""), count) for (planned, done, reason), count in executions]
     yield EngineCounter.PLANS_EXECUTED, plans

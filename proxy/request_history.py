@@ -54,8 +54,13 @@ class RequestHistory:
 
 
 def stored_documents(stored: Iterable[StoredPrompt]) -> dict[str, Any]:
-    """Return the nodes that a request's prompts were stored as, so far."""
-    return {"stored": [{"node": entry.node, "settled": entry.is_settled} for entry in stored]}
+    """Return the nodes that prompts were stored as, so far, and what was measured of their answers."""
+    return {
+        "stored": [
+            {"node": entry.node, "settled": entry.is_settled, "deviation": entry.deviation}
+            for entry in stored
+        ]
+    }
 
 
 def _document(record: RequestRecord, endpoint: str, *, status: int | None) -> dict[str, Any]:

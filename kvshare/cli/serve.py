@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvshare.addresses import check_ports
 from kvshare.cli import options
 from kvshare.cli.open_files import raise_open_files
 from kvshare.cli.options import OutputFormat
 from kvshare.cli.output import is_quiet, note, show
 from kvshare.errors import ConfigError, EngineError
-from kvshare.extras import require
+from kvshare.extras import require, unseen
 
 if TYPE_CHECKING:
     from kvshare.engine import Engine
@@ -109,11 +110,17 @@ def _replicas(
 
 
 def _run(settings: Settings, output_format: OutputFormat, source: SettingsSource) -> None:
-    """Load the engine's code, then listen; the engine starts while the server already answers /health."""
+    """
+    Load the engine's code, then listen; the engine starts while the server already answers /health.
+
+    Raises:  EngineError for a port that cannot be used, before anything is loaded
+    """
     started = time.perf_counter()
     from kvshare.collector import no_collections
 
-    with no_collections():
+    check_ports(settings.server.host, settings.server.port, settings.server.admin_port)
+    # transformers would import scikit-learn and scipy for what is not used here: a second.
+    with no_collections(), unseen("sklearn", "scipy"):
         from proxy.app import serve as serve_http
 
         engine, doing = _engine(settings)

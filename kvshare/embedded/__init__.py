@@ -8,10 +8,12 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     stored_kv.py       the tree and the tiers of KV, with what an earlier process has left
     shared_prompts.py  tells other servers of prompts, and stores theirs
     exchange_state.py  the names of these prompts in the shared store, and why they are not exchanged now
+    task.py            a request while it is computed
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
     chunks.py          how many tokens of a prefill are computed before others have their turn
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
     retention.py       stores prompt and answer of one request
+    shadows.py         computes some answers once more in full, to measure how far they deviate (recording.py)
     choice.py          one completion: text, stop strings, log-probabilities (held_logprobs.py)
     sampling.py        logits -> the next token
     grammar.py         the tokens that a grammar permits

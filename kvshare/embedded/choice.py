@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from kvshare.embedded.decoder import RunningSequence
 from kvshare.embedded.grammar import Constraint, GrammarState
 from kvshare.embedded.held_logprobs import HeldLogprobs
+from kvshare.embedded.recording import Recording
 from kvshare.embedded.sampling import Draw, Sampler
 from kvshare.engine import FinishReason, GenerationRequest
 
@@ -103,10 +104,17 @@ class Choice:
     """The state of one choice: its tokens so far, and why it ended."""
 
     def __init__(
-        self, request: GenerationRequest, decoding: Decoding, *, index: int, kv: RunningSequence
+        self,
+        request: GenerationRequest,
+        decoding: Decoding,
+        *,
+        index: int,
+        kv: RunningSequence,
+        recording: Recording | None = None,
     ) -> None:
-        """`kv` holds the prompt."""
+        """`kv` holds the prompt. `recording`: where the first tokens are noted, if anywhere."""
         self.index, self.kv = index, kv
+        self._recording = recording
         self.generated: list[int] = []
         self.num_decoded = 0  # characters, including those of a stop string
         self.finish_reason: FinishReason | None = None
@@ -140,6 +148,8 @@ class Choice:
             return None
         token_id = self._sampler.sample(logits, forbidden)
         self.generated.append(token_id)
+        if self._recording is not None:
+            self._recording.note(token_id, logits)
         text, stopped = "", True
         if token_id not in self._ends:
             text, stopped = self._emittable(self._detokenizer.add(token_id))

@@ -17,8 +17,9 @@ from kvshare.embedded.embeddings import embeddings
 from kvshare.embedded.grammar import Constraint
 from kvshare.embedded.retention import Retention
 from kvshare.embedded.sampling import resolve
-from kvshare.embedded.scheduler import Task
 from kvshare.embedded.server import EmbeddedServer, Load, load_model, open_server
+from kvshare.embedded.shadows import Shadows
+from kvshare.embedded.task import Task
 from kvshare.engine import (
     Delta,
     Embeddings,
@@ -57,6 +58,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             max_running=settings.engine.max_running, max_waiting=settings.engine.max_waiting
         )
         self._arrivals = Arrivals(min_run=settings.sharing.min_run)
+        self._shadows = Shadows(settings.control.shadow_share)
 
     @property
     def card(self) -> ModelCard:
@@ -71,6 +73,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     def reconfigure(self, settings: Settings) -> None:
         self._admission.max_waiting = settings.engine.max_waiting
+        self._shadows.share = settings.control.shadow_share
 
     async def settle(self) -> None:
         """Wait until all KV is indexed, also that of earlier runs. For benchmarks and tests."""
@@ -154,12 +157,16 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             cost=server.runtime.sharing.cost,
             emit=emit_delta,
             on_prefilled=lambda: loop.call_soon_threadsafe(retention.store_prompt, task),
+            recording=self._shadows.recording(report),
         )
         retention.watch(task)
         del lookup  # the task releases the donors' KV when it has been copied
         await self._compute(task, emit, Started(report, retention.stored), retention)
         treatment.complete(task.num_completion_tokens)
         emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
+        if task.recording is not None:
+            shadow = self._shadows.compare(task, report, retention.stored, server.scheduler)
+            server.runtime.background.spawn(shadow)
 
     def _may_save(self, request: GenerationRequest, treatment: Treatment, report: SharingReport) -> bool:
         namespace, tokens = request.namespace.digest, request.prompt.token_ids
@@ -255,6 +262,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
             kv_budget_bytes=self._running.runtime.keeper.tier.max_bytes,
+            shadow=self._shadows.status(),
         )
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from delta_tree import Node
-from kvshare.embedded.scheduler import Task
 from kvshare.embedded.server import EmbeddedServer
+from kvshare.embedded.task import Task
 from kvshare.engine import GenerationRequest
 from kvshare.namespace import Owner
 from kvshare.requests import StoredPrompt

@@ -29,6 +29,7 @@ from kvshare.reasons import Reason
 from kvshare.requests import Decision
 from kvshare.runtime import Runtime
 from kvshare.sharing.calibration import log_calibration
+from kvshare.sharing.limits import ModelTraits
 from kvshare.sharing.plan import Plan
 from kvshare.telemetry import TicketEvent
 from kvshare.vllm_protocol.messages import Dropped, FinishedReport, JournalEvent, Prefilled
@@ -114,12 +115,13 @@ class Reconciler:
     def _use_model_of(self, info: ReplicaInfo) -> None:
         """All replicas serve one model. Plans are what each of those that share can carry out."""
         known = self._sharing_infos()
-        self._sharing.use_model(
+        model = ModelTraits(
             info.fingerprint,
-            bytes_per_token=info.bytes_per_token,
             can_move_keys=all(one.can_move_keys for one in known),
             can_probe=all(one.can_choose for one in known),
+            has_eight_bits=any(one.has_eight_bits for one in known),
         )
+        self._sharing.use_model(model, bytes_per_token=info.bytes_per_token)
         if info.fingerprint != self._fingerprint:
             self._fingerprint = info.fingerprint
             log_calibration(self._sharing.limits.calibration, info.fingerprint)

@@ -53,6 +53,7 @@ class Routed:
     plan: Plan | NoPlan = _UNPLANNED
     ticket: Ticket | None = None
     arrival: Arrival | None = None  # similar prompts wait for this one
+    lookup: Lookup | None = None  # whose use is noted once it is sent
 
 
 @dataclass(slots=True, eq=False)

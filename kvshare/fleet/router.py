@@ -36,6 +36,7 @@ from kvshare.vllm_protocol.messages import Ticket
 log = logging.getLogger(__name__)
 
 _PREFILL_S, _PATIENCE = 10.0, 4.0  # the least, and the factor on the expected prefill, of a wait for a donor
+_SENT_S = 0.02  # a request is sent by then
 _RECONCILE_S = 0.25  # the longest wait of a conversation's next turn for its last answer to be stored
 
 
@@ -97,12 +98,11 @@ class Router:
                 route = await self._find_or_wait(incoming)
                 request.progress.lookup_seconds = route.lookup.stage_seconds
                 if route.replica is not None and route.replica.shares:
-                    self._sharing.note_use(route.lookup)
                     request.progress.queue_s = route.replica.queue(self._sharing.cost.rates).computing_s
                     routed = self._planned(self._as_controlled(request, route), route.replica, route.lookup)
                     if routed.ticket is None:
                         routed = replace(routed, ticket=self._comparing(request, route.replica))
-                    request.routed = routed
+                    request.routed = replace(routed, lookup=route.lookup)
                     return route.replica
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 what = classes_and_places(exc)
@@ -147,11 +147,26 @@ class Router:
         replica.num_inflight += 1
         self._in_flight.add(request)
         try:
-            with replica.computing(request):
+            with replica.computing(request), self._noting_use(request.routed.lookup):
                 yield
         finally:
             replica.num_inflight -= 1
             self._in_flight.end(request)
+
+    @contextmanager
+    def _noting_use(self, lookup: Lookup | None) -> Iterator[None]:
+        """Note a lookup's use after the request was sent, which need not wait for that; at the latest now."""
+        if lookup is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        later = loop.call_later(_SENT_S, self._sharing.note_use, lookup)
+        try:
+            yield
+        finally:
+            if later.when() > loop.time():
+                later.cancel()
+                self._sharing.note_use(lookup)
 
     async def find(self, incoming: Incoming) -> Route:
         """Look a prompt up in every replica that shares. Changes nothing."""

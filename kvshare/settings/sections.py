@@ -182,6 +182,7 @@ class CostSettings(Section):
 
 class ControlSettings(Section):
     unshared_share: float = Field(ge=0, le=1)
+    shadow_share: float = Field(ge=0, le=1)
     first_requests: NonNegativeInt
     confidence: float = Field(gt=0, lt=1)
     block_s: PositiveFloat

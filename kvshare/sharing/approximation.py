@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import filterfalse
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from delta_tree import (
     Composition,
@@ -28,8 +30,9 @@ from kvshare.reasons import Reason
 from kvshare.requests import Prediction
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.media import outside_media, with_whole_media
+from kvshare.sharing.placed import Placed, ends, inside, placed
 from kvshare.sharing.plan import MAX_TAIL_TOKENS, Plan, uncovered, within, without
-from kvshare.sharing.prediction import Shape, carried, placed, shape_of
+from kvshare.sharing.prediction import Shape, carried, shape_of
 from kvshare.sharing.rates import Estimate, Rates
 from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repairs_to_choose, tail_repairs
 from kvshare.sharing.risk import bound_of_inherited
@@ -78,19 +81,18 @@ class Approximation:
             donor: common_prefix_length(node.token_ids, token_ids) for donor, node in self._donors.items()
         }
         self._gaps = uncovered((*self._exact, *self._foreign), size)
-        self._known = placed(self._foreign)
+        self._known = known = placed(self._foreign)
         self._generations = {
             segment: segment_of(segment).generation
             for segment in dict.fromkeys(copy.segment_id for copy in self._foreign)
         }
-        self._settled = tuple(filter(self._is_settled, self._foreign))
-        self._moved = self._foreign
-        if self._settled:
-            self._moved = tuple(filterfalse(self._is_settled, self._foreign))
-        tail = tail_repairs(self._foreign, num_tokens=size, settings=self._settings)
+        is_settled = self._are_settled(known)
+        self._moved = known[~is_settled]
+        self._num_settled = int(known[is_settled, 3].sum())
+        tail = tail_repairs(known, num_tokens=size, settings=self._settings)
         self._tail = merge([*outside_media(tail, media), Span(size - 1, size)]) if media else tail
         self._shape = self._shape_of(self._moved)
-        num_tail = size - max((copy.target_end for copy in self._foreign), default=0)
+        num_tail = size - (int(ends(known)[-1]) if len(known) else 0)
         may_choose = limits.can_probe and not media  # a chosen repair might lie inside a medium
         self._chooses = may_choose and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
 
@@ -130,8 +132,9 @@ class Approximation:
 
     def _otherwise(self, found: Sequence[Plan]) -> Plan:
         """Return a plan for the case that none of the plans `found` is within the limit."""
-        if self._settled and not self._should_renew(found):
-            without_moved = Repairs(tuple(copy.target for copy in self._moved))
+        if self._num_settled and not self._should_renew(found):
+            moved = zip(self._moved[:, 1].tolist(), ends(self._moved).tolist(), strict=True)
+            without_moved = Repairs(tuple(Span(start, end) for start, end in moved))
             plan = self._whole(self._outline("none", without_moved))
             return replace(plan, reason=Reason.DEVIATES_TOO_MUCH)
         return min(found, key=lambda plan: plan.deviation)
@@ -143,20 +146,21 @@ class Approximation:
             for plan in found
             if plan.num_copied
         )
-        return _num_copied(self._moved) > _num_copied(self._settled) and any(within_limit)
+        return int(self._moved[:, 3].sum()) > self._num_settled and any(within_limit)
 
-    def _is_settled(self, copy: Copy) -> bool:
+    def _are_settled(self, copies: Placed) -> NDArray[np.bool_]:
         """
-        Return whether a copy has the same position and the same tokens in front of it as in its donor, as in
-        the next turn of a chat. Such a copy adds no deviation, so it needs no repair.
+        Return which copies have the same position and the same tokens in front of them as in their donors, as
+        in the next turn of a chat. Such a copy adds no deviation, so it needs no repair.
         """
-        start = copy.target_start
-        return copy.donor_start == start and start + copy.length <= self._common[copy.donor]
+        common = np.array([self._common[donor] for donor in copies[:, 0].tolist()], np.int64)
+        found: NDArray[np.bool_] = (copies[:, 1] == copies[:, 2]) & (ends(copies) <= common)
+        return found
 
-    def _shape_of(self, moved: Sequence[Copy]) -> Shape | None:
+    def _shape_of(self, moved: Placed) -> Shape | None:
         tail = max(self._exact_length, self._size - self._settings.tail)
         return shape_of(
-            within(moved, Span(self._exact_length, tail)),
+            inside(moved, Span(self._exact_length, tail)),
             num_tokens=self._size,
             exact_length=self._exact_length,
             common=self._common,
@@ -170,7 +174,8 @@ class Approximation:
         """Return the outline with the smallest dose within the limit, else that with the largest dose."""
         doses = [dose * shape.stale for dose in _DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
-        fitting = (dose for dose in doses if self._bound("attention", dose) <= allowed)
+        bounds = self._calibration.bounds(shape, "attention", doses, risk=self._max_risk)
+        fitting = (dose for dose, bound in zip(doses, bounds, strict=True) if bound <= allowed)
         repairs = repairs_to_choose(
             self._moved, num_tokens=self._size, wanted=next(fitting, doses[-1]), settings=self._settings
         )
@@ -221,7 +226,7 @@ class Approximation:
             repairs=spans,
             placeholders=placeholders,
             copies=(*self._exact, *copied),
-            generation=max(map(self._generation_after, copied), default=0),
+            generation=self._generation_after(copied),
         )
         in_tail = sum(max(0, span.end - max(span.start, size - settings.tail)) for span in spans)
         repaired = plan.num_repaired - in_tail
@@ -242,14 +247,21 @@ class Approximation:
 
     def _inherited(self, copies: Sequence[Copy]) -> float:
         """Return the expected KL in nats that these copies carry from their donors."""
-        if not copies:
+        if not copies or not any(donor.deviation for donor in self._donors.values()):
             return 0.0
-        return carried(copies, self._donors, known=self._known, common=self._common)
+        own = self._known if copies is self._foreign else placed(copies)
+        return carried(own, self._donors, known=self._known, common=self._common)
 
-    def _generation_after(self, copy: Copy) -> int:
-        """Return the generation of KV that is computed over this copy."""
-        generation = self._generations[copy.segment_id]
-        return max(1, generation) if self._is_settled(copy) else generation + 1
+    def _generation_after(self, copies: Sequence[Copy]) -> int:
+        """Return the generation of KV that is computed over these copies; 0 if there are none."""
+        if not copies:
+            return 0
+        generations = [self._generations[copy.segment_id] for copy in copies]
+        if not self._num_settled:
+            return max(generations) + 1
+        settled = self._are_settled(placed(copies)).tolist()
+        pairs = zip(generations, settled, strict=True)
+        return max(max(1, found) if is_settled else found + 1 for found, is_settled in pairs)
 
 
 def _bound(plan: Plan) -> float:
@@ -258,7 +270,3 @@ def _bound(plan: Plan) -> float:
 
 def _inherited(plan: Plan) -> float:
     return 0.0 if plan.prediction is None else plan.prediction.inherited
-
-
-def _num_copied(copies: Sequence[Copy]) -> int:
-    return sum(copy.length for copy in copies)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ RULES: tuple[RepairRule, ...] = ("windows", "attention")
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 # Measured deviation after edits: 1.5 times the default model's with 0.6 B parameters, 9 times with 8 B.
 _CAUTION = 9.0
+OF_EIGHT_BITS = 2.0  # factor where KV is stored in 8 bits, with which no calibration was measured
 _UNCERTIFIED = RiskTable()
 _UNMEASURED = 2.0  # factor on expectations and bounds for prompts that are longer than any measured one
 
@@ -38,7 +39,8 @@ class ModelCalibration:
     """
     Predicts the deviation of one model.
 
-    `caution`: factor on every prediction; 1 for a measured model. `longest`: length of the longest measured
+    `caution`: factor on every prediction; 1 for a measured model. `has_eight_bits`: KV is stored so, which
+    costs another factor (`OF_EIGHT_BITS`). `longest`: length of the longest measured
     prompt. Predictions for longer prompts are multiplied by the factor of the longest measured ones
     (`Calibration.at_length`), for moved text also by the ratio of the lengths, and doubled.
     """
@@ -48,6 +50,7 @@ class ModelCalibration:
     rules: Mapping[RepairRule, Calibration]
     longest: int  # tokens
     caution: float = 1.0
+    has_eight_bits: bool = False
     measured: Mapping[str, Any] = field(default_factory=dict)  # how it was measured, for people
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
@@ -57,13 +60,19 @@ class ModelCalibration:
 
     def bound(self, shape: Shape, rule: RepairRule, repaired: float, *, risk: float) -> float:
         """Return the KL, nats, that answers of such plans exceed with at most this risk; at 1 the mean."""
+        return self.bounds(shape, rule, [repaired], risk=risk)[0]
+
+    def bounds(
+        self, shape: Shape, rule: RepairRule, repaired: Sequence[float], *, risk: float
+    ) -> list[float]:
+        """Return `bound` for several numbers of repaired tokens."""
+        calibration, values = self.rules[rule], shape.repaired(repaired)
+        unmeasured, factor = self._unmeasured(shape), self._factor(shape, rule)
         if risk >= 1:
-            return self.expected(shape, rule, repaired)
-        calibration = self.rules[rule]
-        typical = self._factor(shape, rule) * float(calibration.typical(shape.repaired(repaired)))
-        return self._unmeasured(shape) * calibration.risks.get(shape.regime, _UNCERTIFIED).bound(
-            typical, risk
-        )
+            return [unmeasured * factor * mean for mean in calibration.expected(values).tolist()]
+        risks = calibration.risks.get(shape.regime, _UNCERTIFIED)
+        typical = calibration.typical(values).tolist()
+        return [unmeasured * risks.bound(factor * each, risk) for each in typical]
 
     def _unmeasured(self, shape: Shape) -> float:
         return _UNMEASURED if shape.num_tokens > self.longest else 1.0
@@ -71,13 +80,14 @@ class ModelCalibration:
     def _factor(self, shape: Shape, rule: RepairRule) -> float:
         """Return the factor by which plans of this shape are taken to be worse than predicted."""
         beyond = shape.num_tokens / self.longest
-        return self.caution * (self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0)
+        of_length = self.rules[rule].at_length * beyond**shape.far if beyond > 1 else 1.0
+        return self.caution * (OF_EIGHT_BITS if self.has_eight_bits else 1.0) * of_length
 
     @property
     def digest(self) -> str:
         """Hash everything that predictions depend on. KV stored with another digest is not used."""
         document = self.as_document()
-        parts = [document["rules"], self.longest, self.caution]
+        parts = [document["rules"], self.longest, self.caution, *[True] * self.has_eight_bits]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_document(self) -> dict[str, Any]:

@@ -28,6 +28,19 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """
+    A model as planning sees it, on all engines that serve it. `can_probe`: repairs can be chosen after a
+    probe pass. `has_eight_bits`: some of them store KV in 8 bits, after which answers deviate more.
+    """
+
+    fingerprint: str
+    can_move_keys: bool
+    can_probe: bool
+    has_eight_bits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerLimits:
     """The planner's limits: the settings, the abilities of the engine, the calibration of the model."""
 
@@ -42,14 +55,15 @@ class PlannerLimits:
     dense_max_share: float | None = None
     policy: Policy = Policy()
 
-    def of_model(self, fingerprint: str, *, can_move_keys: bool, can_probe: bool) -> Self:
+    def of_model(self, model: ModelTraits) -> Self:
         """Return these limits with a model's abilities, and its calibration if the settings name none."""
         named = self.sharing.calibration is not None
+        calibration = self.calibration if named else calibration_of(model.fingerprint)
         return replace(
             self,
-            calibration=self.calibration if named else calibration_of(fingerprint),
-            can_move_keys=can_move_keys,
-            can_probe=can_probe,
+            calibration=replace(calibration, has_eight_bits=model.has_eight_bits),
+            can_move_keys=model.can_move_keys,
+            can_probe=model.can_probe,
         )
 
     def deviating_at_most(self, max_deviation: float | None) -> Self:

@@ -33,6 +33,8 @@ def with_whole_media(copies: Sequence[Copy], media: Sequence[Span]) -> tuple[Cop
 
 def composed_with_whole_media(composition: Composition, media: Sequence[Span]) -> Composition:
     """Apply `with_whole_media` to a composition; its exact prefix ends there at the latest."""
+    if not media:
+        return composition
     end = copied_until((copy.target for copy in composition.copies), media)
     if end is None:
         return composition

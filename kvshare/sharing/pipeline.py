@@ -26,7 +26,7 @@ from kvshare.sharing.cost import CostModel
 from kvshare.sharing.fetching import Fetching
 from kvshare.sharing.indexing import Indexing
 from kvshare.sharing.keeper import PromptKeeper, TierT
-from kvshare.sharing.limits import PlannerLimits
+from kvshare.sharing.limits import ModelTraits, PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.planner import make_plan
@@ -85,9 +85,7 @@ class Sharing:
         """Return the limits of plans for the model that is served now."""
         return self._limits
 
-    def use_model(
-        self, fingerprint: str, *, bytes_per_token: int, can_move_keys: bool, can_probe: bool
-    ) -> None:
+    def use_model(self, model: ModelTraits, *, bytes_per_token: int) -> None:
         """
         Plan for this model from now on: its calibration, the size of its KV, and what its engine can do.
 
@@ -95,7 +93,7 @@ class Sharing:
         limits with which they began.
         """
         self.cost.set_bytes_per_token(bytes_per_token)
-        self._limits = self._limits.of_model(fingerprint, can_move_keys=can_move_keys, can_probe=can_probe)
+        self._limits = self._limits.of_model(model)
 
     def close(self) -> None:
         """Wait for plans in progress. Later requests are served unshared."""
@@ -187,16 +185,16 @@ class Sharing:
         self, namespace: str, prompt: Prompt, nomination: Nomination, make: _Planner
     ) -> Lookup:
         candidates = nomination.candidates
-        if candidates and not self._worth.planning(prompt.num_tokens, nomination, self._limits):
+        pays = candidates and self._worth.planning(prompt.num_tokens, nomination, self._limits)
+        if not pays:
             return Lookup(
-                NoPlan(Reason.DOES_NOT_PAY),
+                NoPlan(Reason.DOES_NOT_PAY if candidates else Reason.NO_CANDIDATES),
                 candidates=candidates,
                 namespace=namespace,
                 num_tokens=prompt.num_tokens,
             )
-        is_long = prompt.num_tokens > _LONG_PROMPT_TOKENS
         return await asyncio.get_running_loop().run_in_executor(
-            self._long_executor if is_long else self._executor,
+            self._long_executor if prompt.num_tokens > _LONG_PROMPT_TOKENS else self._executor,
             partial(self._plan, namespace, prompt.num_tokens, candidates, make),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -162,7 +162,9 @@ class Plan:
 
     def num_in(self, place: Container[SegmentId]) -> int:
         """Count the tokens that are copied from these segments."""
-        return _total(copy.target for copy in self.copies if copy.segment_id in place)
+        if isinstance(place, Set) and not place:
+            return 0
+        return sum([copy.length for copy in self.copies if copy.segment_id in place])
 
     @property
     def first_approximate(self) -> int:
@@ -199,15 +201,6 @@ class NoPlan:
 def small_shift(num_tokens: int) -> int:
     """The largest shift, in tokens, that does not count as a relocation in a prompt of this length."""
     return min(MAX_SMALL_SHIFT, int(_SMALL_SHIFT_FRACTION * num_tokens))
-
-
-def continues(before: Copy, copy: Copy) -> bool:
-    """Return whether `copy` continues `before`, in the prompt and in the same donor."""
-    return (
-        before.donor == copy.donor
-        and before.target_start + before.length == copy.target_start
-        and before.donor_start + before.length == copy.donor_start
-    )
 
 
 def last_tokens(spans: Sequence[Span], count: int) -> tuple[Span, ...]:

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
-from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_tree import Copy, Node, NodeId
-from kvshare.sharing.plan import continues, small_shift
+from delta_tree import Node, NodeId
+from kvshare.sharing.placed import Placed, stretches
+from kvshare.sharing.plan import small_shift
 from kvshare.sharing.risk import REGIMES, Regime, RiskTable
 
 FEATURES = ("lost", "new", "shift", "donors", "distance", "exact", "stale", "pieces", "repaired")
@@ -37,15 +37,6 @@ _MOVED = 0.01  # a plan with a larger share of relocated tokens counts as moved 
 _REPLACED = 0.2  # if more of the text in front of a copy was replaced, its context counts as another one
 
 Vector = NDArray[np.float64]
-Placed = NDArray[np.int64]
-"""Copies as numbers: (M, 4) donor, start in the prompt, start in the donor, length."""
-
-_as_numbers = attrgetter("donor", "target_start", "donor_start", "length")
-
-
-def placed(copies: Sequence[Copy]) -> Placed:
-    """The copies as numbers, for `carried`."""
-    return np.array([_as_numbers(copy) for copy in copies], np.int64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +61,17 @@ class Shape:
             return "composed"
         return "moved" if self.far >= _MOVED else "in_place"
 
-    def repaired(self, num_tokens: float) -> Vector:
-        """(F,) the features of the plan if `num_tokens` copied tokens are computed again."""
-        return np.append(self.values, np.log1p(_DOSE * num_tokens / self.stale))
+    def repaired(self, num_tokens: float | Sequence[float]) -> Vector:
+        """(F,) the features if `num_tokens` copied tokens are computed again; (N, F) for several numbers."""
+        counts = np.asarray(num_tokens, dtype=np.float64)
+        found = np.empty((*counts.shape, len(self.values) + 1))
+        found[..., :-1] = self.values
+        found[..., -1] = np.log1p(_DOSE * counts / self.stale)
+        return found
 
 
 def shape_of(
-    copies: Sequence[Copy], *, num_tokens: int, exact_length: int, common: Mapping[NodeId, int]
+    copies: Placed, *, num_tokens: int, exact_length: int, common: Mapping[NodeId, int]
 ) -> Shape | None:
     """
     Return the shape of a plan with these approximate copies, or None if there are none. The first three are
@@ -92,28 +87,27 @@ def shape_of(
     pieces    log of the number of stretches: contiguous copies of one donor
     repaired  log of the repaired tokens per stale token, see `Shape.repaired`
 
-    Units:   tokens; `copies` ascending by target; `common`: by donor, the length of its common
-             prefix with the prompt
+    Units:   tokens; `common`: by donor, the length of its common prefix with the prompt
     """
-    if not copies:
+    if not len(copies):
         return None
-    stretches = _stretches(copies)
-    lengths = np.array([length for _, length in stretches])
+    found = stretches(copies)
+    lengths = found[:, 3]
     weights = lengths / lengths.sum()
-    some = slice(None, None, 1 + len(stretches) // _MOST_STRETCHES)  # of thousands a sample is enough
+    some = slice(None, None, 1 + len(found) // _MOST_STRETCHES)  # of thousands a sample is enough
     shares = weights[some] / weights[some].sum()
-    lost, new, shift = _churn(placed([copy for copy, _ in stretches[some]]), placed(copies), common)
+    lost, new, shift = _churn(found[some], copies, common)
     stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
     return Shape(
         values=(
             float(np.log1p(shares @ lost)),
             float(np.log1p(shares @ new)),
             float(np.log1p(shares @ shift)),
-            float(np.log(len({copy.donor for copy, _ in stretches}))),
-            float(np.log1p(num_tokens - stretches[-1][0].target_start)),
+            float(np.log(len(set(found[:, 0].tolist())))),
+            float(np.log1p(num_tokens - found[-1, 1])),
             exact_length / num_tokens,
             float(np.log10(stale / num_tokens)),
-            float(np.log(len(stretches))),
+            float(np.log(len(found))),
         ),
         stale=stale,
         far=float(shares @ (shift > small_shift(num_tokens))),
@@ -122,7 +116,7 @@ def shape_of(
 
 
 def carried(
-    copies: Sequence[Copy],
+    copies: Placed,
     donors: Mapping[NodeId, Node],
     *,
     known: Placed,
@@ -137,16 +131,17 @@ def carried(
 
     `known`: the approximate copies of the composition, before repairs; `common`: see `shape_of`
     """
-    if not any(donor.deviation for donor in donors.values()):
+    if not len(copies):
         return 0.0
     some = copies[:: 1 + len(copies) // _MOST_STRETCHES]
-    lost, _, _ = _churn(placed(some), known, common)
-    ends = ((donors[copy.donor], copy.donor_start, copy.donor_start + copy.length) for copy in some)
-    deviations = [
-        donor.deviation * max(0, end - max(start, donor.exact_length)) for donor, start, end in ends
-    ]
-    is_kept = lost <= _REPLACED * np.array([copy.donor_start for copy in some])
-    return float(is_kept @ deviations) / sum(copy.length for copy in some)
+    lost, _, _ = _churn(some, known, common)
+    starts, stops = some[:, 2], some[:, 2] + some[:, 3]
+    deviations = np.zeros(len(some))
+    for donor, node in donors.items():
+        num_carried = np.maximum(0, stops - np.maximum(starts, node.exact_length))
+        deviations += np.where(some[:, 0] == donor, node.deviation * num_carried, 0.0)
+    is_kept = lost <= _REPLACED * starts
+    return float(is_kept @ deviations) / int(some[:, 3].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +227,6 @@ class Calibration:
 def _columns(*columns: tuple[float, ...]) -> Vector:
     """(C, F) the columns as one array."""
     return np.array(columns)
-
-
-def _stretches(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
-    """Return the first copy and the length of each contiguous stretch of one donor."""
-    found: list[tuple[Copy, int]] = []
-    first = before = copies[0]
-    length = first.length
-    for copy in copies[1:]:
-        if continues(before, copy):
-            length += copy.length
-        else:
-            found.append((first, length))
-            first, length = copy, copy.length
-        before = copy
-    return [*found, (first, length)]
 
 
 def _churn(stretches: Placed, copies: Placed, common: Mapping[NodeId, int]) -> tuple[Vector, Vector, Vector]:

@@ -94,7 +94,7 @@ class Queue:
     @property
     def to_read(self) -> Container[SegmentId]:
         """Return the segments that are read from disk before they are loaded."""
-        return _Without(self.on_disk or (), self.in_blocks)
+        return _Without(self.on_disk, self.in_blocks) if self.on_disk else frozenset()
 
     def wait_for(self, load_s: float) -> float:
         """Return how many seconds after its turn a prompt is computed, because of a load of `load_s`."""

@@ -9,13 +9,15 @@ computed, because the answer starts from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from delta_tree import Copy, Span, merge
+import numpy as np
+
+from delta_tree import Span
 from kvshare.settings import RepairSettings
-from kvshare.sharing.plan import RepairOrder, continues, small_shift
+from kvshare.sharing.placed import Placed, Places, continued, ends, merged
+from kvshare.sharing.plan import RepairOrder, small_shift
 from kvshare.sharing.selection import probes
 
 # If repairs leave fewer tokens of a copy, these are computed, too: that costs less than an additional run.
@@ -33,7 +35,7 @@ class Repairs:
 
 
 def repairs_by_place(
-    copies: Sequence[Copy],
+    copies: Placed,
     *,
     num_tokens: int,
     settings: RepairSettings,
@@ -44,19 +46,17 @@ def repairs_by_place(
     Return the windows, heads and tail inside approximate `copies`.
 
     Windows and heads shrink evenly if they exceed `settings.max_budget` of the prompt.
-    Units:   token positions of the recipient, half-open; copies ascending by target; `widened`: factor on
-             windows and heads; `max_small_shift`: tokens, by default `small_shift(num_tokens)`
+    Units:   token positions of the recipient, half-open; `widened`: factor on windows and heads;
+             `max_small_shift`: tokens, by default `small_shift(num_tokens)`
     """
     limit = small_shift(num_tokens) if max_small_shift is None else max_small_shift
-    heads = [int(widened * head) for head in _head_lengths(copies, max_small_shift=limit, settings=settings)]
-    allowed = settings.max_budget * num_tokens
-    scale = min(1.0, allowed / sum(heads)) if sum(heads) else 1.0
-    return _cut(copies, [int(head * scale) for head in heads], num_tokens, settings)
+    heads = (widened * _head_lengths(copies, max_small_shift=limit, settings=settings)).astype(np.int64)
+    total, allowed = int(heads.sum()), settings.max_budget * num_tokens
+    scale = min(1.0, allowed / total) if total else 1.0
+    return _cut(copies, (heads * scale).astype(np.int64), num_tokens, settings)
 
 
-def repairs_to_choose(
-    copies: Sequence[Copy], *, num_tokens: int, wanted: float, settings: RepairSettings
-) -> Repairs:
+def repairs_to_choose(copies: Placed, *, num_tokens: int, wanted: float, settings: RepairSettings) -> Repairs:
     """
     Return the tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, at
     most `settings.max_budget` of the prompt.
@@ -68,56 +68,38 @@ def repairs_to_choose(
     return Repairs(tail_repairs(copies, num_tokens=num_tokens, settings=settings), order)
 
 
-def tail_repairs(copies: Sequence[Copy], *, num_tokens: int, settings: RepairSettings) -> tuple[Span, ...]:
+def tail_repairs(copies: Placed, *, num_tokens: int, settings: RepairSettings) -> tuple[Span, ...]:
     """Return the tail inside approximate `copies`, and what is too short to be copied."""
-    return _cut(copies, [0] * len(copies), num_tokens, settings)
+    return _cut(copies, np.zeros(len(copies), np.int64), num_tokens, settings)
 
 
-def _cut(
-    copies: Sequence[Copy], heads: Sequence[int], num_tokens: int, settings: RepairSettings
-) -> tuple[Span, ...]:
+def _cut(copies: Placed, heads: Places, num_tokens: int, settings: RepairSettings) -> tuple[Span, ...]:
     """Return the heads, the tail, and what would remain of copies but is too short to be copied."""
     tail = max(0, num_tokens - settings.tail)
-    repairs: list[Span] = []
-    for copy, head in zip(copies, heads, strict=True):
-        target_start, target_end = copy.target_start, copy.target_start + copy.length
-        start = target_start + head if head < copy.length else target_end
-        end = target_end if target_end <= tail else max(start, tail)
-        if end - start < _MIN_LEFTOVER:
-            start = end = target_end
-        if start > target_start:
-            repairs.append(Span(target_start, start))
-        if target_end > end:
-            repairs.append(Span(end, target_end))
-    return merge(repairs)
+    first, last = copies[:, 1], ends(copies)
+    start = np.minimum(first + heads, last)  # what is copied after all, from here
+    end = np.where(last <= tail, last, np.maximum(start, tail))  # to here
+    is_copied = end - start >= _MIN_LEFTOVER
+    start, end = np.where(is_copied, start, last), np.where(is_copied, end, last)
+    return merged(np.stack([first, end], axis=1).ravel(), np.stack([start, last], axis=1).ravel())
 
 
-def _stretches(copies: Sequence[Copy], end: int) -> tuple[Span, ...]:
+def _stretches(copies: Placed, end: int) -> tuple[Span, ...]:
     """Return the stretches in front of `end`, without copies that are too short."""
-    stretches: list[tuple[int, int]] = []
-    before: Copy | None = None
-    for copy in copies:
-        start, stop = copy.target_start, min(copy.target_start + copy.length, end)
-        if stop - start < _MIN_LEFTOVER:
-            before = None
-            continue
-        if before is not None and continues(before, copy):
-            start, _ = stretches.pop()
-        stretches.append((start, stop))
-        before = copy
-    return tuple(Span(start, stop) for start, stop in stretches)
+    stops = np.minimum(ends(copies), end)
+    is_long = stops - copies[:, 1] >= _MIN_LEFTOVER
+    goes_on = continued(copies)
+    goes_on[1:] &= is_long[:-1]
+    begins, starts, stops = ~goes_on[is_long], copies[is_long, 1], stops[is_long]
+    if not len(begins):
+        return ()
+    lasts = stops[np.concatenate((begins[1:], [True]))]
+    return tuple(map(Span, starts[begins].tolist(), lasts.tolist()))
 
 
-def _head_lengths(copies: Sequence[Copy], *, max_small_shift: int, settings: RepairSettings) -> list[int]:
-    """Tokens to recompute at the start of each copy: 0 if it continues the copy before it."""
-    lengths: list[int] = []
-    before: Copy | None = None
-    for copy in copies:
-        if before is not None and continues(before, copy):
-            lengths.append(0)
-        else:
-            moved_far = abs(copy.target_start - copy.donor_start) > max_small_shift
-            is_relocated = moved_far or (before is not None and before.donor != copy.donor)
-            lengths.append(settings.relocated_head if is_relocated else settings.edit_window)
-        before = copy
-    return lengths
+def _head_lengths(copies: Placed, *, max_small_shift: int, settings: RepairSettings) -> Places:
+    """(M,) tokens to recompute at the start of each copy: 0 if it continues the copy before it."""
+    is_relocated = np.abs(copies[:, 1] - copies[:, 2]) > max_small_shift
+    is_relocated[1:] |= copies[1:, 0] != copies[:-1, 0]
+    lengths = np.where(is_relocated, settings.relocated_head, settings.edit_window)
+    return np.where(continued(copies), 0, lengths)

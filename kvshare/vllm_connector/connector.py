@@ -64,6 +64,7 @@ from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, Worke
 from kvshare.vllm_connector.scheduler.lifecycle import SchedulerSide
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.speculation import why_unshared
+from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -111,15 +112,10 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker side ------------------------------------------------------------------------------------
 
-    def attach_model(
-        self, model: torch.nn.Module, adapters: Any = None, draft: torch.nn.Module | None = None
-    ) -> None:
-        """
-        Called once by our worker class, before the first request, with vLLM's manager of LoRA adapters and
-        the model that drafts, if there is one.
-        """
+    def attach_model(self, models: Models) -> None:
+        """Called once by our worker class, before the first request."""
         if self._worker is not None:
-            self._worker.attach_model(model, adapters, draft)
+            self._worker.attach_model(models)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._is_alone and has_kv_transfer_group() and get_kv_transfer_group() is not self:

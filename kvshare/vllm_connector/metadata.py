@@ -62,7 +62,7 @@ class LoadRequest:
     sources: Mapping[WireCopy, BlockSource] = field(default_factory=dict)  # of copies not from host memory
     reads_within_s: float = 0.0  # what is not read from disk by then is computed
     media: tuple[Span, ...] = ()  # that a pass cannot compute
-    has_head: bool = False  # whose rows depend on the following token, see `last_rows`
+    has_head: bool = False  # whose rows depend on the following token, see `head_rows`
     shared: tuple[Segment, ...] = ()  # of those that are read: what others have written to a shared store
 
     @property
@@ -93,17 +93,23 @@ class LoadRequest:
         placed = [span for _, span in self.targets(unreadable)]
         return gaps(merge([Span(0, self.start), *placed]), self.end)
 
-    def last_rows(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[int, ...]:
+    def head_rows(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[int, ...]:
         """
-        The last position of each copy, if a head drafts: its row there has seen the token that followed in
-        the donor. Not where the next copy goes on in the same segment. Ascending.
+        The positions of copies where a drafting head's row is computed here. Ascending.
+
+        The last one of each copy: its row has seen the token that followed in the donor. Not where the next
+        copy goes on in the same segment. And one that moves from or to position 0, whose token MTP masks.
         """
         if not self.has_head:
             return ()
         placed = self.targets(unreadable)
         begins = {(copy.segment_id, copy.offset, copy.target_start) for copy, _ in placed}
         ends = ((copy.segment_id, copy.offset + copy.length, target.end) for copy, target in placed)
-        return tuple(end[2] - 1 for end in ends if end not in begins)
+        moved = (
+            (copy, target) for copy, target in placed if copy.shift and target.start == copy.target_start
+        )
+        masked = {target.start for copy, target in moved if 0 in (copy.source_position, target.start)}
+        return tuple(sorted(masked | {end[2] - 1 for end in ends if end not in begins}))
 
     @property
     def head(self) -> Span:
@@ -112,9 +118,9 @@ class LoadRequest:
         return Span(self.start, max(self.start, first))
 
     def passed(self, unreadable: frozenset[SegmentId] = frozenset()) -> tuple[Span, ...]:
-        """What a pass goes over: what it computes, and the last rows of copies where a head drafts."""
-        last = (Span(place, place + 1) for place in self.last_rows(unreadable))
-        return merge([*self.runs(unreadable), *last])
+        """What a pass goes over: what it computes, and rows of copies that a drafting head computes."""
+        rows = (Span(place, place + 1) for place in self.head_rows(unreadable))
+        return merge([*self.runs(unreadable), *rows])
 
     def lacks_media(self, unreadable: frozenset[SegmentId]) -> bool:
         """Return whether some of what would be computed lies in a medium."""

@@ -5,9 +5,10 @@ Speculative decoding: what vLLM's drafts are made from, and whether KV is shared
     text              ngram, suffix               nothing
     a model's own KV  draft_model                 the rows of the draft's layers: saved, moved and computed as
                                                   the target's are, since they have slots in the same blocks
-    hidden states     EAGLE                       the rows of the head's layers, in the same way; the pass
+    hidden states     EAGLE, MTP                  the rows of the head's layer, in the same way; the pass
                                                   gives it the target's hidden states of what is computed
-    hidden states     MTP, Medusa, others         the same, which was not tested: requests pass unshared
+    the target's KV   MTP of Gemma 4              nothing: its layers have no KV of their own
+    hidden states     Medusa, others              as EAGLE, which was not tested: requests pass unshared
 
 A head that attends to rows that were never computed proposes tokens that are rejected, and the answer takes
 more steps than sharing has saved.
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
 _FROM_TEXT = ("ngram", "ngram_gpu", "suffix")
 _BY_MODEL = "draft_model"
+_WITHOUT_ROWS = {"Gemma4MTPModel"}  # it attends to the target's last layers, from the last position only
 _HEADS = {  # the architectures that were tested, by method
     "eagle": {"EagleLlamaForCausalLM"},
     "eagle3": {"Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"},
+    "mtp": {"ErnieMTPModel", "Glm4MoeMTPModel", "HYV3MTPModel"},
 }
 
 
@@ -39,7 +42,17 @@ def method_of(config: VllmConfig) -> str:
 
 def drafts_by_head(config: VllmConfig) -> bool:
     """Whether its drafts come from the target's hidden states, by a head whose rows can be shared."""
-    return method_of(config) in _HEADS
+    return method_of(config) in _HEADS and not _is_without_rows(config)
+
+
+def _is_without_rows(config: VllmConfig) -> bool:
+    return method_of(config) == "mtp" and set(_kinds(config)) <= _WITHOUT_ROWS
+
+
+def _kinds(config: VllmConfig) -> Sequence[str]:
+    """The architectures of what drafts."""
+    kinds: Sequence[str] = config.speculative_config.draft_model_config.architectures
+    return kinds
 
 
 def has_rows(config: VllmConfig) -> bool:
@@ -47,15 +60,24 @@ def has_rows(config: VllmConfig) -> bool:
     return method_of(config) == _BY_MODEL or drafts_by_head(config)
 
 
+def drafts_after_report(config: VllmConfig) -> bool:
+    """
+    Whether rows of a step may still be written when vLLM counts the step as done.
+
+    Model runner V2 sends a step's output before it drafts. Runner V1 drafts first.
+    """
+    return has_rows(config) and bool(config.use_v2_model_runner)
+
+
 def why_unshared(config: VllmConfig) -> str | None:
     """Return why requests pass unshared with this method, and what to change; None if they need not."""
     method = method_of(config)
-    if not method or method in _FROM_TEXT:
+    if not method or method in _FROM_TEXT or _is_without_rows(config):
         return None
     if not has_rows(config):
         return (
             f"speculative decoding by {method} drafts from the target's hidden states, and was not tested "
-            "with copied text (ngram, suffix, draft_model, and Llama's heads of eagle and eagle3 were)"
+            "with copied text (ngram, suffix, draft_model, and some heads of eagle, eagle3 and mtp were)"
         )
     limits = [*_limits_of_head(config), *_limits_of_model(config)]
     return f"the KV of what drafts is not shared: {'; '.join(limits)}" if limits else None
@@ -64,9 +86,14 @@ def why_unshared(config: VllmConfig) -> str | None:
 def _limits_of_head(config: VllmConfig) -> Sequence[str]:
     if not drafts_by_head(config):
         return ()
-    kinds = config.speculative_config.draft_model_config.architectures
-    untested = sorted(set(kinds) - _HEADS[method_of(config)])
-    return [f"heads of this kind were not tested ({', '.join(untested)})"] if untested else ()
+    draft = config.speculative_config.draft_model_config
+    untested = sorted(set(_kinds(config)) - _HEADS[method_of(config)])
+    num_layers = getattr(draft.hf_config, "n_predict", None) or 1
+    checks = {
+        f"heads of this kind were not tested ({', '.join(untested)})": bool(untested),
+        f"{num_layers} layers draft one after the other, which was not tested": num_layers > 1,
+    }
+    return [message for message, applies in checks.items() if applies]
 
 
 def _limits_of_model(config: VllmConfig) -> Sequence[str]:
@@ -74,8 +101,6 @@ def _limits_of_model(config: VllmConfig) -> Sequence[str]:
     draft = speculative.draft_model_config
     checks = {
         "its vocabulary is another one (use_heterogeneous_vocab)": bool(speculative.use_heterogeneous_vocab),
-        "vLLM's model runner V2 reports a step before its drafts are computed, and was not tried with one "
-        "(set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM)": bool(config.use_v2_model_runner),
         "it drafts in parallel (parallel_drafting), which was not tested": bool(
             speculative.parallel_drafting
         ),

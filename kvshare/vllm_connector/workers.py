@@ -19,6 +19,8 @@ from kvshare.vllm_connector.config import known_reasons
 from kvshare.vllm_connector.connector import KVShareConnector
 from kvshare.vllm_connector.speculation import draft_model_of, has_rows, why_unshared
 from kvshare.vllm_connector.worker.device import RESERVED_BYTES
+from kvshare.vllm_connector.worker.graph_passes import graph_passes
+from kvshare.vllm_connector.worker.models import Models
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -131,7 +133,8 @@ def _attach(worker: KVShareWorker) -> None:
     if not worker.is_attached and (connector := _connector()) is not None:
         runner = worker.model_runner
         draft = draft_model_of(runner) if has_rows(worker.vllm_config) else None
-        connector.attach_model(runner.get_model(), getattr(runner, "lora_manager", None), draft)
+        adapters, graphs = getattr(runner, "lora_manager", None), graph_passes(runner, worker.vllm_config)
+        connector.attach_model(Models(runner.get_model(), draft, adapters, graphs))
         worker.is_attached = True
 
 

@@ -55,6 +55,11 @@ class ReplicaInfo(Message):
         return not (self.refusals or self.passing)
 
     @property
+    def has_eight_bits(self) -> bool:
+        """Whether its KV is stored in 8 bits."""
+        return self.namespace_fields.get("dtype", "").startswith("float8")
+
+    @property
     def budget_bytes(self) -> int:
         """Return how much of that the proxy uses, see `budget_of`."""
         return budget_of(self.most_bytes)

@@ -6,7 +6,8 @@ Writes the table of architectures in docs/models.md, and counts vLLM's recipes.
     .venv/bin/python lab/scripts/models_table.py --tests FILE ... # first, add what pytest's --junit-xml has
     .venv/bin/python lab/scripts/models_table.py --newer FILE     # names of another vLLM's registry.py only
 
-models_table.yaml has what is refused and why; docs/measured/models.json what the tests of kinds have found.
+models_table.yaml has what is refused and why; docs/measured/models.json what the tests of kinds have found;
+recipes.yaml vLLM's recipes, by the architecture that each of them loads.
 """
 
 import argparse
@@ -31,6 +32,7 @@ PAGE = ROOT / "docs" / "models.md"
 KINDS = {*ARCHITECTURES, *TEXT, *MULTIMODAL} - set(NOT_HERE)
 BEGIN, END = "<!-- architectures:begin -->\n", "<!-- architectures:end -->\n"
 DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+RECIPES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 
 
 def registered() -> dict[str, str]:
@@ -106,16 +108,29 @@ def table(names: Iterable[str], measured: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def recipes() -> str:
+def recipe_states(measured: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The models of vLLM's recipes: tested, admitted, same position, unshared."""
+    groups = RECIPES["groups"]
+    by_state = states({group["architecture"] for group in groups}, measured)
+    state_of = {name.split()[0]: state for state, listed in by_state.items() for name in listed}
+    found: dict[str, list[str]] = {"tested": [], "admitted": [], "same position": [], "unshared": []}
+    for group in groups:
+        state = group.get("state") or state_of[group["architecture"]]
+        found[state if state in found else "unshared"] += group["models"]
+    return found
+
+
+def recipes(measured: Mapping[str, Any]) -> str:
     """How many of vLLM's recipes are shared, in a sentence."""
-    own = DATA["recipes"]
-    total = sum(each["recipes"] for each in own["classes"])
-    shared = sum(each["shared"] for each in own["classes"])
-    speculating = shared - own["offer_other_heads"]
+    found = recipe_states(measured)
+    total = sum(map(len, found.values()))
+    shared = {model for state in ("tested", "admitted") for model in found[state]}
+    speculating = len(shared - set(RECIPES["heads"]))
+    counts = ", ".join(f"{len(models)} {state}" for state, models in found.items())
     return (
-        f"{shared} of vLLM's {total} recipes for generative models ({shared / total:.0%}), and {speculating} "
-        f"({speculating / total:.0%}) if those that offer speculative decoding by MTP or other heads have it "
-        "on; with drafts from the text, of a draft model or a Llama's EAGLE head none is lost"
+        f"{len(shared)} of vLLM's {total} recipes for generative models ({len(shared) / total:.0%}): "
+        f"{counts}. {speculating} ({speculating / total:.0%}) if those that offer other heads have them on; "
+        "drafts from the text, of a draft model, of a Llama's EAGLE head or by MTP that is shared lose none"
     )
 
 
@@ -159,10 +174,11 @@ def main() -> None:
         return
     if options.tests:
         MEASURED.write_text(_document(outcomes(options.tests)), encoding="utf-8")
-    rows = table(registered(), json.loads(MEASURED.read_text(encoding="utf-8")))
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    rows = table(registered(), measured)
     if options.write:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    sys.stdout.write(f"{rows}{recipes()}\n")
+    sys.stdout.write(f"{rows}{recipes(measured)}\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The servers run the default chat model: `kvshare serve`, and `kvshare serve --en
 import os
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare_lab.vllm import servers
 from kvshare_lab.vllm.ports import free_ports
 from kvshare_lab.vllm.servers import Server, VllmOptions
+from tests.environments import environment
 
 pytestmark = pytest.mark.long
 
@@ -79,7 +79,7 @@ def shared_vllm(folder: Path) -> Server:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_suite(front: Front, suite: str) -> None:
-    python = environment(suite)
+    python = environment(f"clients/{suite}", ["pytest==9.2.0", *SUITES[suite]]) / "python"
     run = subprocess.run(
         [python, "-m", "pytest", "-c", "suite.ini", f"{suite}_suite.py"],
         cwd=HERE / "suites",
@@ -96,24 +96,3 @@ def test_suite(front: Front, suite: str) -> None:
     )
     log = front.server.log_path.read_text(errors="replace")[-4000:]
     assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-2000:]}\n{log}"
-
-
-def environment(suite: str) -> Path:
-    """The Python of the suite's environment, made and filled once for these requirements."""
-    folder = Path(sys.prefix) / "clients" / suite
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    wanted = " ".join(["pytest==9.2.0", *SUITES[suite]])
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
-        venv.create(folder, with_pip=True, clear=True)
-        install = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            *wanted.split(),
-        ]
-        subprocess.run(install, check=True)
-        stamp.write_text(wanted, encoding="utf-8")
-    return python

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from delta_tree import Match, common_runs, token_ids
 from delta_tree.kgrams import Sieve, kgram_hashes, quick_hashes
+from delta_tree.runs import Pair
 from tests.delta_tree.fake_prompts import ADVERSARIAL, edited_pairs
 
 
@@ -100,3 +101,13 @@ def test_the_sieve_lets_every_member_pass() -> None:
     sieve = Sieve(members)
     assert sieve.passing(members).tolist() == list(range(2000))
     assert len(sieve.passing(foreign)) < 20
+
+
+def test_a_common_run_in_front_of_the_start_does_not_count() -> None:
+    """Although the sieve lets it pass, and the sorted hashes are those of the whole target."""
+    source, target = token_ids([*range(700, 740)]), token_ids([*range(700, 740), *range(1400, 1700)])
+    hashes = quick_hashes(source, 8), quick_hashes(target, 8)
+    pair = Pair(source, target, *hashes, 8)
+    places = np.arange(len(hashes[0]))
+    assert pair.has_common_run(places, lambda: np.sort(hashes[1]))
+    assert not pair.has_common_run(places, lambda: np.sort(hashes[1]), start=40)

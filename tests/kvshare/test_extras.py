@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,3 +58,18 @@ def test_what_is_installed_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing is raised where every module can be found."""
     monkeypatch.setattr(extras, "MODULES", {"embedded": ("json",)})
     extras.require("embedded", what="this test")
+
+
+def test_a_module_that_is_unseen_is_not_found_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by an import nor by who looks before it imports; one that is loaded stays loaded."""
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    with extras.unseen("tabnanny", "json"):
+        import json  # noqa: F401  it is loaded
+
+        assert find_spec("tabnanny") is None
+        with pytest.raises(ModuleNotFoundError):
+            import tabnanny
+    assert find_spec("tabnanny") is not None
+    import tabnanny
+
+    assert tabnanny.__name__ in sys.modules

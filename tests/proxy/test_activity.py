@@ -99,8 +99,24 @@ def test_tenants_are_named_and_private_keys_are_their_tenant(activity: Activity)
     private.admission.caller = Caller("dave", Owner('["globex", "dave"]', "private"))
     for record in (private, served(REPORT)):
         activity.count(record, 200)
-    tenants = [(each["tenant"], each["recomputed"]) for each in activity.document(60)["tenants"]]
-    assert tenants == [("acme", 15), ("globex", 100)]
+    document = activity.document(60)
+    assert [(each["tenant"], each["recomputed"]) for each in document["tenants"]] == [
+        ("acme", 15),
+        ("globex", 100),
+    ]
+
+
+def test_the_keys_of_a_tenant_are_told_apart(activity: Activity) -> None:
+    """As of one tenant several applications may have keys; together they are the tenant's."""
+    other = served(REPORT)
+    other.admission.caller = Caller("mail", Owner("acme", "tenant"))
+    for record in (served(REPORT), other, served(REPORT)):
+        activity.count(record, 200)
+    document = activity.document(60)
+    keys = [(each["tenant"], each["key"], each["exact"]) for each in document["keys"]]
+    assert keys == [("acme", "alice", 120), ("acme", "mail", 60)]
+    assert (document["num_tenants"], document["num_keys"]) == (1, 2)
+    assert document["tenants"][0]["exact"] == 180
 
 
 def test_decisions_say_what_was_refused_and_how_far_it_would_have_deviated(activity: Activity) -> None:

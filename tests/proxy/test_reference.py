@@ -23,6 +23,7 @@ from kvshare.status import (
     IndexStatus,
     LoadStatus,
     ReplicaStatus,
+    ShadowStatus,
     TierStatus,
 )
 from kvshare.telemetry import Component, EvictionCause, FallbackReason, Telemetry, TicketEvent
@@ -114,6 +115,7 @@ def statuses(circuits: Mapping[str, CircuitState]) -> Iterator[EngineStatus]:
         counts=counts,
         num_embedding=0,
         control=control,
+        shadow=ShadowStatus(0.1, 2, 1, 0, measured=0.1, expected=0.1, largest=0.1),
         tiers=tiers,
         tenant_bytes=lambda: {"acme": 1},
     )

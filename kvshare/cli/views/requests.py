@@ -1,5 +1,7 @@
 """The latest requests of a server, and one of them."""
 
+from itertools import chain, repeat
+
 from kvshare.cli.views.parts import Columns, Document, Parts, facts, of, table
 from kvshare.cli.views.units import counted, duration, number, percent
 
@@ -24,8 +26,9 @@ def request(document: Document) -> Parts:
     yield facts(_facts(document))
     if missed := document["cache_miss_reason"]:
         yield missed["message"]
-    for prompt in document["prompts"]:
-        yield from ("", *_prompt(prompt))
+    stored = chain(document.get("stored", ()), repeat({}))
+    for prompt, found in zip(document["prompts"], stored, strict=False):
+        yield from ("", *_prompt(prompt, found.get("deviation")))
     if gone := document.get("gone"):
         yield f"evicted since: {_list(gone)}"
     if document["took"]:
@@ -48,7 +51,7 @@ def _facts(document: Document) -> dict[str, object]:
     }
 
 
-def _prompt(prompt: Document) -> Parts:
+def _prompt(prompt: Document, measured: float | None) -> Parts:
     num_tokens = prompt["prompt_tokens"]
     kinds = [
         {"kind": kind, "count": prompt[kind], "share": prompt[kind] / num_tokens if num_tokens else None}
@@ -59,7 +62,9 @@ def _prompt(prompt: Document) -> Parts:
         yield f"donors: {_list(prompt['donors'])}"
     if prediction := prompt["prediction"]:
         expected, limit = prediction["expected"], prediction["limit"]
-        yield f"deviation: {expected:.2g} nats expected, {limit:g} allowed; repair {prediction['rule']}"
+        found = "" if measured is None else f", {measured:.2g} measured"
+        rule = prediction["rule"]
+        yield f"deviation: {expected:.2g} nats expected, {limit:g} allowed{found}; repair {rule}"
 
 
 def _list(values: list[object]) -> str:

@@ -16,7 +16,7 @@ Everything runs on the scheduler's thread.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,10 @@ class BlockDonors:
         """The number of vLLM's blocks; 0 before `bind`."""
         return self._pool.num_gpu_blocks if self._pool is not None else 0
 
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens take; 0 before `bind`."""
+        return -(-num_tokens // self._block_size) if self._block_size else 0
+
     def num_full(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """Return how many of a request's first tokens lie in full blocks with hashes."""
         size = self._block_size
@@ -173,36 +177,32 @@ class BlockDonors:
             block = block.next_free_block
         return found
 
-    def renew(self, segment_ids: Iterable[SegmentId]) -> None:
-        """Let vLLM give the free blocks of these segments away last: requests are about to copy from them."""
+    def renew(self, segment_ids: Iterable[SegmentId], *, before: int | None = None) -> None:
+        """
+        Let vLLM give the free blocks of these segments away last: requests are about to copy from them.
+
+        `before`: only those of the next so many blocks that vLLM gives away; None: all
+        """
         if self._pool is None:
             return
+        leaving = None if before is None else self.next_given_away(before)
         for segment_id in segment_ids:
-            if (place := self.whole(segment_id)) is not None:
-                blocks = [self._pool.blocks[block_id] for block_id in place[0]]
-                self._pool.touch(blocks)
-                self._pool.free_blocks(reversed(blocks))
+            own = place.block_ids if (place := self._places.get(segment_id)) is not None else ()
+            if not own or (leaving is not None and leaving.isdisjoint(own)) or self.whole(segment_id) is None:
+                continue
+            blocks = [self._pool.blocks[block_id] for block_id in own]
+            self._pool.touch(blocks)
+            self._pool.free_blocks(reversed(blocks))
 
-    def pin(self, request_id: str, copies: Mapping[WireCopy, Span]) -> Mapping[WireCopy, BlockSource]:
-        """
-        Return where copies of a request's load can be read in blocks; only copies that lie there as a whole.
-
-        The blocks are pinned until `unpin`, which must follow.
-        Units:  spans of what each copy reads, in tokens of its segment
-        """
-        found = {
-            copy: source
-            for copy, span in copies.items()
-            if (source := self.find(copy.segment_id, span)) is not None
-        }
-        if found:
+    def pin(self, request_id: str, sources: Iterable[BlockSource]) -> None:
+        """Pin the blocks that a request's load reads, found since the last blocks were given away."""
+        block_ids = list(dict.fromkeys(n for source in sources for n in source.block_ids))
+        if block_ids:
             assert self._pool is not None, "something was found in it"
-            block_ids = list(dict.fromkeys(n for source in found.values() for n in source.block_ids))
             blocks = [self._pool.blocks[block_id] for block_id in block_ids]
             self._pool.touch(blocks)
             self._pinned[request_id] = blocks
             self._num_pins.update(block_ids)
-        return found
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Unpin blocks of loads whose copies are made. Those that no request uses are free, reused last."""

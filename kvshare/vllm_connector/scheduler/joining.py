@@ -12,6 +12,10 @@ placeholders before that step's forward pass.
 While the copies of a load that joins are on their way, vLLM's thread waits; if they are late, so does the
 GPU. So the time left is estimated by the shortest of similar steps, and the time of the copies by the slowest
 of the last loads, with a margin. If the GPU still has to wait, that time is measured and added to the margin.
+
+If nothing is in flight, a load that copies from vLLM's blocks only joins the step being planned, too: these
+copies take the GPU a few milliseconds, and vLLM's thread does not wait for them. Otherwise the request would
+wait for the steps in which vLLM hears of its load.
 """
 
 from __future__ import annotations
@@ -68,9 +72,11 @@ class Joining:
     def take(self, num_bytes: int, num_placeholders: int) -> bool:
         """
         Return whether a load that begins now joins the step being planned: it does if it will have arrived
-        when the GPU reaches that step.
+        when the GPU reaches that step, or if the GPU is idle and the load reads no host memory.
         """
-        joins = self._has_room(num_placeholders) and self._fits(self._arrives_at(num_bytes))
+        is_at_once = not num_bytes and self._is_idle and self.step_tokens > 0
+        fits = is_at_once or self._fits(self._arrives_at(num_bytes))
+        joins = fits and self._has_room(num_placeholders)
         self._num_joining += num_placeholders if joins else 0
         return joins
 
@@ -139,7 +145,8 @@ class Joining:
 
     def note_result(self, request_id: str, result: LoadResult) -> None:
         """Note the end of a load, and how long the GPU waited for it."""
-        if self._loads.pop(request_id, None) is not None:
+        load = self._loads.pop(request_id, None)
+        if load is not None and load.num_bytes:  # nobody waits for copies from blocks
             self._late_s.append(result.late_s)
 
     def note_failure(self) -> None:
@@ -149,6 +156,11 @@ class Joining:
     def _has_room(self, num_placeholders: int) -> bool:
         announced = sum(load.num_placeholders for load in self._loads.values() if load.is_announced)
         return not self._has_failed and self._num_joining + announced + num_placeholders <= self.step_tokens
+
+    @property
+    def _is_idle(self) -> bool:
+        """Return whether the GPU computes no step, and no load from host memory is under way."""
+        return not self._in_flight and not any(load.num_bytes for load in self._loads.values())
 
     def _arrives_at(self, num_bytes: int) -> float:
         """Estimate when a load of so many bytes from host memory arrives: after all loads under way."""

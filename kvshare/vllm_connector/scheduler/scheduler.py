@@ -34,6 +34,7 @@ from kvshare.vllm_connector.scheduler.loaded_parts import load_request, num_plac
 from kvshare.vllm_connector.scheduler.media import MediaRules, end_of_copies
 from kvshare.vllm_connector.scheduler.prefill_times import PrefillTimes
 from kvshare.vllm_connector.scheduler.preloading import Preloading
+from kvshare.vllm_connector.scheduler.renewals import Renewals
 from kvshare.vllm_connector.scheduler.request_state import State, TicketedRequest
 from kvshare.vllm_connector.scheduler.saving import Saving
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
@@ -61,6 +62,7 @@ class ConnectorScheduler:
         self.drops = Drops(self.segments, self.events)
         self.donors = BlockDonors()
         self._waiting = Waiting()
+        self._renewals = Renewals(self.donors, self._waiting)
         self.disk = DiskPlan(self.segments, self.drops, self.events)
         self.news: SharedNews | None = None  # of a shared store
         self.saving = Saving(self.segments, self.events, self.drops, self.donors, self._waiting, self.disk)
@@ -68,7 +70,6 @@ class ConnectorScheduler:
         self.sources = LoadSources(self.segments, self.donors, self.unsaved, self.disk)
         self.preloading = Preloading(self.disk, self.sources)
         self.joining = Joining()
-        self._num_steps = 0
         self._closing: dict[str, tuple[Request, tuple[int, ...]]] = {}  # ended, with blocks that stay
         self.times = PrefillTimes()
 
@@ -95,7 +96,7 @@ class ConnectorScheduler:
         spans = tuple(medium.span for medium in media or ())
         self._requests[request.request_id] = TicketedRequest(ticket, unshared, is_first, token_ids, spans)
         donors = {copy.segment_id for copy in ticket.copies}
-        self.donors.renew(donors)
+        self._renewals.arrive(request.request_id, donors, num_tokens=len(token_ids))
         self.unsaved.note_use(donors)
 
     def get_num_new_matched_tokens(self, request: Request, num_local: int) -> tuple[int | None, bool]:
@@ -120,8 +121,9 @@ class ConnectorScheduler:
             return 0, False
         if order is None and end < ticket.num_tokens and not ticketed.media:  # a load that joins cannot fail
             num_computed = num_placeholders(copies, Span(num_local, end))
-            num_bytes = self.sources.bytes_of(ticket, copies, num_local)
-            may_join = self.sources.may_join(ticket, copies, num_local)
+            in_blocks = self.sources.in_blocks(ticket, copies, num_local)
+            num_bytes = self.sources.bytes_of(copies, num_local, in_blocks)
+            may_join = self.sources.may_join(copies, num_local, in_blocks)
             ticketed.joins = may_join and self.joining.take(num_bytes, num_computed)
         return end - num_local, not ticketed.joins
 
@@ -137,19 +139,18 @@ class ConnectorScheduler:
         if ticketed is None or (request.num_computed_tokens and not num_external):
             return  # vLLM calls this again after an asynchronous load
         self.times.begin(request, ticketed)
-        end = ticketed.num_found + num_external
-        ticket = ticketed.ticket
-        held = self.sources.readable(ticket, end=end)
-        if num_external:
-            held = self.sources.with_room(ticket, held, ticketed.num_found)
-        ticketed.admit(held, loads=num_external > 0)
+        ticket, start = ticketed.ticket, ticketed.num_found
+        held = self.sources.readable(ticket, end=(end := start + num_external))
         if not num_external:
+            ticketed.admit(held, loads=False)
             return
+        in_blocks = self.sources.in_blocks(ticket, map(ticketed.copy, held), start)
+        held = self.sources.with_room(ticket, held, start, in_blocks)
+        ticketed.admit(held, loads=True)
         copies = [ticketed.copy(index) for index in sorted(held)]
         self.segments.touch(copy.segment_id for copy in copies)
         load = load_request(ticketed, request.request_id, block_ids, copies, end)
-        if not ticket.from_memory:
-            load = self.sources.pinned(load)
+        load = self.sources.pinned(load, in_blocks)
         load = self.disk.with_reads(load, ticket.disk_s)
         ticketed.num_from_blocks = load.num_from_blocks
         ticketed.disk_bytes = self.preloading.bytes_to_read(load.stored_ids)
@@ -167,6 +168,7 @@ class ConnectorScheduler:
     def build_connector_meta(self, step: SchedulerOutput) -> StepMetadata:
         """Return all work for the workers since the last call. `step`: what vLLM itself has scheduled."""
         self.times.look()
+        self._renewals.end_step()
         self._waiting.arrive(step.preempted_req_ids or ())
         self.saving.save_prompts(self._requests, step)
         drops = self.drops.take()
@@ -179,9 +181,8 @@ class ConnectorScheduler:
         has_forward = step.total_num_scheduled_tokens > 0
         joins = has_forward or self.donors.has_pinned  # vLLM may be waiting for the pinned blocks
         joining = self.joining.take_due(self._requests) if joins else ()
-        self._num_steps += 1
-        self.donors.num_steps = self._num_steps
-        self.joining.note_step(self._num_steps, step.total_num_scheduled_tokens)
+        self.donors.num_steps += 1
+        self.joining.note_step(self.donors.num_steps, step.total_num_scheduled_tokens)
         return StepMetadata(
             loads,
             saves,
@@ -189,7 +190,7 @@ class ConnectorScheduler:
             cancelled,
             preempted=frozenset(step.preempted_req_ids or ()),
             has_forward=has_forward,
-            number=self._num_steps,
+            number=self.donors.num_steps,
             joining=joining,
             arriving=self.joining.take_arriving(),
             preloads=self.preloading.take(self._waiting.for_blocks, self._requests),  # which evicts

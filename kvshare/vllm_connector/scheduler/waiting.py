@@ -30,6 +30,12 @@ class Waiting:
     def is_any_for_blocks(self) -> bool:
         return bool(self._for_blocks)
 
+    def is_waiting_for_blocks(self, request_id: str) -> bool:
+        return request_id in self._for_blocks
+
+    def is_only_one_for_blocks(self, request_id: str) -> bool:
+        return self._for_blocks.keys() == {request_id}
+
     def arrive(self, request_ids: Iterable[str]) -> None:
         """Note requests that are new or preempted."""
         self._for_blocks.update(dict.fromkeys(request_ids))

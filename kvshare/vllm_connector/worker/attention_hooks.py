@@ -16,14 +16,18 @@ _WRAPPED = ("forward", "do_kv_cache_update")
 
 @contextmanager
 def hooked(
-    impls: Sequence[Any], await_layer: Callable[[int], None] | None, watch: Watch | None
+    impls: Sequence[Any],
+    await_layer: Callable[[int], None] | None,
+    watch: Watch | None,
+    *,
+    num_tokens: int | None = None,
 ) -> Iterator[None]:
     """
     Wrap the kernels of all layers that write the cache and attend to it; some backends have one for both.
 
     This works with compiled models, because vLLM calls kernels through opaque operators. `await_layer` is
     called once for each layer, before its cache is read or written; `watch` is called after its attention,
-    when the cache has been written.
+    when the cache has been written. `num_tokens`: rows of the pass; a graph has more.
     """
     begun = set[int]()
 
@@ -44,7 +48,7 @@ def hooked(
             begin(index)
             result = kernel(layer, query, *rest, output=output, **options)
             if watch is not None:
-                watch(index, query, output.view_as(query))
+                watch(index, query[:num_tokens], output.view_as(query)[:num_tokens])
             return result
 
         return forward

@@ -3,7 +3,8 @@ Copies from blocks of vLLM's cache to other blocks, with rotated keys: nothing l
 
     load    [rows from other blocks] then [rows from host memory]
     CPU     the copying thread copies, one batch after the other
-    GPU     it launches copies in stream BLOCKS, after vLLM's mark; copies from host memory do not wait for it
+    GPU     it launches copies in stream BLOCKS, after vLLM's mark; copies from host memory do not wait for
+            it. vLLM's stream waits for them if the load joins a step
 
 There are no checksums: the bytes are those that vLLM itself would read.
 """
@@ -85,7 +86,9 @@ class GpuBlockCopies:
                 self._ahead.add(self._end)
 
     def wait_until_read(self) -> None:
-        """Do nothing: blocks that are read are not reused until the load is reported."""
+        """Let vLLM's stream wait until all rows are read and written; the host does not wait."""
+        if self._end is not None:
+            self._gpu.wait(Stream.VLLM, self._end)
 
     def finish(self) -> Mapping[str, float]:
         if self._begin is None or self._end is None:

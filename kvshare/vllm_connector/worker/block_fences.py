@@ -3,6 +3,9 @@ Blocks that are still in use on vLLM's stream when vLLM may give them to another
 over placeholders, of which vLLM does not know, and of saves of preempted requests.
 
 A load into such a block waits until the use is over. All other loads are written while the GPU computes.
+
+Where vLLM counts a step as done before its drafts are computed (model runner V2), a block that is given away
+or copied from may still be written, by a drafting pass. Each load waits for such passes.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ class _Fence(NamedTuple):
 
 
 class BlockFences:
-    """Used by vLLM's thread."""
+    """Used by vLLM's thread. `drafts_late`: drafts are computed after vLLM counts their step as done."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, *, drafts_late: bool = False) -> None:
+        self._device, self._drafts_late = device, drafts_late
         self._fences: deque[_Fence] = deque()  # fences that are not past, the oldest first
         self._of_block: dict[int, _Fence] = {}  # the newest fence of each block
         self._start = device.mark()  # after the self-test
@@ -38,7 +41,9 @@ class BlockFences:
         self._of_block.update(dict.fromkeys(block_ids, fence))
 
     def mark_for(self, block_ids: Iterable[int]) -> Any:
-        """Return the mark after which these blocks may be written."""
+        """Return the mark after which these blocks may be written, and those of others copied."""
+        if self._drafts_late:
+            return self._device.mark()
         self._forget_past()
         known = [fence for block_id in block_ids if (fence := self._of_block.get(block_id)) is not None]
         return max(known, key=lambda fence: fence.number).mark if known else self._start

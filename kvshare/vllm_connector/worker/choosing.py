@@ -44,7 +44,7 @@ class Choosing:
     ) -> None:
         self._load = load
         self._computed = load.runs(unreadable)
-        self._last_rows = load.last_rows(unreadable)
+        self._head_rows = load.head_rows(unreadable)
         listens = can_listen and bool(self._computed) and load.end == len(load.token_ids)
         probes = order.probes if listens else ()
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
@@ -56,19 +56,19 @@ class Choosing:
 
     @property
     def first_spans(self) -> tuple[Span, ...]:
-        """The spans of the first pass: placeholders, last rows, and probes, or repairs chosen by place."""
+        """The spans of the first pass: placeholders, a head's rows, and probes or repairs chosen by place."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
-        last_rows = (Span(place, place + 1) for place in self._last_rows)
-        return merge([*self._computed, *probes, *repairs, *last_rows])
+        head_rows = (Span(place, place + 1) for place in self._head_rows)
+        return merge([*self._computed, *probes, *repairs, *head_rows])
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Positions of last rows of copies that the first pass computes for the drafting head only."""
+        """Positions of copies that the first pass computes for the drafting head only."""
         repairs = () if self.choice is None else self.choice.repairs
         probes = (Span(place, place + 1) for place in self._order.probes)
         computed = merge([*probes, *repairs])
-        return tuple(p for p in self._last_rows if not any(s.start <= p < s.end for s in computed))
+        return tuple(p for p in self._head_rows if not any(s.start <= p < s.end for s in computed))
 
     @property
     def listens(self) -> bool:

@@ -6,7 +6,8 @@ The part of a pass that the drafting model or head computes, after the target's 
     is right if copied  where the text before it is equal   where the token after it is equal, too
 
 So if a head drafts, a pass also computes the last row of each copy: the target keeps the copied KV of that
-row and computes its hidden state, from which the head writes its row for the token that follows here.
+row and computes its hidden state, from which the head writes its row for the token that follows here. MTP
+does not see the token at position 0: a row that moves from there, or to there, is computed in the same way.
 
 Alphabet: N rows, E width of a hidden state.
 """

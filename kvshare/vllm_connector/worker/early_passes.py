@@ -44,7 +44,7 @@ class _FirstPass:
 
     @property
     def kept(self) -> Sequence[int]:
-        return self.load.request.last_rows() if self.choosing is None else self.choosing.kept
+        return self.load.request.head_rows() if self.choosing is None else self.choosing.kept
 
 
 class EarlyPasses:

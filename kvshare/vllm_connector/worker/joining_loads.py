@@ -1,11 +1,15 @@
 """
 Loads that join a step: vLLM counts them as arrived before they have, and the worker waits for them before the
 step's forward pass. Until then, other requests of that step may already refer to their blocks.
+
+A load that copies from blocks only needs no verification: its pass is launched as soon as its copies are, and
+the device waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvshare.vllm_connector.worker.copying import CopyThread, Job, LapTimer
@@ -58,10 +62,14 @@ class JoiningLoads:
         each = self._loads.pop(request_id)
         load = each.transfer
         assert isinstance(load, PendingLoad), "saves do not join a step"
-        load.late_s = self._wait(each.job, reached)
+        if load.is_from_blocks:
+            self._copies.wait_until_read(each.job)
+            self._reports.times.note_later(request_id, partial(_seconds, each.job))
+        else:
+            load.late_s = self._wait(each.job, reached)
+            self._reports.times.note(request_id, each.job.seconds)
         load.has_failed = each.job.failed or each.is_lost
         self._store.release(load.segments)
-        self._reports.times.note(request_id, each.job.seconds)
         return load
 
     def _found(self, load: PendingLoad) -> list[bool]:
@@ -77,3 +85,8 @@ class JoiningLoads:
         lap = LapTimer()
         self._copies.wait(job)
         return lap()
+
+
+def _seconds(job: Job) -> Mapping[str, float] | None:
+    """Return the seconds of a job by stage; None while it is not done."""
+    return job.seconds if job.is_done else None

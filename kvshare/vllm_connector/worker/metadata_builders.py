@@ -20,19 +20,20 @@ def metadata_builders(
     cache: PagedCache, config: VllmConfig, spec: KVCacheSpec
 ) -> list[tuple[Any, list[str]]]:
     """
-    Return a builder and the names of its layers, for each backend and each shape of layers. A layer without
-    its own KV is listed with the layer to whose KV it attends.
+    Return a builder and the names of its layers, for each backend, each shape of layers and each number of
+    query heads, as vLLM has them. A layer without its own KV is listed with the layer to whose KV it attends.
     """
-    of_kind: dict[tuple[str, KVCacheSpec], tuple[Any, list[str]]] = {}
+    of_kind: dict[tuple[str, KVCacheSpec, int], tuple[Any, list[str]]] = {}
     for name, layer in cache.layers.items():
         own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
         backend = layer.get_attn_backend()
-        of_kind.setdefault((backend.get_name(), own), (backend, []))[1].append(name)
+        kind = (backend.get_name(), own, int(getattr(layer, "num_heads", 0)))
+        of_kind.setdefault(kind, (backend, []))[1].append(name)
     users = _users(config.compilation_config.static_forward_context)
     without_graphs = _without_graphs(config)
     builders = []
     with set_current_vllm_config(without_graphs):
-        for (_, own), (backend, names) in of_kind.items():
+        for (_, own, _), (backend, names) in of_kind.items():
             builder = backend.get_builder_cls()(
                 own.copy_with_new_block_size(cache.kernel_block_size),
                 list(names),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvshare.vllm_connector.worker.graph_passes import GraphPasses
 from kvshare.vllm_connector.worker.model import frequency_tables
 
 
@@ -15,12 +16,14 @@ from kvshare.vllm_connector.worker.model import frequency_tables
 class Models:
     """
     `draft`: the model or head that drafts, if its KV is to be shared. Its layers are numbered after the
-    target's, and computed after them. `adapters`: vLLM's manager of LoRA adapters of the target.
+    target's, and computed after them. `adapters`: vLLM's manager of LoRA adapters of the target. `graphs`:
+    CUDA graphs of the target, if our passes may use them.
     """
 
     target: torch.nn.Module
     draft: torch.nn.Module | None = None
     adapters: Any = None
+    graphs: GraphPasses | None = None
 
     @property
     def each(self) -> tuple[torch.nn.Module, ...]:

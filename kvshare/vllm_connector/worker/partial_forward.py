@@ -112,12 +112,14 @@ class PartialForward:
         spec: KVCacheSpec,
     ) -> None:
         self._adapters = models.adapters
+        self._graphs = models.graphs
+        self.uses_graphs = False  # until the self-test has tried them
         device = cache.kv_layout.device
         self._target = models.target, ModelInputs(models.target, vllm_config, device)
         self._draft = None if models.draft is None else DraftPass(models.draft, vllm_config, device)
         self._cache = cache
         self._config = vllm_config
-        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)  # of a pass
         self._max_runs = vllm_config.scheduler_config.max_num_seqs  # backends have buffers for that many
         backends = [layer.get_attn_backend().get_name() for layer in cache.layers.values()]
         self.backend_name: str = "+".join(dict.fromkeys(backends))
@@ -159,16 +161,23 @@ class PartialForward:
         is called in each layer (`Watch`). `awaiting` is called with each layer's number before the layer's
         cache is read or written.
         """
-        for batch in split(runs, self._max_tokens, self._max_runs):
+        for batch in split(runs, self.max_tokens, self._max_runs):
             # Some backends treat short queries separately and expect them first. The result does not change.
             ordered = sorted(batch, key=lambda run: len(run.span))
             watch = watching(ordered) if watching is not None else None
-            with hooked(self._impls, awaiting, watch) if awaiting or watch else nullcontext():
+            num_tokens = sum(len(run.span) for run in ordered)
+            hooks = hooked(self._impls, awaiting, watch, num_tokens=num_tokens)
+            with hooks if awaiting or watch else nullcontext():
                 self._forward(ordered)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there are CUDA graphs for the self-test to try."""
+        return self._graphs is not None and self._graphs.fitting(1, 1) is not None
 
     def is_one_pass(self, spans: Sequence[Span]) -> bool:
         """Return whether runs of these spans are computed in one pass."""
-        return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self._max_tokens)
+        return bool(len(spans) <= self._max_runs and sum(map(len, spans)) <= self.max_tokens)
 
     def listening(self, runs: Sequence[Run]) -> Watch:
         """Return a hook that records what rows of listeners attend to: the `watching` of `compute`."""
@@ -214,24 +223,31 @@ class PartialForward:
         drafted = None if draft is None else draft.rows(runs, token_ids, positions)
         written = slots if drafted is None else drafted.written(slots)
         model, inputs = self._target
+        graphs = self._graphs if self.uses_graphs else None
+        if graphs is not None and (graph := graphs.fitting(len(runs), len(token_ids))) is not None:
+            padded = replace(metadata, slot_mapping=graph.padded(slots))
+            with torch.inference_mode(), self._context(padded, **graph.context):
+                graph.run(model, token_ids, positions)
+            return
         with (
             torch.inference_mode(),
             base_model(self._adapters, len(token_ids), len(runs)),
             inputs.notes_set_aside(len(token_ids)),
-            self._context(replace(metadata, slot_mapping=written)),
+            self._context(replace(metadata, slot_mapping=written), num_tokens=len(token_ids)),
         ):
             output = model(intermediate_tensors=None, **inputs.arguments(token_ids, positions))
         if draft is not None and drafted is not None:  # its layers have the same slots
-            with torch.inference_mode(), self._context(replace(metadata, slot_mapping=slots)):
+            own = replace(metadata, slot_mapping=slots)
+            with torch.inference_mode(), self._context(own, num_tokens=len(token_ids)):
                 draft.compute(drafted, output)
 
     @contextmanager
-    def _context(self, metadata: CommonAttentionMetadata) -> Iterator[None]:
+    def _context(self, metadata: CommonAttentionMetadata, **options: Any) -> Iterator[None]:
+        """`options`: of `set_forward_context`."""
         own = [(builder.build(0, metadata), names) for builder, names in self._builders]
         of_layers = {name: built for built, names in own for name in names}
         slots = dict.fromkeys(of_layers, metadata.slot_mapping)
-        num_tokens = metadata.num_actual_tokens
-        with set_forward_context(of_layers, self._config, num_tokens=num_tokens, slot_mapping=slots):
+        with set_forward_context(of_layers, self._config, slot_mapping=slots, **options):
             yield
 
     def _inputs(

@@ -78,7 +78,7 @@ class ArrivedLoad:
         if self.choosing is not None:
             self.left = self.choosing.first_pass(cache, device)
         else:
-            kept = request.last_rows(self.load.unreadable)
+            kept = request.head_rows(self.load.unreadable)
             self.left = runs_of(request, self._first_spans, kept=kept)
 
     def take_runs(self, max_tokens: int) -> list[Run]:

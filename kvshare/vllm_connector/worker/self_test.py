@@ -4,8 +4,9 @@ The self-test: checks on the running model before the first request. Without it 
     layout     rows that vLLM writes into scattered blocks are read back bit by bit
     scales     numbers of 8 bits times the layer's scale are those that the model computes
     partial    partial attention over scattered runs gives the KV of one full pass
+    graphs     so do passes by vLLM's CUDA graphs
     listening  attention weights computed from queries and stored keys give the kernel's output, and add up
-    movement   how rows move to other positions is determined layer by layer; see `kvshare.kv.movement`
+    movement   how rows move to other positions is determined layer by layer; see `movement_test.py`
 
 Layers without positions, a mask that is not causal, or a kernel that reads its cache in another way fail one
 of these checks. Negative controls must deviate, or the test is inconclusive: rows of another token, block or
@@ -23,7 +24,6 @@ import torch
 
 from delta_tree import Span
 from kvshare.kv.listening import Listener, attention
-from kvshare.kv.movement import Observed, Verification, find_movement
 from kvshare.kv.sequence import SegmentKV
 from kvshare.sharing.plan import MAX_LISTENERS
 from kvshare.vllm_connector.worker.attention_hooks import Watch
@@ -34,18 +34,24 @@ from kvshare.vllm_connector.worker.cache_dtype import (
     scale_of,
     steps_apart,
 )
+from kvshare.vllm_connector.worker.checks import tried
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
 from kvshare.vllm_connector.worker.deviation import Expected
+from kvshare.vllm_connector.worker.movement_test import (
+    FEW_TOKENS,
+    FIRST_BLOCK,
+    FIRST_PLACE,
+    SHIFTS,
+    Found,
+    MovementTest,
+)
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 
 _NUM_TOKENS = 620  # so that a run is longer than 512
 _NUM_BLOCKS = 4  # the prompt is longer than so many blocks, if there is room
-_FEW_TOKENS = 48  # enough if the length does not matter; the prompt has at least so many
 _BEYOND_WINDOW = 64  # tokens by which the prompt is longer than the shortest window
 _LONGEST = 4096
-_SHIFTS = (37, 133)
-_FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request
 _TOLERANCE = {
     torch.float32: 2e-3,
     torch.float16: 2e-2,
@@ -66,16 +72,23 @@ class SelfTest:
     ) -> None:
         self._cache = cache
         self._forward = forward
-        num_blocks = cache.num_blocks - _FIRST_BLOCK
+        num_blocks = cache.num_blocks - FIRST_BLOCK
         layers = range(cache.kv_layout.num_layers)
         windows = (forward.form(layer).reach.size for layer in layers)
         beyond = min((w + _BEYOND_WINDOW for w in windows if w is not None), default=0)
         wanted = max(_NUM_TOKENS, _NUM_BLOCKS * cache.block_size + 1, min(beyond, _LONGEST))
-        room = min(max_model_len - max(_SHIFTS) - 1, num_blocks * cache.block_size)
-        self._length = max(_FEW_TOKENS, min(wanted, room))
+        room = min(max_model_len - max(SHIFTS) - FIRST_PLACE - 1, num_blocks * cache.block_size)
+        self._length = max(FEW_TOKENS, min(wanted, room))
         self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
         self._tokens = tuple(torch.randint(0, vocab_size, (self._length,), generator=generator).tolist())
+        self._movement_test = MovementTest(
+            cache,
+            forward,
+            tokens=self._tokens[:FEW_TOKENS],
+            block_ids=self.block_ids,
+            tolerance=_TOLERANCE[torch.bfloat16] if cache.is_quantised else self._tolerance,
+        )
 
     @property
     def _runs(self) -> tuple[Span, ...]:
@@ -85,7 +98,7 @@ class SelfTest:
 
     def check_layout(self) -> str | None:
         """Return why blocks cannot be read, or None."""
-        if problem := self._cache.find_layout(_FIRST_BLOCK):
+        if problem := self._cache.find_layout(FIRST_BLOCK):
             return problem
         layout, generator = self._cache.kv_layout, torch.Generator().manual_seed(11)
         shapes = (plane.shape(self._length) for plane in layout.planes)
@@ -124,9 +137,7 @@ class SelfTest:
         expected, tolerance, errors = self._expected(whole), self._tolerance, list[float]()
         # All runs in one pass, then one run per pass: in the second case wrong blocks would hold other rows.
         for passes in ([runs], [[run] for run in runs]):
-            poison = {"k": 3.0, "v": -3.0}
-            planes = zip(self._cache.kv_layout.planes, whole.planes, strict=True)
-            self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
+            self._poison(whole)
             errors.append(expected.deviation(self._compute(*passes)))
         if not all(error <= tolerance for error in errors):  # NaN is no error that is small
             return "partial attention does not give the KV of a full prefill"
@@ -140,6 +151,23 @@ class SelfTest:
             if not self._expected(_behind(whole, start)).deviation(_behind(blind, start)) >= clearly:
                 return "a run does not depend on the rows before it: the self-test is inconclusive"
         return None
+
+    def check_graphs(self) -> str | None:
+        """Return why passes by CUDA graphs do not give the KV of passes without them, or None."""
+        whole, (*first, long, _) = self._compute([Span(0, self._length)]), self._runs
+        middle = (long.start + self._length) // 2
+        parts = Span(long.start, middle), Span(middle, middle + 1), Span(middle + 1, self._length)
+        self._poison(whole)  # a graph that reads ids from elsewhere does not give the expected rows
+        self._forward.uses_graphs = True
+        computed = self._compute([*first, parts[0]], parts[1:2], parts[2:])
+        is_exact = self._expected(whole).deviation(computed) <= self._tolerance
+        return None if is_exact else "they do not give the KV of passes without them"
+
+    def _poison(self, like: SegmentKV) -> None:
+        """Overwrite all rows of the prompt by numbers that no model computes."""
+        poison = {"k": 3.0, "v": -3.0}
+        planes = zip(self._cache.kv_layout.planes, like.planes, strict=True)
+        self._write([torch.full_like(rows, poison[plane.name]) for plane, rows in planes], self._length)
 
     def _mistaken(self, whole: SegmentKV) -> Iterator[SegmentKV]:
         """Yield negative controls: the rows with a small error."""
@@ -167,19 +195,13 @@ class SelfTest:
 
     def check_listening(self) -> str | None:
         """Return why attention weights cannot be computed from stored keys, or None."""
-        problem = self._tried_listening()
+        problem = tried(self._check_listening, "watching attention")
         if problem is not None and self._forward.simplify():
-            problem = self._tried_listening()
+            problem = tried(self._check_listening, "watching attention")
         return problem
 
-    def _tried_listening(self) -> str | None:
-        try:
-            return self._check_listening()
-        except Exception as exc:  # noqa: BLE001  sharing goes on without it
-            return f"watching attention raised an error: {type(exc).__name__}: {exc}"
-
     def _check_listening(self) -> str | None:
-        length, num_layers = self._length, self._cache.kv_layout.num_layers
+        length, num_layers = min(self._length, self._forward.max_tokens), self._cache.kv_layout.num_layers
         if self._cache.is_quantised and self._cache.kv_layout.device.type != "cpu":
             return "keys of 8 bits are not read on a GPU"
         layout, whole, agree = self._cache.kv_layout, self._compute([Span(0, length)]), list[bool]()
@@ -219,7 +241,7 @@ class SelfTest:
 
     def _weights(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the weights (G, S, S) of each key head. Shapes:  query (S, H_q, D); keys (S, H, D)"""
-        positions = torch.arange(self._length, device=keys.device)
+        positions = torch.arange(len(query), device=keys.device)
         scaling, form = self._forward.scaling(layer), self._forward.form(layer)
         for head, group in enumerate(query.transpose(0, 1).chunk(keys.shape[1])):
             yield attention(positions, group, keys[:, head], scaling=scaling, form=form, group=head)
@@ -228,43 +250,19 @@ class SelfTest:
         difference, scale = (expected - got.float()).abs().max(), expected.abs().max().clamp(min=1e-6)
         return bool(difference <= _TOLERANCE.get(self._cache.computed_dtype, 0.0) * scale)
 
-    def movements(self, tables: Sequence[torch.Tensor]) -> list[tuple[Verification, Verification]]:
+    def movements(self, tables: Sequence[torch.Tensor]) -> Found:
         """Find which of these tables, if any, rotates each layer's K and V to other positions."""
-        here, *elsewhere = (self._rows_at(shift) for shift in (0, *_SHIFTS))
-        there = dict(zip(_SHIFTS, elsewhere, strict=True))
-        tolerance = _TOLERANCE[torch.bfloat16] if self._cache.is_quantised else self._tolerance
+        return self._movement_test.movements(tables)
 
-        layout = self._cache.kv_layout
+    def movements_despite_rounding(self, tables: Sequence[torch.Tensor], found: Found) -> Found:
+        """Complete what `movements` has found; see `MovementTest`."""
+        return self._movement_test.movements_despite_rounding(tables, found)
 
-        def verification(name: int, layer: int) -> Verification:
-            rows = layout.of_layer(here.planes, layer)[name]
-            observed = [
-                Observed(rows, layout.of_layer(far.planes, layer)[name], shift)
-                for shift, far in there.items()
-            ]
-            return find_movement(tables, observed, tolerance=tolerance)
-
-        return [(verification(0, layer), verification(1, layer)) for layer in range(layout.num_layers)]
-
-    def _compute(self, *passes: Sequence[Span], shift: int = 0) -> SegmentKV:
+    def _compute(self, *passes: Sequence[Span]) -> SegmentKV:
         """Compute the spans of each pass, and return all rows up to the last one's end."""
         for spans in passes:
-            self._forward.compute([Run(self.block_ids, span, self._tokens, shift) for span in spans])
+            self._forward.compute([Run(self.block_ids, span, self._tokens) for span in spans])
         return self._cache.read(self.block_ids, Span(0, passes[-1][-1].end))
-
-    def _rows_at(self, shift: int) -> SegmentKV:
-        """
-        Return rows of a few tokens, computed for positions that are `shift` higher.
-
-        If the cache is quantised, these are the rows before that, and each token is a sequence of its own: it
-        attends only to itself, with a weight of 1, so that errors of keys do not change later layers.
-        """
-        if not self._cache.is_quantised:
-            return self._compute([Span(0, _FEW_TOKENS)], shift=shift)
-        blocks = range(_FIRST_BLOCK, min(self._cache.num_blocks, _FIRST_BLOCK + _FEW_TOKENS))
-        return self._computed(
-            [Run((block,), Span(0, 1), self._tokens[place:], shift) for place, block in enumerate(blocks)]
-        )
 
     def _computed(self, runs: Sequence[Run]) -> SegmentKV:
         """Compute the runs, and return their rows before they are quantised."""
@@ -276,7 +274,7 @@ class SelfTest:
 
 def _scattered(num_blocks: int, count: int) -> tuple[int, ...]:
     """Ids of free blocks, far apart and in random order."""
-    apart = np.linspace(_FIRST_BLOCK, _FIRST_BLOCK + num_blocks - 1, count).astype(int)
+    apart = np.linspace(FIRST_BLOCK, FIRST_BLOCK + num_blocks - 1, count).astype(int)
     return tuple(np.random.default_rng(3).permutation(apart).tolist())
 
 

@@ -27,6 +27,7 @@ from kvshare.kv.parameters import model_fingerprint
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
 from kvshare.vllm_connector.worker.block_copy_test import BlockCopyTest
+from kvshare.vllm_connector.worker.checks import first_problem, tried
 from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device, name_of_this_device
 from kvshare.vllm_connector.worker.host_memory import Taken, taken
@@ -200,16 +201,20 @@ class WorkerStart:
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
         tables, unsupported = models.frequency_tables()
         verifications = self_test.movements(tables)
+        if not all(agreed([not why_not_movable(verifications)])):  # all ranks compute, or none
+            verifications = self_test.movements_despite_rounding(tables, verifications)
         cache.set_movements([(k.movement, v.movement) for k, v in verifications])
         if not all(agreed([cache.kv_layout.can_move])):
             problem = why_not_movable(verifications) or _ELSEWHERE
             limit = f"only text at the same position is shared: {problem if tables else unsupported}"
             warnings = (*warnings, limit)
+        # The last check that computes: before it passes have no rows but their own.
+        warnings = (*warnings, *self._check_graphs(self_test, attached.forward))
         wait_for_memory()
         slower, problem = self._check_copies(attached, self_test.block_ids)
         if problem is not None:
             return Findings(unsupported=(problem,))
-        problem = _first_problem(
+        problem = first_problem(
             [BlockCopyTest(part, self.device, block_ids=self_test.block_ids) for part in cache.parts]
         )
         can_copy_blocks = all(agreed([problem is None]))
@@ -217,22 +222,27 @@ class WorkerStart:
             slower = (*slower, f"nothing is copied inside vLLM's KV cache: {problem or _ELSEWHERE}")
         return Findings((), (*warnings, *slower), can_listen, can_copy_blocks)
 
+    def _check_graphs(self, self_test: SelfTest, forward: PartialForward) -> tuple[str, ...]:
+        """Find out whether passes may be CUDA graphs, on all ranks. Returns warnings."""
+        if not forward.has_graphs:
+            return ()
+        problem = tried(self_test.check_graphs, "a pass by CUDA graphs")
+        forward.uses_graphs = all(agreed([problem is None]))
+        if not forward.uses_graphs:
+            return (f"passes are launched without CUDA graphs, which takes longer: {problem or _ELSEWHERE}",)
+        log.info("kvshare: small passes over placeholders are launched as vLLM's CUDA graphs")
+        return ()
+
     def _check_copies(self, attached: Attached, block_ids: Sequence[int]) -> tuple[Sequence[str], str | None]:
         """Return warnings, and why nothing can be copied, or None. All ranks copy in the same way."""
         tests = [
             CopyTest(part, attached.store, self.device, block_ids=block_ids, part=number)
             for number, part in enumerate(attached.cache.parts)
         ]
-        problem, warnings = _first_problem(tests), list[str]()
+        problem, warnings = first_problem(tests), list[str]()
         if not all(agreed([problem is None])) and self.device.simplify():
             warnings = [f"copies take more launches, without kernels of our own: {problem or _ELSEWHERE}"]
-            problem = _first_problem(tests)
+            problem = first_problem(tests)
         if all(agreed([problem is None])):
             return warnings, None
         return (), problem or _ELSEWHERE
-
-
-def _first_problem(tests: Sequence[CopyTest] | Sequence[BlockCopyTest]) -> str | None:
-    """Return the first problem that a test finds, or None. Each test is for one part of the cache."""
-    problems = (test.check() for test in tests)
-    return next((problem for problem in problems if problem is not None), None)

@@ -41,7 +41,9 @@ MAX_WAIT_S = 0.005  # the longest wait of a step without a forward pass; new req
 class Transfers:
     """Methods run on vLLM's thread unless they say "on the thread that copies"."""
 
-    def __init__(self, attached: Attached, device: Device, reports: Reports) -> None:
+    def __init__(
+        self, attached: Attached, device: Device, reports: Reports, *, drafts_late: bool = False
+    ) -> None:
         self._cache, self._store = attached.cache, attached.store
         self._device = device
         self._reports = reports
@@ -51,7 +53,7 @@ class Transfers:
         self._agreement = Agreement[Hashable]()
         self._without_room: list[PendingSave] = []  # saves that wait for the memory of dropped segments
         self._joining = JoiningLoads(device, self._copies, self._store, reports)
-        self._fences = BlockFences(device)
+        self._fences = BlockFences(device, drafts_late=drafts_late)
         self._is_asleep = False  # vLLM's KV cache must not be touched
 
     def cancel(self, request_ids: Collection[str]) -> None:

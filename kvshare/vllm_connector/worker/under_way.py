@@ -55,6 +55,17 @@ class PendingLoad:
         """The wanted segments that must be in host memory."""
         return self.request.stored_ids
 
+    @property
+    def is_from_blocks(self) -> bool:
+        """Return whether all that is copied lies in vLLM's blocks."""
+        return bool(self.request.sources) and not self.stored_ids
+
+    @property
+    def read_blocks(self) -> frozenset[int]:
+        """Return the blocks of other requests that it copies from."""
+        sources = self.request.sources.values()
+        return frozenset(block_id for source in sources for block_id in source.block_ids)
+
     @cached_property
     def placeholders(self) -> tuple[Span, ...]:
         """Return the spans that a pass goes over if everything can be read."""

@@ -24,16 +24,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import StepMetadata, WorkerHandshake, WorkerReport
-from kvshare.vllm_connector.speculation import drafts_by_head
+from kvshare.vllm_connector.speculation import drafts_after_report, drafts_by_head
 from kvshare.vllm_connector.worker.device import Device, device_of_this_worker
 from kvshare.vllm_connector.worker.disk_start import with_disk
 from kvshare.vllm_connector.worker.early_passes import EarlyPasses
@@ -88,14 +87,11 @@ class ConnectorWorker:
         assert self._parts is not None, "a model is attached"
         return self._parts
 
-    def attach_model(
-        self, model: torch.nn.Module, adapters: Any = None, draft: torch.nn.Module | None = None
-    ) -> None:
+    def attach_model(self, models: Models) -> None:
         """Take the model and run the self-test. Failures are reported in the handshake, not raised."""
         try:
             # Stays even if the test fails: CUDA knows its memory.
-            models = Models(model, draft, adapters)
-            self._has_head = draft is not None and drafts_by_head(self._start.config)
+            self._has_head = models.draft is not None and drafts_by_head(self._start.config)
             self._attached = self._start.attach(models)
             handshake = self._start.verify(models, self._attached)
             self._attached, self.handshake = with_disk(self._attached, handshake, self._start)
@@ -114,7 +110,7 @@ class ConnectorWorker:
         device, step_tokens = self._start.device, self._start.step_tokens
         self._attached = attached
         self._parts = WorkerParts(
-            Transfers(attached, device, self._reports),
+            Transfers(attached, device, self._reports, drafts_late=drafts_after_report(self._start.config)),
             Placeholders(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
             EarlyPasses(attached, device, self._reports, step_tokens=step_tokens, can_listen=can_listen),
             HeadPasses(attached.forward, device, self._reports, step_tokens=step_tokens),
@@ -181,7 +177,10 @@ class ConnectorWorker:
         """Compute what is due of the loads that have arrived, together with those that join the step."""
         transfers, placeholders, *_ = self.parts
         placeholders.add(transfers.take_arrived())
-        if block_ids := placeholders.compute_due(joined):
+        block_ids = placeholders.compute_due(joined)
+        # Copies from these may be under way still, and the scheduler unpins them with this step's report.
+        block_ids.update(*(load.read_blocks for load in joined if load.is_from_blocks))
+        if block_ids:
             transfers.fence(block_ids)
 
     def save(self, step: StepMetadata) -> None:

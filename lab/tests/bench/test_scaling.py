@@ -101,7 +101,7 @@ def test_prompts_like_text_repeat_passages_and_themselves() -> None:
 @pytest.mark.model
 def test_words_are_the_common_ones_of_the_embedder() -> None:
     """Its vocabulary is in the order of frequency; parts of words and signs are left out."""
-    words = common_words(Embedder().load().tokenizer.get_vocab())
+    words = common_words(Embedder().load().vocabulary())
     assert len(set(words)) == 20_000
     assert set(words[:40]) > {"the", "of", "and"}
     assert not any("#" in word or "[" in word for word in words)

@@ -63,7 +63,23 @@ def test_every_tested_kind_is_one_that_the_tests_have(script: ModuleType) -> Non
 
 def test_the_readme_counts_what_the_script_counts(script: ModuleType) -> None:
     said = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    numbers = re.findall(r"\d+", script.recipes())
-    shared, total, share, speculating, its_share = numbers
+    measured = json.loads(script.MEASURED.read_text("utf-8"))
+    sentence = script.recipes(measured)
+    numbers = re.findall(r"\d+", sentence)
+    shared, total, share, tested, admitted, _, _, speculating, its_share = numbers
     assert f"{shared} of vLLM's {total} recipes for generative models ({share} %;" in said
     assert f"{speculating}, or {its_share} %," in said
+    assert f"Of {tested} of them a tiny random model" in said
+    assert f"of the other {admitted} none" in said
+    assert int(tested) >= 45
+    assert int(shared) >= 58
+
+
+def test_each_recipe_is_counted_once(script: ModuleType) -> None:
+    """By the architecture that it loads; what the lists name is one of them."""
+    named = [model for group in script.RECIPES["groups"] for model in group["models"]]
+    assert len(named) == len(set(named))
+    for extra in ("fp8", "heads", "mtp", "eagle"):
+        assert set(script.RECIPES[extra]) <= set(named)
+    found = script.recipe_states(json.loads(script.MEASURED.read_text("utf-8")))
+    assert sorted(model for models in found.values() for model in models) == sorted(named)

@@ -21,17 +21,22 @@ def answered(steps: int, tokens: int, seconds: float) -> tuple[Answer, FinishedR
 
 
 @pytest.mark.parametrize(
-    ("full", "shared", "passed"),
-    [((25, 100), (25, 100), True), ((25, 100), (50, 100), False), ((90, 100), (90, 100), False)],
+    ("full", "shared", "seconds", "passed"),
+    [
+        ((25, 100), (25, 100), 1.0, True),
+        ((25, 100), (25, 100), 2.1, False),
+        ((25, 100), (50, 100), 1.0, False),
+        ((90, 100), (90, 100), 1.0, False),
+    ],
 )
-def test_it_passes_only_where_enough_is_accepted_and_no_less_is(
-    full: tuple[int, int], shared: tuple[int, int], passed: bool
+def test_it_passes_only_where_enough_is_accepted_no_less_is_and_answers_are_not_later(
+    full: tuple[int, int], shared: tuple[int, int], seconds: float, passed: bool
 ) -> None:
     """A server whose full prefills accept next to nothing shows nothing."""
-    found = summary({"full": [answered(*full, 2.0)], "shared": [answered(*shared, 1.0)]})
+    found = summary({"full": [answered(*full, 2.0)], "shared": [answered(*shared, seconds)]})
     assert found["passed"] == passed
     assert found["tokens_a_step"]["full"] == full[1] / full[0]
-    assert found["answer_s_ratio"] == 0.5
+    assert found["answer_s_ratio"] == seconds / 2
 
 
 def test_an_edited_prompt_differs_outside_of_what_both_have_in_common() -> None:
@@ -63,12 +68,20 @@ def test_methods() -> None:
         "num_speculative_tokens": 3,
         "model": "h",
     }
-    with pytest.raises(ConfigError, match="expected ngram, draft or eagle"):
+    assert Config(method="mtp").speculation("m") == {"method": "mtp", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="expected one of ngram, draft, eagle, eagle3, mtp"):
         Config(method="medusa").speculation("m")
 
 
 def test_a_model_that_is_not_random_needs_a_head(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a head"):
-        _models(Config(method="eagle", model="a/model"), tmp_path)
-    own = Config(method="eagle", model="a/model", head=tmp_path)
-    assert _models(own, tmp_path) == ("a/model", str(tmp_path))
+    for method in ("eagle", "eagle3"):
+        with pytest.raises(ConfigError, match="expected a head"):
+            _models(Config(method=method, model="a/model"), tmp_path)
+        own = Config(method=method, model="a/model", head=tmp_path)
+        assert _models(own, tmp_path) == ("a/model", str(tmp_path))
+    with pytest.raises(ConfigError, match="no random model"):
+        _models(Config(method="eagle3", head=tmp_path), tmp_path)
+
+
+def test_a_layer_that_drafts_is_in_its_models_folder(tmp_path: Path) -> None:
+    assert _models(Config(method="mtp", model="a/model"), tmp_path) == ("a/model", "a/model")

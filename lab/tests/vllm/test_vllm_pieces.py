@@ -15,7 +15,7 @@ from kvshare.replay.workloads import generate, write_rows
 from kvshare_lab.bench.random_models import DEMO_VOCAB_SIZE
 from kvshare_lab.vllm import parity, steady
 from kvshare_lab.vllm.client import Answer, Counters
-from kvshare_lab.vllm.kinds import SERVED, config_of, write_served_kind
+from kvshare_lab.vllm.kinds import ILLUSTRATED, SERVED, served_config, write_served_kind
 from kvshare_lab.vllm.load import Config, given_sequence, new_sequence
 from kvshare_lab.vllm.parity import distance
 from kvshare_lab.vllm.prompts import Mixture, Op, near_duplicate, unrelated_prompt
@@ -202,10 +202,18 @@ def test_both_vllms_get_the_same_cores() -> None:
 
 @pytest.mark.parametrize("name", sorted(SERVED))
 def test_every_kind_can_be_a_benchmarks_model(name: str) -> None:
-    """Its size is known before it is written, and it has the tokenizer's words."""
-    assert config_of(name, vocab_size=DEMO_VOCAB_SIZE).get_text_config().vocab_size == DEMO_VOCAB_SIZE
+    """Its size is known before it is written, and it has the words of its tokenizer."""
+    num_words = served_config(name).get_text_config().vocab_size
+    assert num_words >= DEMO_VOCAB_SIZE or name == ILLUSTRATED
     assert StackOptions(name).has_random_weights
     assert BenchConfig().bytes_per_token(name) > 0
+
+
+@pytest.mark.parametrize(("name", "width"), [("gemma4", 171), ("qwen2-vl", 128)])
+def test_the_size_of_a_kind_is_its_language_models(name: str, width: int) -> None:
+    """Of two layers with heads of 32 and one with heads of 64 the mean; a tower does not count."""
+    size = StackOptions(name).model_size
+    assert (size.num_layers, size.hidden_size, size.attention_width) == (3, 128, width)
 
 
 def test_a_kind_is_written_with_the_demo_models_tokenizer(tmp_path: Path) -> None:

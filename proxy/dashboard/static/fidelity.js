@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { el } from "./dom.js";
 import { count, counted, nats, percent, words } from "./format.js";
-import { facts, head, panel, table } from "./table.js";
+import { facts, figures, head, panel, table } from "./table.js";
 
 const MINUTES = 1440;
 
@@ -13,7 +13,8 @@ export const fidelity = {
   load: () => Promise.all([ask("activity", { minutes: MINUTES }), ask("status")]),
   draw: ([activity, status]) => [
     head("Fidelity", "How far answers may deviate from those of a full prefill, and what was refused for it."),
-    el("section", { class: "panel" }, el("h2", { class: "verdict" }, promise(status.limits)), el("p", { class: "muted" }, "Figures here are predictions from a calibration. This server measures no deviations while it serves: ", el("code", {}, "kvshare calibrate"), " does.")),
+    el("section", { class: "panel" }, el("h2", { class: "verdict" }, promise(status.limits)), el("p", { class: "muted" }, "By prediction, from a calibration. What is measured on answers of this server stands below.")),
+    panel("Measured on answers", "since the start", shadows(status.shadow, status.limits)),
     panel("Decisions of the last 24 hours", "by prompt", decisions(activity.decisions, status.reasons)),
     panel("Whether sharing pays", null, control(status.control)),
   ],
@@ -25,6 +26,25 @@ export function promise({ mode, max_deviation: most, max_risk: risk }) {
   if (mode === "exact" || most === 0) return "Only equal prefixes are shared: answers are those of a full prefill.";
   if (risk >= 1) return `On average, answers with copies deviate by at most ${nats(most)} nats, by prediction.`;
   return `At most ${percent(risk, 1)} of the answers with copies may deviate by more than ${nats(most)} nats.`;
+}
+
+/** What was found of answers that were computed once more in full. */
+function shadows(found, limits) {
+  if (!found) return el("p", { class: "empty" }, "In front of vLLM no deviations are measured while it serves: ", el("code", {}, "kvshare calibrate"), " does.");
+  const compared = found.num_compared;
+  if (!compared) {
+    return found.share
+      ? el("p", { class: "empty" }, `Of approximate answers ${percent(found.share, 1)} are computed once more in full. None was yet.`)
+      : el("p", { class: "empty" }, "No answer is computed once more in full: set ", el("code", {}, "control.shadow_share"), ", for one in a hundred to 0.01.");
+  }
+  const isAbove = limits.max_risk < 1 && found.num_above > limits.max_risk * compared;
+  const share = `${count(found.num_above)} of ${count(compared)}`;
+  return figures([
+    ["Deviate by more than allowed", isAbove ? el("span", { class: "bad" }, share) : share, limits.max_risk < 1 ? `${percent(limits.max_risk, 1)} may` : "no share is promised"],
+    ["Mean deviation", nats(found.measured / compared), `nats; ${nats(found.expected / compared)} were expected of these`],
+    ["Largest", nats(found.largest), `nats; the limit is ${nats(limits.max_deviation)}`],
+    ["Computed in full", percent(found.share, 1), found.num_left_out ? `of approximate answers; ${count(found.num_left_out)} left out, as one was under way` : "of approximate answers"],
+  ]);
 }
 
 const OUTCOMES = { approx: "copies shared", exact: "prefix shared", full: "nothing shared" };

@@ -6,7 +6,7 @@ import { el } from "./dom.js";
 import { bytes, count, percent, words } from "./format.js";
 import { facts, figures, head, panel, table } from "./table.js";
 
-const CAUSES = { capacity: "to make room", end: "the end of a prompt, to make room", lost: "their KV was lost" };
+const CAUSES = { capacity: "to make room", end: "the end of a prompt, to make room", lost: "their KV was lost", quota: "their tenant's limit" };
 
 export const memory = {
   title: "Memory",
@@ -23,6 +23,7 @@ export const memory = {
           ["KV in memory", bytes(status.kv_bytes), `of ${bytes(status.kv_budget_bytes)} (${percent(status.kv_bytes, status.kv_budget_bytes)})`],
           ["Pinned", bytes(stats.pins.num_bytes), `at most ${bytes(stats.pins.max_bytes)}`],
           ["Stored once", percent(sums.num_tokens - sums.num_stored_tokens, sums.num_tokens), "of prompt tokens need no KV of their own"],
+          ["Reached by no key", bytes(unreachable(stats, status)), "of prompts whose keys are gone: evict them in Tree"],
           ["Evicted", count(Object.values(status.evictions).reduce((sum, each) => sum + each, 0)), "prompts and ends of prompts"],
         ]),
       ),
@@ -39,6 +40,12 @@ export const memory = {
     ];
   },
 };
+
+/** Bytes of KV in namespaces that no configured key uses. A server without keys has one client, who reaches all. */
+export function unreachable({ namespaces, owners = {} }, { asks_for_keys: hasKeys }) {
+  if (!hasKeys) return 0;
+  return namespaces.reduce((sum, { namespace, num_bytes: size }) => sum + (owners[namespace]?.keys.length ? 0 : size), 0);
+}
 
 function fullness(used, most) {
   const label = `${percent(used, most)} used`;

@@ -1,4 +1,4 @@
-// What sharing brought and what it cost, over time and by tenant, and what does not work.
+// What sharing brought and what it cost, over time, by tenant and by key, and what does not work.
 
 import { ask } from "./api.js";
 import { bars } from "./chart.js";
@@ -9,7 +9,9 @@ import { choices, figures, head, panel, table } from "./table.js";
 import { KINDS, countsOf, legend, reused, shares, total } from "./tokens.js";
 
 const RANGES = [[60, "1 hour"], [360, "6 hours"], [1440, "24 hours"]];
+const GROUPS = [["tenants", "Tenants"], ["keys", "Keys"]];
 let minutes = 60;
+let group = "tenants";
 
 export const overview = {
   title: "Overview",
@@ -26,7 +28,7 @@ export const overview = {
       problems(status),
       el("section", { class: "panel" }, summary(activity.total, status)),
       activity.total.requests ? overTime(activity) : nothing(),
-      activity.total.requests ? byTenant(activity) : null,
+      activity.total.requests ? byGroup(activity, again) : null,
       switches(status.limits, again),
     ];
   },
@@ -91,16 +93,20 @@ export function filled(activity) {
   }));
 }
 
-function byTenant(activity) {
-  const rows = activity.tenants.map((row) => ({ ...row, counts: countsOf(row) }));
-  const more = activity.num_tenants - rows.length;
+/** By tenant, or by key: of one tenant each application has a key of its own. */
+function byGroup(activity, again) {
+  const rows = activity[group].map((row) => ({ ...row, counts: countsOf(row) }));
+  const more = activity[`num_${group}`] - rows.length;
+  const title = group === "keys" ? "By key" : "By tenant";
+  const own = (row) => (row.key === row.tenant ? row.key : [row.key, el("span", { class: "muted" }, ` ${row.tenant}`)]);
   return panel(
-    "By tenant",
+    title,
     more > 0 ? `those that reused most; ${counted(more, "other")}` : null,
+    choices("Group", GROUPS, group, (value) => { group = value; again(); }),
     table(
-      "By tenant",
+      title,
       [
-        { title: "Tenant", cell: (row) => row.tenant },
+        { title: group === "keys" ? "Key" : "Tenant", cell: (row) => (group === "keys" ? own(row) : row.tenant) },
         { title: "Source of tokens", cell: (row) => shares(row.counts) },
         { title: "Reused", right: true, cell: (row) => percent(reused(row.counts), total(row.counts)) },
         { title: "Prompt tokens", right: true, cell: (row) => count(total(row.counts)) },

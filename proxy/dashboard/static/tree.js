@@ -24,6 +24,7 @@ export const tree = {
 export function ownerName(owners, namespace) {
   const owner = owners?.[namespace];
   if (!owner) return `namespace ${namespace.slice(0, 8)}`;
+  if (owner.scope === "private" && !owner.keys.length) return `${owner.tenant} (private, its key is gone)`;
   return owner.scope === "private" ? `${owner.tenant} (private: ${owner.keys.join(", ")})` : owner.tenant;
 }
 

@@ -217,5 +217,6 @@ function about(request) {
     ["donors", donors.length ? donors.map((donor, place) => [place ? "; " : "", link(donor, String(donor))]) : "none"],
     ["stored as", node ? link(node, `prompt ${node}`) : "not stored"],
     ["expected deviation", request.prompts[0]?.prediction ? `${nats(request.prompts[0].prediction.expected)} nats` : null],
+    ["measured deviation", typeof request.stored?.[0]?.deviation === "number" ? `${nats(request.stored[0].deviation)} nats` : null],
   ];
 }

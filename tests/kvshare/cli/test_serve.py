@@ -114,12 +114,15 @@ def test_serve_fails_in_one_line(process: Cli, option: tuple[str, str], told: st
 
 @pytest.mark.parametrize("setting", ["port", "admin_port"])
 def test_the_port_that_is_taken_is_named(process: Cli, tmp_path: Path, setting: str) -> None:
-    """With its setting and what to do, before a model is looked for."""
+    """With its setting and what to do, before anything is loaded: neither a model nor torch."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise RuntimeError('torch was imported')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = tmp_path / "kvshare.yaml"
         config.write_text(f"server: {{port: 0, {setting}: {port}}}\nmodel: {{path: nowhere}}\n")
-        outcome = process("serve", "--config", config)
+        outcome = process("serve", "--config", config, env={"PYTHONPATH": str(broken)})
     assert outcome.code == 1
     (told,) = outcome.stderr.splitlines()
     assert f"server.{setting}" in told

@@ -11,7 +11,8 @@ import pytest
 
 from kvshare.conversation.lark import Grammar
 from kvshare.embedded.engine import EmbeddedEngine
-from kvshare.embedded.scheduler import Scheduler, Task
+from kvshare.embedded.scheduler import Scheduler
+from kvshare.embedded.task import Task
 from kvshare.engine import Delta, Event, Finished, FinishReason, GenerationRequest, SamplingParams
 from kvshare.errors import RequestError
 from kvshare.served_model import DEMO

@@ -22,6 +22,7 @@ from kvshare.sharing.calibration import (
     read_calibration,
     shipped,
 )
+from kvshare.sharing.placed import placed
 from kvshare.sharing.prediction import Calibration, Shape, shape_of
 from kvshare.sharing.risk import ANY_DEVIATION, RiskTable
 
@@ -40,7 +41,7 @@ WITHOUT_RISKS = json.dumps(
 def shape(shift: int) -> Shape:
     """500 of 1,000 tokens from another place of a stored prompt."""
     copy = Copy(NodeId(1), SegmentId(1), 0, 500, 400, 400 + shift, 400 + shift)
-    found = shape_of([copy], num_tokens=1000, exact_length=300, common={NodeId(1): 300})
+    found = shape_of(placed([copy]), num_tokens=1000, exact_length=300, common={NodeId(1): 300})
     assert found is not None
     return found
 

@@ -184,7 +184,7 @@ async def test_long_prompts_are_planned_on_a_thread_of_their_own(
     monkeypatch: pytest.MonkeyPatch, model: EmbeddedModel, length: int, thread: str
 ) -> None:
     """A short prompt does not wait until a long one is planned."""
-    sharing = sharing_with(FixedNominator(), model)
+    sharing = sharing_with(FixedNominator(1), model)
     seen: list[str] = []
 
     def note_thread(*_: object) -> Lookup:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import Copy, NodeId, SegmentId
+from kvshare.sharing.placed import placed
 from kvshare.sharing.prediction import FEATURES, Calibration, Shape, shape_of
 
 NOBODY = {NodeId(1): 0, NodeId(2): 0}
@@ -28,7 +29,7 @@ def copy(target: int, length: int, *, start: int | None = None, donor: int = 1) 
 
 
 def shape(*copies: Copy, exact: int = 0, common: dict[NodeId, int] | None = None) -> Shape:
-    found = shape_of(copies, num_tokens=1000, exact_length=exact, common=common or NOBODY)
+    found = shape_of(placed(copies), num_tokens=1000, exact_length=exact, common=common or NOBODY)
     assert found is not None
     return found
 
@@ -87,7 +88,7 @@ def test_a_donors_text_that_goes_on_is_one_piece() -> None:
 
 
 def test_without_copies_there_is_no_shape() -> None:
-    assert shape_of([], num_tokens=1000, exact_length=100, common={}) is None
+    assert shape_of(placed([]), num_tokens=1000, exact_length=100, common={}) is None
 
 
 def test_repairs_count_by_what_is_stale() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from delta_tree import Copy, NodeId, SegmentId, Span
 from kvshare.settings import RepairSettings, load_settings
+from kvshare.sharing.placed import placed
 from kvshare.sharing.plan import cut, small_shift
 from kvshare.sharing.repair import Repairs, repairs_by_place, repairs_to_choose
 
@@ -33,7 +34,7 @@ def settings(**changes: float) -> RepairSettings:
 
 
 def repairs(copies: list[Copy], *, widened: float = 1.0, **changes: float) -> tuple[Span, ...]:
-    return repairs_by_place(copies, num_tokens=1000, settings=settings(**changes), widened=widened)
+    return repairs_by_place(placed(copies), num_tokens=1000, settings=settings(**changes), widened=widened)
 
 
 def test_an_edit_gets_a_window_and_the_prompt_a_tail() -> None:
@@ -93,7 +94,7 @@ def test_the_defaults_repair_edits() -> None:
 
 
 def ordered(copies: list[Copy], wanted: float = 30, **changes: float) -> Repairs:
-    return repairs_to_choose(copies, num_tokens=1000, wanted=wanted, settings=settings(**changes))
+    return repairs_to_choose(placed(copies), num_tokens=1000, wanted=wanted, settings=settings(**changes))
 
 
 def test_an_order_is_for_as_many_tokens_as_are_wanted() -> None:

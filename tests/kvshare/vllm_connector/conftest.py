@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.kvshare.vllm_connector.absent_torchvision import name_torchvision
+from kvshare_lab.vllm.absent_torchvision import name_torchvision
+from kvshare_lab.vllm.drawn_weights import drawn_weights
+from kvshare_lab.vllm.kinds import DRAWN
 from tests.kvshare.vllm_connector.frozen_objects import frozen
 from tests.kvshare.vllm_connector.in_process_vllm import (
     Checkpoint,
@@ -94,6 +96,8 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
     def begin(name: str | Path = "llama", **options: Any) -> Vllm:
         # As many blocks as tests need: vLLM fills all of a gibibyte with zeros.
         options = {"enforce_eager": mode == "eager", "num_gpu_blocks_override": 512, **options}
+        if name in DRAWN:
+            options |= {"load_format": "dummy", "trust_remote_code": True}
         wanted = (str(name), sorted(options.items()))
         if current and current[0][0] == wanted:
             return current[0][1]
@@ -107,7 +111,7 @@ def start(checkpoint: Checkpoint, mode: str) -> Iterator[Start]:
         torch._dynamo.config.disable = options["enforce_eager"]
 
         gc.freeze()  # what is there now stays, those modules too
-        with registered_once(), inspected_here(), frozen():
+        with registered_once(), inspected_here(), drawn_weights(), frozen():
             current.append((wanted, Vllm(path, **options)))
         return current[0][1]
 

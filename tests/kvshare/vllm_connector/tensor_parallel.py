@@ -25,6 +25,7 @@ SHIFT = 24
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
+    "disable_hybrid_kv_cache_manager": True,
     "worker_cls": "tests.kvshare.vllm_connector.failing_worker.FailingWorker",
 }
 

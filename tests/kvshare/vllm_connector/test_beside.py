@@ -16,7 +16,7 @@ BLOCK = 128  # tokens of one of vLLM's blocks on a CPU
 KEEPER = {
     "kv_connector": "BlockKeeper",
     "kv_role": "kv_both",
-    "kv_connector_module_path": "tests.kvshare.vllm_connector.block_keeper",
+    "kv_connector_module_path": "kvshare_lab.vllm.block_keeper",
 }
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
@@ -46,7 +46,7 @@ BESIDE = {"kv_transfer_config": outer(ours(by_block_hash=["BlockKeeper"]), KEEPE
     ]
 )
 def vllm(vllm: Vllm, request: pytest.FixtureRequest) -> Vllm:
-    from tests.kvshare.vllm_connector.block_keeper import BlockKeeper
+    from kvshare_lab.vllm.block_keeper import BlockKeeper
 
     BlockKeeper.forget()
     info = vllm.side.info()
@@ -67,7 +67,7 @@ def test_shared_answers_are_the_plain_ones(vllm: Vllm, text: Texts, copies: Copi
 
 def test_the_other_one_loads_what_ours_has_not(vllm: Vllm, text: Texts) -> None:
     """A prompt without a ticket, whose blocks vLLM has given away."""
-    from tests.kvshare.vllm_connector.block_keeper import BlockKeeper
+    from kvshare_lab.vllm.block_keeper import BlockKeeper
 
     tokens, salt = text(600, 2), vllm.fresh("tenant")
     (first,) = vllm.ask((tokens, None, salt))
@@ -79,7 +79,7 @@ def test_the_other_one_loads_what_ours_has_not(vllm: Vllm, text: Texts) -> None:
 
 def test_exact_kv_comes_from_either(vllm: Vllm, text: Texts, copies: Copies) -> None:
     """Ours loads a prompt with a ticket, as it stands first."""
-    from tests.kvshare.vllm_connector.block_keeper import BlockKeeper
+    from kvshare_lab.vllm.block_keeper import BlockKeeper
 
     tokens, salt = text(600, 3), vllm.fresh("tenant")
     donor = vllm.store(tokens)
@@ -95,7 +95,7 @@ def test_what_the_other_one_keeps_of_approximate_kv_nobody_finds(
     vllm: Vllm, text: Texts, copies: Copies
 ) -> None:
     """KV of another text is kept under the hashes of a salt that is used once."""
-    from tests.kvshare.vllm_connector.block_keeper import BlockKeeper
+    from kvshare_lab.vllm.block_keeper import BlockKeeper
 
     donor, tokens = vllm.store(text(600, 4)), text(600, 5)
     num_kept = len(BlockKeeper.kept)

@@ -95,7 +95,7 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
         ({"method": "draft_model", "use_heterogeneous_vocab": True}, "vocabulary"),
         ({"method": "draft_model", "parallel_drafting": True}, "in parallel"),
         ({"method": "draft_model", "is_multimodal_model": True}, "media"),
-        ({"method": "draft_model", "runner": "V2"}, "runner V2"),
+        ({"method": "draft_model", "runner": "V2"}, None),
         ({"method": "ngram_gpu", "runner": "V2"}, None),
         ({"method": "eagle", "architectures": ["EagleLlamaForCausalLM"]}, None),
         ({"method": "eagle3", "architectures": ["Eagle3LlamaForCausalLM"]}, None),
@@ -103,9 +103,12 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], word: str) -> No
             {"method": "eagle3", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
             "Eagle3DeepseekV2ForCausalLM",
         ),
-        ({"method": "eagle", "runner": "V2"}, "runner V2"),
+        ({"method": "eagle", "runner": "V2"}, None),
+        ({"method": "mtp", "architectures": ["Glm4MoeMTPModel"]}, None),
+        ({"method": "mtp", "architectures": ["Qwen3_5MTP"]}, "Qwen3_5MTP"),
+        ({"method": "mtp", "architectures": ["Glm4MoeMTPModel"], "n_predict": 3}, "3 layers"),
+        ({"method": "mtp", "architectures": ["Gemma4MTPModel"], "is_multimodal_model": True}, None),
         ({"method": "medusa"}, "by medusa"),
-        ({"method": "mtp"}, "hidden states"),
         ({"method": "a new one"}, "hidden states"),
     ],
 )
@@ -118,12 +121,26 @@ def test_what_may_be_shared_with_a_method_of_speculation(changes: dict[str, Any]
     draft = {"max_model_len": 4096, "is_multimodal_model": False, "architectures": kinds}
     fields = {"method": "", "use_heterogeneous_vocab": False, "parallel_drafting": False} | changes
     draft |= {name: changes[name] for name in draft.keys() & changes.keys()}
+    draft["hf_config"] = SimpleNamespace(n_predict=changes.get("n_predict"))
     speculative = SimpleNamespace(**fields, draft_model_config=SimpleNamespace(**draft))
     given = config(speculative=speculative, runner=changes.get("runner"))
     given.model_config.max_model_len = 4096
     assert known_reasons(given) == []
     reason = why_unshared(given)
     assert reason is None if word is None else word in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("method", "runner", "late"),
+    [("eagle", "V2", True), ("eagle", "V1", False), ("ngram", "V2", False), ("mtp", "V2", True)],
+)
+def test_only_runner_v2_drafts_after_it_has_reported_a_step(method: str, runner: str, late: bool) -> None:
+    """It matters where what drafts has rows of its own."""
+    from kvshare.vllm_connector.speculation import drafts_after_report
+
+    draft = SimpleNamespace(architectures=["Glm4MoeMTPModel"])
+    given = config(speculative=SimpleNamespace(method=method, draft_model_config=draft), runner=runner)
+    assert drafts_after_report(given) == late
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])

@@ -29,8 +29,9 @@ ENOUGH = 1.8  # tokens a step, of a full prefill
 LEAST = 0.97  # of them, of a shared one
 
 
-@pytest.fixture(scope="module", params=["eagle3", "eagle"])  # of a module, so that each starts once
+@pytest.fixture(scope="module", params=["eagle3", "mtp", pytest.param("eagle", marks=pytest.mark.long)])
 def method(request: pytest.FixtureRequest) -> str:
+    """Of a module, so that each starts once."""
     return str(request.param)
 
 
@@ -39,25 +40,35 @@ def with_head(start: Start, checkpoint: Checkpoint, tmp_path_factory: pytest.Tem
     """`with_head("eagle")`: a vLLM; the same one as long as the method is."""
 
     def begin(method: str) -> Vllm:
-        from kvshare_lab.vllm.heads import write_fitting_pair, write_random_head
-
         folder = tmp_path_factory.getbasetemp() / f"with-{method}"
-        model, head = folder / "model", folder / "head"
-        if method == "eagle3":
-            model = checkpoint("llama")
-        if not head.exists():
-            if method == "eagle3":
-                write_random_head(model, head)
-            else:
-                write_fitting_pair(checkpoint("llama"), model, head)
+        if not folder.exists():
+            write(method, checkpoint("llama"), folder)
+        model, drafts = folder / "model", {"num_speculative_tokens": NUM_DRAFTS, "method": method}
+        if method != "mtp":
+            drafts["model"] = str(folder / "head")
         # Few blocks, so that some requests are preempted where there are several.
-        machine = start(model, speculative_config=by_head(method, head), num_gpu_blocks_override=26)
+        machine = start(model, speculative_config=drafts, num_gpu_blocks_override=26)
         info = machine.side.info()
         assert (info.refusals, info.passing, info.speculation) == ((), "", method)
         assert info.can_move_keys
         return machine
 
     return begin
+
+
+def write(method: str, llama: Path, folder: Path) -> None:
+    """A model, and its head: of random weights for EAGLE3, else one that fits."""
+    from kvshare_lab.vllm.heads import write_fitting_pair, write_random_head
+    from kvshare_lab.vllm.mtp import write_fitting_mtp
+
+    model, head = folder / "model", folder / "head"
+    if method == "eagle3":
+        write_random_head(llama, head)
+        model.symlink_to(llama)
+    elif method == "mtp":
+        write_fitting_mtp(llama, model)
+    else:
+        write_fitting_pair(llama, model, head)
 
 
 class TestRows:
@@ -110,16 +121,17 @@ class TestRows:
         assert (errors(expected, got)[:, :230] <= LIMIT).all()
 
     def test_moved_text_brings_its_rows(self, vllm: Vllm, text: Texts, copies: Copies) -> None:
-        """V as it was stored, K rotated, as for any layer; but for the last row of the copy."""
+        """V as it was stored, K rotated, as for any layer; but for the first and the last row of the copy."""
         tokens, shift = text(400, 6), 41
         donor = vllm.store(tokens)
         known = rows_of(vllm, tokens)[-1]
         moved = text(shift, 7) + tokens[:350] + text(50, 8)
-        keys, values = rows_of(vllm, moved, copies(donor, (0, 350), shift=shift))[-1]
-        assert (values[shift : shift + 349] - known[1][:349]).abs().max() <= LIMIT
-        assert (values[shift + 349] - known[1][349]).abs().max() > CLEARLY
-        assert (keys[shift : shift + 349] - known[0][:349]).abs().max() > CLEARLY
-        norms = [rows.square().sum(dim=-1) for rows in (keys[shift : shift + 349], known[0][:349])]
+        found = rows_of(vllm, moved, copies(donor, (0, 350), shift=shift))[-1]
+        keys, values = (rows[shift : shift + 350] for rows in found)
+        assert (values[1:349] - known[1][1:349]).abs().max() <= LIMIT
+        assert (values[349] - known[1][349]).abs().max() > CLEARLY
+        assert (keys[1:349] - known[0][1:349]).abs().max() > CLEARLY
+        norms = [rows[1:349].square().sum(dim=-1) for rows in (keys, known[0])]
         assert (norms[0] - norms[1]).abs().max() <= 100 * LIMIT
 
     def test_chosen_repairs_are_computed_by_the_head_too(
@@ -190,9 +202,9 @@ class TestRows:
 class TestAcceptance:
     """A head that fits its model, so that almost all drafts of a full prefill are accepted."""
 
-    @pytest.fixture
-    def vllm(self, with_head: WithHead) -> Iterator[Vllm]:
-        machine = with_head("eagle")
+    @pytest.fixture(params=["mtp", pytest.param("eagle", marks=pytest.mark.long)])
+    def vllm(self, with_head: WithHead, request: pytest.FixtureRequest) -> Iterator[Vllm]:
+        machine = with_head(request.param)
         yield machine
         machine.check_idle()
 
@@ -256,10 +268,6 @@ class TestAcceptance:
         assert preempted
         for tokens, answer in zip(texts, answers, strict=True):
             assert answer.distance(vllm.plain(tokens, max_tokens=60)) <= LIMIT
-
-
-def by_head(method: str, path: Path) -> dict[str, Any]:
-    return {"method": method, "model": str(path), "num_speculative_tokens": NUM_DRAFTS}
 
 
 def lose_rows_of_head(vllm: Vllm) -> None:

@@ -191,7 +191,8 @@ def errors_of_moving(vllm: Vllm) -> dict[str, float]:
     self_test = SelfTest(cache, forward, vocab_size=300, max_model_len=1024)
     span = Span(0, 400)
     exact = self_test._computed([Run(self_test.block_ids, span, self_test._tokens, SHIFT)]).k
-    there = self_test._compute([span], shift=SHIFT).k
+    forward.compute([Run(self_test.block_ids, span, self_test._tokens, SHIFT)])
+    there = cache.read(self_test.block_ids, span).k
     here = self_test._compute([span]).k
     keys, _ = cache.kv_layout.planes
     scale = scale_of(next(iter(cache.layers.values())), "k")

@@ -110,6 +110,12 @@ def test_aborts_leave_nothing_behind(outcome: Outcome) -> None:
     assert [steps for steps, _ in outcome.said["aborted"]] == [0, 1, 3]
 
 
+@pytest.mark.long
+def test_layers_of_several_shapes_are_shared_on_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Gemma 4, of which the full layers have one KV head, on both ranks."""
+    test_planned_requests_are_answered_as_in_full(run(checkpoint("gemma4"), tmp_path))
+
+
 @pytest.mark.parametrize(
     ("stage", "decision", "reason"),
     [("verify", "full", "load_failed"), ("write", "full", "load_failed"), ("save", "approx", "save_failed")],

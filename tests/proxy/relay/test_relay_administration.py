@@ -77,8 +77,8 @@ async def test_the_operator_sees_what_a_prompt_was_stored_as(relay: Relay) -> No
         path = f"/admin/requests/{response.headers['X-KVShare-Request']}"
         stored.append((await (await relay.send(path, method="GET")).json())["stored"])
     (node,) = relay.engine.sharing.tree.nodes()
-    assert stored[0] == stored[1] == [{"node": node.node_id, "settled": True}]
-    assert stored[2] == [{"node": None, "settled": True}]
+    assert stored[0] == stored[1] == [{"node": node.node_id, "settled": True, "deviation": None}]
+    assert stored[2] == [{"node": None, "settled": True, "deviation": None}]
 
 
 async def test_what_was_done_instead_of_the_plan_is_said(relay: Relay, vllm: FakeVllm) -> None:

@@ -10,13 +10,18 @@ import timeit
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from delta_tree import Span, merge
 from kvshare.embedded.stored_model import head_dim_of
@@ -40,12 +45,13 @@ class ModelSize:
     num_layers: int
     hidden_size: int
     layer_parameters: int
-    attention_width: int  # query heads x head size
+    attention_width: int  # query heads x head size; the mean of layers that differ
     reaches: Sequence[Reach] = ()
 
     @classmethod
     def of_network(cls, network: PreTrainedModel, reaches: Sequence[Reach] = ()) -> Self:
         config = network.config
+        layers = config.per_layer_config
         output = network.get_output_embeddings()  # type: ignore[no-untyped-call]  # no types
         linear = (
             each for each in network.modules() if isinstance(each, torch.nn.Linear) and each is not output
@@ -54,15 +60,18 @@ class ModelSize:
             num_layers=int(config.num_hidden_layers),
             hidden_size=int(config.hidden_size),
             layer_parameters=sum(each.weight.numel() for each in linear),
-            attention_width=int(config.num_attention_heads) * head_dim_of(config),
+            attention_width=round(mean(own.num_attention_heads * head_dim_of(own) for own in layers)),
             reaches=reaches,
         )
 
     @classmethod
     def of_config(cls, config: PreTrainedConfig) -> Self:
-        """Of a model that need not exist."""
+        """Of a model that need not exist; of one that takes media, its language model."""
         with torch.device("meta"):
-            return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            if config.get_text_config() is config:
+                return cls.of_network(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+            whole = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
+            return cls.of_network(whole.get_decoder())
 
     def flops(self, spans: Iterable[Span]) -> int:
         """

@@ -106,15 +106,17 @@ def _stored_forms(
 async def _measure_forms(
     sharing: Sharing, variants: Variants, texts: Sequence[str], num_queries: int, *, dense: bool
 ) -> dict[str, Any]:
-    total, nomination, saved = [], [], []  # seconds, seconds, shares of the prompt
+    total, nomination, planning, saved = [], [], [], []  # seconds thrice, shares of the prompt
     for _ in range(num_queries):
         variant = variants.draw()
         text = texts[variant.number]
         lookup, seconds = await timed(_find_plan(sharing, variant.tokens, text, by_embedding=dense))
         total.append(seconds)
         nomination.append(nomination_s(lookup))
+        planning.append(lookup.stage_seconds.get("plan", 0.0))
         saved.append(1 - lookup.plan.charged_budget if isinstance(lookup.plan, Plan) else 0.0)
-    return {**percentiles(total), "nomination": percentiles(nomination), "saved_fraction": fmean(saved)}
+    stages = {"nomination": percentiles(nomination), "planning": percentiles(planning)}
+    return {**percentiles(total), **stages, "saved_fraction": fmean(saved)}
 
 
 class _Embedder(Embedder):

@@ -109,6 +109,7 @@ def copy_tokenizer(folder: Path) -> None:
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:
     """K and V of one token, all layers."""
-    own = config.get_text_config()
-    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-    return int(2 * own.num_hidden_layers * heads * head_dim_of(own) * getattr(torch, dtype).itemsize)
+    layers = config.get_text_config().per_layer_config
+    heads = [getattr(own, "num_key_value_heads", None) or own.num_attention_heads for own in layers]
+    numbers = sum(count * head_dim_of(own) for count, own in zip(heads, layers, strict=True))
+    return int(2 * numbers * getattr(torch, dtype).itemsize)

@@ -48,7 +48,7 @@ def run(
     if dense:
         require("replay", what="`kvshare bench replay --dense`")
     embedder = Embedder.for_bulk(num_threads=threads) if dense else None
-    words = [] if embedder is None else common_words(embedder.load().tokenizer.get_vocab())
+    words = [] if embedder is None else common_words(embedder.load().vocabulary())
     embeddings = None if embedder is None else BatchEmbeddings(embedder)
     context = PolicyContext(
         settings=load_settings(),

@@ -8,6 +8,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from delta_tree import Span, common_prefix_length
+from kvshare.sharing.placed import placed
 from kvshare.sharing.plan import within
 from kvshare.sharing.prediction import Shape, Vector, shape_of
 from kvshare_lab.fidelity.laboratory import Laboratory
@@ -71,7 +72,7 @@ def shape_again(laboratory: Laboratory, plan: Plan) -> Shape | None:
     exact_length = min(composition.exact_length, len(tokens) - 1)
     tail = max(exact_length, len(tokens) - laboratory.settings.repair.tail)
     return shape_of(
-        within(composition.copies, Span(exact_length, tail)),
+        placed(within(composition.copies, Span(exact_length, tail))),
         num_tokens=len(tokens),
         exact_length=exact_length,
         common={node.node_id: common_prefix_length(node.token_ids, tokens) for node in stored.nodes},

@@ -106,10 +106,11 @@ def load(_: str) -> Runner:
     Option(
         "method",
         str,
-        "What drafts are made from: ngram (the text), draft (a model), eagle (hidden states). "
+        "What drafts are made from: ngram (the text), draft (a model), eagle, eagle3 or mtp (hidden states). "
         "[default: ngram]",
     ),
-    Option("head", Path, "With eagle: a folder with a head for --model. [default: one for a random model]"),
+    Option("head", Path, "With eagle or eagle3: a folder with a head for --model. [default: a made one]"),
+    Option("compiled", bool, "The model is compiled, as by default in vLLM. [default: eager]"),
     Option("tokens", int, "Length of the prompts, in tokens.", min=50),
     Option("answer", int, "Length of the answers, in tokens.", min=10),
     *[REPEATS, SERVED_MODEL, SEED, SERVED_THREADS],
@@ -160,6 +161,7 @@ def interference(_: str) -> Runner:
 
 @vllm_benchmark(
     Option("minutes", float, "Minutes of traffic.", min=0),
+    Option("keeps_blocks", bool, "Next to KVShare another connector keeps whole blocks."),
     *[SERVED_MODEL, CONCURRENCY, SEED, SERVED_THREADS, KV_DTYPE, EAGER],
 )
 def soak(_: str) -> Runner:
@@ -206,6 +208,13 @@ def gpu(_: str) -> Runner:
         float,
         "Milliseconds that a write of the proxy's metadata takes more. [default: 0]",
         min=0,
+        engine=VLLM,
+    ),
+    Option(
+        "seconds",
+        float,
+        "Time for all requests; what does not fit is left out. [default: no limit]",
+        min=1,
         engine=VLLM,
     ),
     Option("profile", str, "What the device costs. [default: h100]", engine=SIMULATED),

@@ -24,7 +24,6 @@ from kvshare_lab.device.worker import SimulatedWorker
 
 _IN_FLIGHT = 2  # steps
 _TOKEN = 7  # that every request samples
-_EMPTY_STEP_S = 50e-6  # of the host, for a step without a forward pass
 
 
 class _Step(NamedTuple):
@@ -111,6 +110,8 @@ class Engine:
         """Launch a step. Like vLLM's runner, the connector works before and after the forward pass."""
         worker, metadata = self.worker, scheduled.kv_connector_metadata
         if worker is not None and isinstance(metadata, StepMetadata):
+            num_blocks = sum(len(load.block_ids) for load in metadata.loads)
+            self._clock.spend(num_blocks * self.gpu.costs.scheduled_block_s)
             worker.begin(metadata)
         sampled = self._forward(scheduled)
         output = ModelRunnerOutput(
@@ -129,7 +130,7 @@ class Engine:
     def _forward(self, scheduled: SchedulerOutput) -> dict[str, list[int]]:
         """The forward pass of a step. Its requests sample a token once their prompt is computed."""
         if not scheduled.total_num_scheduled_tokens:
-            self._clock.spend(_EMPTY_STEP_S)
+            self._clock.spend(self.gpu.costs.empty_step_s)
             return {}
         cached = scheduled.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

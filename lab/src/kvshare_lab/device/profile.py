@@ -36,7 +36,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Rates and fixed costs. Units: seconds, bytes and tokens."""
+    """Rates and fixed costs; some profiles lack those with a default. Units: seconds, bytes and tokens."""
 
     front_s: float
     prefill_tokens_per_s: float
@@ -57,6 +57,11 @@ class Costs:
     launch_s: float
     call_s: float
     behind_s: float
+    front_s_per_token: float = 0.0  # of a prompt, in vLLM's front end and its engine's input
+    scheduled_block_s: float = 0.0  # of a load's blocks, when it is scheduled
+    empty_step_s: float = 50e-6  # a step without a forward pass
+    stored_piece_s: float = 0.0  # of the host, for each piece of host memory that a load reads
+    blocks_launch_s: float = 0.0  # of the host, before each launch that copies between blocks
 
     def step_s(self, parts: Iterable[tuple[int, int]], *, bytes_per_token: int) -> float:
         """
@@ -90,6 +95,10 @@ class Costs:
         """
         launching_s = self.pass_s - self.decode_s
         return self.pass_s - min(launching_s, busy_s) + num_tokens / self.pass_tokens_per_s
+
+    def fronts_s(self, num_tokens: int) -> float:
+        """What comes before the engine, for a prompt of so many tokens."""
+        return self.front_s + num_tokens * self.front_s_per_token
 
     def search_s(self, num_tokens: int) -> float:
         """What the proxy's search for donors takes, for a prompt of so many tokens."""
@@ -127,6 +136,6 @@ def read_profile(name: str) -> Profile:
         document["name"],
         document["device"],
         Model(**{field.name: model[field.name]["value"] for field in fields(Model)}),
-        Costs(**{field.name: costs[field.name]["value"] for field in fields(Costs)}),
+        Costs(**{name: row["value"] for name, row in costs.items()}),
         {constant: row["from"] for constant, row in {**model, **costs}.items()},
     )

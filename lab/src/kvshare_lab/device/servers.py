@@ -56,7 +56,7 @@ class Server:
         """The same to vLLM itself, where a proxy stands in front of it."""
         answer = Answer(self._new_id(), at)
         make = partial(self._request, answer.request_id, prompt, max_tokens)
-        self.engine.send(make, answer, arrives_at=at + self.profile.costs.front_s)
+        self.engine.send(make, answer, arrives_at=at + self.profile.costs.fronts_s(len(prompt)))
         return answer
 
     @contextmanager

@@ -285,12 +285,13 @@ class SharingServer(Server):
         self._sent[request_id] = sent
         if request.routed.ticket is not None:
             self._in_flight.add(request_id)
+        token_ids = request.incoming.prompt.token_ids
         make = partial(
             self._request,
             request_id,
-            request.incoming.prompt.token_ids,
+            token_ids,
             max_tokens,
             salt=request.salt,
             transfer=request.transfer_params,
         )
-        self.engine.send(make, sent.answer, arrives_at=sent_at + self.profile.costs.front_s)
+        self.engine.send(make, sent.answer, arrives_at=sent_at + self.profile.costs.fronts_s(len(token_ids)))

@@ -86,6 +86,7 @@ class SimulatedStreams:
         return self._gpu.drawn(result)
 
     def up(self, batch: Sequence[StagedLayers], staging: torch.Tensor) -> None:
+        self._gpu.clock.spend(sum(map(_num_pieces, batch)) * self._gpu.costs.stored_piece_s)
         with self._gpu.on_stream(_name(Stream.UP)):
             self._gpu.copy_up(_stored_bytes(batch))
 
@@ -139,6 +140,7 @@ class SimulatedStreams:
         began = time.process_time()
         table = slot_table(cache, copies)
         self.tables_s += time.process_time() - began
+        self._gpu.clock.spend(self._gpu.costs.blocks_launch_s)
         with self._gpu.on_stream(_name(Stream.BLOCKS)):
             self._gpu.copy_up(table.columns.nbytes + table.shifts.nbytes + 8 * len(cache.caches))
             for _ in range(_ANGLE_LAUNCHES if len(table.shifts) > 1 else 0):
@@ -200,3 +202,8 @@ def _stored_bytes(batch: Sequence[StagedLayers]) -> int:
 
 def _token_bytes(part: StagedLayers) -> int:
     return part.stored.num_heads * len(part.layers) * part.stored.row_bytes
+
+
+def _num_pieces(part: StagedLayers) -> int:
+    """Of host memory: the heads of a segment lie one after the other, each with all its layers."""
+    return 1 if part.is_whole else part.stored.num_heads

@@ -96,7 +96,7 @@ def _flat(measured: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         of = f"{row['near_share']:g} {row['arm']}"
         names = row.keys() - {"near_share", "arm"}
         yield from (("load", f"{of} {name}", row[name]) for name in sorted(names))
-    for arm, gaps in measured["between_tokens"].items():
+    for arm, gaps in measured.get("between_tokens", {}).items():
         yield from (("between_tokens", f"{arm} {name}", value) for name, value in gaps.items())
 
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -65,7 +65,12 @@ class Answer:
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
             self.token_times_s.append(time.perf_counter() - self.sent_at_s)
-            if logprobs := choice.get("logprobs"):
+            logprobs = choice.get("logprobs") or {}
+            for token in logprobs.get("content") or ():  # of a chat
+                self.token_ids.append(_token_id(token["token"]))
+                self.logprobs.append(token["logprob"])
+                self.tops.append({_token_id(top["token"]): top["logprob"] for top in token["top_logprobs"]})
+            if "tokens" in logprobs:
                 self.token_ids += map(_token_id, logprobs["tokens"])
                 self.logprobs += logprobs["token_logprobs"]
                 self.tops += [
@@ -139,19 +144,29 @@ class Client:
         }
         return await self._answer("/v1/completions", body, abort_after, on_chunk)
 
-    async def chat(self, text: str, *, max_tokens: int = 1, extra: Mapping[str, Any] | None = None) -> Answer:
+    async def chat(
+        self,
+        content: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 1,
+        num_top: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        abort_after: int | None = None,
+    ) -> Answer:
         """The same of a chat with one message, which the server renders and tokenizes."""
+        tops = {"logprobs": True, "top_logprobs": num_top, "return_tokens_as_token_ids": True}
         body = {
             "model": MODEL_NAME,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **(tops if num_top else {}),
             **(extra or {}),
         }
-        return await self._answer("/v1/chat/completions", body)
+        return await self._answer("/v1/chat/completions", body, abort_after)
 
     async def _answer(
         self,

@@ -33,7 +33,7 @@ _FIELDS = (
 )
 _LAYER = "model.layers.0."
 _IDLE_LAYER = "model.layers.1."
-_OF_HIDDEN_STATE = 0.005
+OF_HIDDEN_STATE = 0.005
 _ADDED = ("o_proj.weight", "down_proj.weight")  # what a layer adds comes through these
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -50,14 +50,7 @@ def write_random_head(target: Path, folder: Path, *, seed: int = 3) -> Path:
 
 def write_fitting_pair(target: Path, model: Path, head: Path) -> None:
     """Write the first two layers of a Llama as the model above, and its head."""
-    weights, config = load_file(target / "model.safetensors"), _config(target)
-    layers = _LAYER, _IDLE_LAYER
-    weights = {n: rows for n, rows in weights.items() if n.startswith(layers) or ".layers." not in n}
-    for name, rows in weights.items():
-        if name.startswith(_IDLE_LAYER) and name.endswith(_ADDED):
-            rows.zero_()
-    rows = weights[_EMBEDDING]
-    weights[_EMBEDDING] = rows / rows.square().mean(dim=1, keepdim=True).sqrt()
+    weights, config = fitting_weights(target), _config(target)
     model.mkdir(parents=True, exist_ok=True)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     AutoConfig.from_pretrained(target, num_hidden_layers=2).save_pretrained(model)
@@ -65,13 +58,35 @@ def write_fitting_pair(target: Path, model: Path, head: Path) -> None:
     del layer["layers.0.input_layernorm.weight"]
     width = config.hidden_size
     mixed = torch.randn(width, width, generator=torch.Generator().manual_seed(3)) / width**0.5
-    layer["fc.weight"] = torch.cat([torch.eye(width), _OF_HIDDEN_STATE * mixed], dim=1)
+    layer["fc.weight"] = torch.cat([torch.eye(width), OF_HIDDEN_STATE * mixed], dim=1)
     _write(layer, config, head)
+
+
+def fitting_weights(target: Path) -> dict[str, torch.Tensor]:
+    """The weights of that model, of the first two layers of a Llama."""
+    weights, layers = load_file(target / "model.safetensors"), (_LAYER, _IDLE_LAYER)
+    weights = {n: rows for n, rows in weights.items() if n.startswith(layers) or ".layers." not in n}
+    for name, rows in weights.items():
+        if name.startswith(_IDLE_LAYER) and name.endswith(_ADDED):
+            rows.zero_()
+    rows = weights[_EMBEDDING]
+    weights[_EMBEDDING] = rows / rows.square().mean(dim=1, keepdim=True).sqrt()
+    return weights
 
 
 def write_head(weights: Mapping[str, torch.Tensor], target: Path, folder: Path) -> Path:
     """Write a head of EAGLE's kind with these weights, named as in a checkpoint."""
     return _write(weights, _config(target), folder)
+
+
+def write_eagle3_head(
+    weights: Mapping[str, torch.Tensor], words: torch.Tensor, target: Path, folder: Path
+) -> Path:
+    """Write a head of EAGLE3's kind, which drafts some words only. `words`: their numbers (W,), ascending."""
+    config = _config(target)
+    config.draft_vocab_size = len(words)
+    steps = words - torch.arange(len(words))  # from a word's number among them to its number
+    return _write({**weights, "d2t": steps}, config, folder)
 
 
 def _config(target: Path) -> LlamaConfig:

@@ -11,6 +11,9 @@ Both arms are requests to one proxy in front of one vLLM with the connector, in 
 Prompts are sent as text, so that the proxy has them tokenized, which it need not with mode off. Their lengths
 are those before they were made text, and about a sixth shorter than vLLM finds them.
 
+With `--seconds` the repeats of a length, and the mixes, end when the next one would take too long; what was
+left out is listed.
+
 `noise`: the arm without sharing measured against itself. `hop`: what the proxy adds with mode off, over stock
 vLLM, and over the vLLM that it stands in front of.
 """
@@ -18,7 +21,10 @@ vLLM, and over the vLLM that it stands in front of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,6 +45,7 @@ _OFF: Mapping[str, Any] = {"kvshare": {"mode": "off"}}
 _ARMS: Mapping[str, Mapping[str, Any] | None] = {"off": _OFF, "on": None}
 _OF_CAPACITY = 0.8
 _CLIENTS = 8
+_UNTIL_MIXES, _UNTIL_HOPS = 0.55, 0.85  # shares of `seconds`
 _OUTPUT_TOKENS = 8  # of an answer at load
 _MOST = 4  # times as many repeats of short prompts
 _ROOM = 128  # tokens of context beyond the longest prompt,
@@ -48,13 +55,17 @@ _REPORT_S, _POLL_S, _REST_S = 60.0, 0.005, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchConfig):
-    """`repeats`: pairs of each kind of the longest prompts; of shorter ones more. `requests`: of each mix."""
+    """
+    `repeats`: pairs of each kind of the longest prompts; of shorter ones more. `requests`: of each mix.
+    `seconds`: after the start of the servers; None: no limit.
+    """
 
     tokens: str = "256,512,1024,2048,4096"
     shares: str = "0,0.1,0.5,0.9"
     repeats: int = 10
     requests: int = 60
     disk_ms: float = 0.0
+    seconds: float | None = None
 
     @property
     def own_model(self) -> str:
@@ -84,16 +95,49 @@ async def measure(bench: Session[Config]) -> dict[str, Any]:
     lengths = bench.config.lengths
     donors = {length: unrelated_prompt(bench.rng, length) for length in lengths}
     arms = _Arms(bench, donors, AutoTokenizer.from_pretrained(MODEL_PATH))
+    budget = Budget(bench.config.seconds)
     await arms.begin()
     for number in range(max(map(bench.config.repeats_of, lengths))):
         for length in lengths:
-            if number < bench.config.repeats_of(length):
-                await arms.alone(length, is_on_first=number % 2 == 1)
+            name = f"alone, {length} tokens"
+            if number < bench.config.repeats_of(length) and budget.allows(name, _UNTIL_MIXES):
+                with budget.timed(name):
+                    await arms.alone(length, is_on_first=number % 2 == 1)
     for share in bench.config.near_shares:
-        await arms.mixed(share)
-    hop = [await arms.hop(length) for length in lengths]
+        if budget.allows("mix", _UNTIL_HOPS, left_out=f"mix {share:.0%}"):
+            with budget.timed("mix"):
+                await arms.mixed(share)
+    hop = []
+    for length in lengths:
+        if budget.allows("hop", 1.0, left_out=f"hop, {length} tokens"):
+            with budget.timed("hop"):
+                hop.append(await arms.hop(length))
     noise = [cell.to_json() for cell in arms.noise]
-    return {**verdict(arms.cells), "noise": noise, "hop": hop, "decisions": bench.watch.decisions}
+    found = {**verdict(arms.cells), "noise": noise, "hop": hop, "decisions": bench.watch.decisions}
+    return {**found, "left_out": dict(budget.left_out)}
+
+
+class Budget:
+    """The seconds of a benchmark: work begins if it will have ended by then, as far as its last time says."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._began, self._seconds = time.perf_counter(), seconds
+        self._took: dict[str, float] = {}  # by kind of work, the last time
+        self.left_out: Counter[str] = Counter()
+
+    def allows(self, name: str, until: float, *, left_out: str | None = None) -> bool:
+        """Return whether work ends within the share `until` of all seconds; note it as left out if not."""
+        ends_s = time.perf_counter() - self._began + self._took.get(name, 0.0)
+        if self._seconds is None or ends_s <= until * self._seconds:
+            return True
+        self.left_out[left_out or name] += 1
+        return False
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._took[name] = time.perf_counter() - began
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,16 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from kvshare.errors import EngineError
-from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
+from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 from kvshare.vllm_protocol.versions import program
+from kvshare_lab.vllm import absent_torchvision
 from kvshare_lab.vllm.cpu_time import session_cpu_seconds
 from kvshare_lab.vllm.ports import free_ports
+from kvshare_lab.vllm.soak_command import soak_command
 from kvshare_lab.vllm.watchdog import STOP_S, watched
 
 MODEL_NAME = "bench"
 FAULTS_VARIABLE = "BENCH_FAULTS"  # a file: loads fail while it exists
 DISK_VARIABLE = "BENCH_DISK_S"  # seconds that each write of a slow disk takes more
-_FAILING_WORKER = "kvshare_lab.vllm.failing_worker.FailingWorker"
 _KVSHARE = (sys.executable, "-m", "kvshare.cli.main")
 _ON_SLOW_DISK = (sys.executable, "-m", "kvshare_lab.vllm.slow_disk")
 _HOST = "127.0.0.1"
@@ -60,6 +60,8 @@ class VllmOptions:
     speculation: Mapping[str, Any] | None = None  # vLLM's speculative_config
     checks_syncs: bool = False  # warn of each wait of the host for the GPU
     is_resettable: bool = False  # with the route that empties the prefix cache
+    one_group: bool = False  # of KV for all layers, those with a window, too
+    max_images: int | None = None  # of a prompt; 0: no towers are loaded; None: the model takes no media
 
     @property
     def arguments(self) -> list[str]:
@@ -75,11 +77,13 @@ class VllmOptions:
             "--attention-backend": self.attention_backend,
             "--gpu-memory-utilization": self.device_memory,
             "--kv-cache-memory-bytes": self.device_kv_bytes,
+            "--limit-mm-per-prompt": json.dumps({"image": self.max_images}) if self.max_images else None,
             "--speculative-config": None if self.speculation is None else json.dumps(self.speculation),
         }
         named = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-        eager = ["--enforce-eager"] if self.enforce_eager else []
-        return [*named, *eager, "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        flags = ["--enforce-eager"] * self.enforce_eager + ["--language-model-only"] * (self.max_images == 0)
+        flags += ["--disable-hybrid-kv-cache-manager"] * self.one_group
+        return [*named, *flags, "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -87,6 +91,7 @@ class VllmOptions:
         return {
             **checks,
             **({"VLLM_SERVER_DEV_MODE": "1"} if self.is_resettable else {}),
+            **({"PYTHONPATH": str(absent_torchvision.FOLDER)} if self.max_images is not None else {}),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # by default 5 s: a connection may close under a request
@@ -221,20 +226,19 @@ def shared_vllm(
     token: str,
     disk: Path | None = None,
     can_fail: bool = False,
+    keeps_blocks: bool = False,
 ) -> Server:
     """
     vLLM with KVShare's connector, as `kvshare vllm` starts it. `disk`: a folder for its KV. `can_fail`: see
-    `failing_loads`.
+    `failing_loads`; next to it a connector that keeps blocks, if `keeps_blocks`.
     """
     port, control_port = free_ports(2)
     own = ["--port", str(port), "--control-port", str(control_port), "--kv-bytes", str(kv_bytes)]
     own += [] if disk is None else ["--disk", str(disk)]
     command = [*_KVSHARE, "vllm", str(model), *own, *options.arguments]
     environment = {**options.environment, TOKEN_VARIABLE: token}
-    if can_fail:  # `kvshare vllm` takes no other worker class
-        printed = subprocess.run([*command, "--print-command"], stdout=subprocess.PIPE, check=True, text=True)
-        words = shlex.split(printed.stdout)
-        command = [_FAILING_WORKER if word == WORKER_CLASS else word for word in words]
+    if can_fail:
+        command = soak_command(command, keeps_blocks=keeps_blocks)
         environment[FAULTS_VARIABLE] = str(folder / "faults")
     return Server(
         name="vLLM with KVShare",

@@ -13,15 +13,18 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+from delta_tree import TokenIds
 from kvshare.errors import EngineError
 from kvshare_lab.fidelity.measures import num_agreed
-from kvshare_lab.vllm.client import Answer
+from kvshare_lab.vllm.client import Answer, Client
+from kvshare_lab.vllm.illustrated import ROOM, illustrated
+from kvshare_lab.vllm.kinds import ILLUSTRATED
 from kvshare_lab.vllm.prompts import Mixture, Op
 from kvshare_lab.vllm.servers import failing_loads
 from kvshare_lab.vllm.session import Session, run_benchmark, watching
@@ -46,6 +49,7 @@ class Config(BenchConfig):
     evict_every: int = 25  # requests
     tie_margin: float = 1e-3  # log-probability between first and second choice; other batches round otherwise
     of_noise: float | None = None  # see `are_right`
+    keeps_blocks: bool = False  # another connector, next to KVShare's
 
     @property
     def own_model(self) -> str:
@@ -53,7 +57,7 @@ class Config(BenchConfig):
 
     @property
     def max_model_len(self) -> int:
-        return 2 * self.max_prompt + self.output_tokens
+        return 2 * self.max_prompt + self.output_tokens + (ROOM if self.model == ILLUSTRATED else 0)
 
     @property
     def options(self) -> StackOptions:
@@ -66,9 +70,10 @@ class Config(BenchConfig):
             max_num_batched_tokens=512,
             num_blocks=int(max(wanted, self.max_model_len + _BLOCK_SIZE)) // _BLOCK_SIZE + 1,
             block_size=_BLOCK_SIZE,
+            one_group=True,
         )
         own = self.stack_of(vllm, kv_bytes=32 * 2**20)
-        return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True)
+        return replace(own, proxy_settings=ALWAYS_SHARE, can_fail=True, keeps_blocks=self.keeps_blocks)
 
 
 async def measure(bench: Session[Config]) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class _Soak:
         try:
             if (answer := await self._asked(op)) is not None:
                 verdict = judge(answer, await self._reference(op), tie_margin=config.tie_margin)
-                is_own = not op.may_be_approximate or await self._is_recomputed(answer)
+                is_own = not self._may_be_approximate(op) or await self._is_recomputed(answer)
                 self.judged.append((op, is_own, verdict))
         except EngineError as exc:
             self.errors[str(exc)[:200]] += 1
@@ -138,9 +143,21 @@ class _Soak:
             self.num_evictions += 1
             await self._evict()
 
+    def _ask(self, client: Client, prompt: TokenIds, **options: Any) -> Coroutine[Any, Any, Answer]:
+        """In tokens; or as a chat with images, if that is the model."""
+        if self.bench.config.model == ILLUSTRATED:
+            return client.chat(illustrated(prompt), **options)
+        return client.complete(prompt, **options)
+
+    def _may_be_approximate(self, op: Op) -> bool:
+        """Unrelated prompts may have an image in common."""
+        has_images = self.bench.config.model == ILLUSTRATED
+        return op.may_be_approximate or (has_images and op.mode == "approx")
+
     async def _asked(self, op: Op) -> Answer | None:
         """None where the client hung up before the first token."""
-        asking = self.bench.proxy.complete(
+        asking = self._ask(
+            self.bench.proxy,
             op.prompt,
             max_tokens=self.bench.config.output_tokens,
             num_top=2,
@@ -169,7 +186,7 @@ class _Soak:
         key = op.prompt.tobytes()
         if key not in self.references:
             max_tokens = self.bench.config.output_tokens
-            asking = self.bench.plain.complete(op.prompt, max_tokens=max_tokens, num_top=2)
+            asking = self._ask(self.bench.plain, op.prompt, max_tokens=max_tokens, num_top=2)
             self.references[key] = asyncio.create_task(asking)
         return await self.references[key]
 
@@ -203,7 +220,9 @@ class _Soak:
             "error": largest_error(exact, shares_nothing=False),
             "noise": largest_error(exact, shares_nothing=True),
             "right_outputs": names["right"],
-            "recomputed_outputs": sum(is_own and op.may_be_approximate for op, is_own, _ in self.judged),
+            "recomputed_outputs": sum(
+                is_own and self._may_be_approximate(op) for op, is_own, _ in self.judged
+            ),
             "approximate_outputs": len(agreements),
             "approximate_agreement": fmean(agreements) if agreements else None,
             "aborted": sum(count for op, count in self.sent.items() if op.endswith(":abort")),

@@ -29,7 +29,7 @@ from kvshare_lab.bench.random_models import (
     write_model,
 )
 from kvshare_lab.vllm import servers
-from kvshare_lab.vllm.kinds import SERVED, config_of, write_served_kind
+from kvshare_lab.vllm.kinds import SERVED, max_images, served_config, write_served_kind
 from kvshare_lab.vllm.prompts import near_duplicate
 from kvshare_lab.vllm.servers import START_S, Server, VllmOptions
 
@@ -59,6 +59,7 @@ class StackOptions:
     proxy_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of its config.yaml
     seed: int = 0
     can_fail: bool = False  # loads, while `servers.failing_loads` lasts
+    keeps_blocks: bool = False  # with `can_fail`: another connector does, next to KVShare's
     disk_s: float = 0.0  # that each write of the proxy's metadata takes more
 
     @property
@@ -83,7 +84,7 @@ def model_config(name: str, *, max_model_len: int) -> PreTrainedConfig | None:
     if name in LLAMAS:
         return llama_config(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE)
     if name in SERVED:
-        return config_of(name, vocab_size=DEMO_VOCAB_SIZE)
+        return served_config(name)
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
@@ -191,15 +192,23 @@ def pair(options: StackOptions, *, start_s: float = START_S) -> Iterator[Stack]:
     Raises:  EngineError if one does not start, or both are not ready after `start_s`
     """
     with tempfile.TemporaryDirectory(prefix="kvshare-bench-") as name:
-        folder, vllm, model, token = Path(name), options.vllm, options.model, servers.new_token()
-        if options.model in SERVED:
+        folder, model, token = Path(name), options.model, servers.new_token()
+        vllm = replace(options.vllm, max_images=max_images(model))
+        if model in SERVED:
             model = str(write_served_kind(model, folder / "model", seed=options.seed))
         elif options.has_random_weights:
             length, own = vllm.max_model_len, folder / "model"
             model = str(write_model(model, own, dtype=vllm.dtype, max_model_len=length, seed=options.seed))
         plain = servers.plain_vllm(model, folder, vllm)
-        kv_bytes, can_fail = options.kv_bytes, options.can_fail
-        shared = servers.shared_vllm(model, folder, vllm, kv_bytes=kv_bytes, token=token, can_fail=can_fail)
+        shared = servers.shared_vllm(
+            model,
+            folder,
+            vllm,
+            kv_bytes=options.kv_bytes,
+            token=token,
+            can_fail=options.can_fail,
+            keeps_blocks=options.keeps_blocks,
+        )
         settings, disk_s = options.proxy_settings, options.disk_s
         proxy = servers.proxy(shared, folder, token=token, settings=settings, disk_s=disk_s)
         # On one GPU they start one after the other, where each measures the memory that is free.

@@ -15,7 +15,9 @@ from kvshare.settings import ControlSettings
 from kvshare.sharing.control import Controller, Treatment
 
 TOKENS_PER_S, TOKEN_S = 10_000.0, 0.02
-CHOSEN = ControlSettings(unshared_share=0.02, first_requests=0, confidence=0.99, block_s=2.0)
+CHOSEN = ControlSettings(
+    unshared_share=0.02, shadow_share=0.0, first_requests=0, confidence=0.99, block_s=2.0
+)
 
 _LOOK = 16  # requests between two looks at the rungs
 

@@ -49,8 +49,9 @@ def ids(blocks: list[Any]) -> list[int]:
 
 def found(donors: BlockDonors, span: Span, name: str = "r") -> Any:
     """Where these tokens of the segment are, while a load reads them; None if they are not there."""
-    copy = WireCopy(SEGMENT, span.start, len(span), 100, span.start)
-    return donors.pin(name, {copy: span}).get(copy)
+    source = donors.find(SEGMENT, span)
+    donors.pin(name, [source] if source is not None else [])
+    return source
 
 
 @pytest.mark.parametrize(

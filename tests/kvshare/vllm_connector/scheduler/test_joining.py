@@ -61,7 +61,7 @@ def plan(joining: Joining, num_tokens: int) -> None:
         (8192, 1, 1000, True),
         (8192, 1, 1001, False),  # more than a step may compute
         (3, 1, 10, False),  # others only decode
-        (0, 0, 10, False),  # nothing is in flight
+        (0, 1, 10, False),  # nothing is in flight
     ],
 )
 def test_a_load_joins_if_it_arrives_before_the_gpu_is_there(
@@ -70,6 +70,43 @@ def test_a_load_joins_if_it_arrives_before_the_gpu_is_there(
     """By the slowest copies and the shortest steps that were seen."""
     plan(joining, num_tokens)
     assert joining.take(gib * GIB, num_placeholders) == joins
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_placeholders", "in_flight", "under_way", "joins"),
+    [
+        (0, 10, False, None, True),
+        (1, 10, False, None, False),  # read from host memory
+        (0, 1001, False, None, False),
+        (0, 10, True, None, True),  # the GPU decodes for longer than that
+        (0, 10, False, 0, True),  # another one from blocks, of the same step
+        (0, 10, False, GIB, False),
+    ],
+)
+def test_a_load_from_blocks_joins_the_step_of_an_idle_gpu(
+    joining: Joining,
+    num_bytes: int,
+    num_placeholders: int,
+    in_flight: bool,
+    under_way: int | None,
+    joins: bool,
+) -> None:
+    """Nothing else is slowed, and vLLM need not hear of its end first."""
+    if in_flight:
+        plan(joining, 1)
+    if under_way is not None:
+        joining.note_load("other", under_way, 0, may_join=True)
+    assert joining.take(num_bytes, num_placeholders) == joins
+
+
+def test_a_load_from_blocks_is_never_late(joining: Joining) -> None:
+    """The device waits for its copies, and that says nothing about those from host memory."""
+    from kvshare.vllm_connector.metadata import LoadResult
+
+    joining.note_load("x", 0, 0, may_join=True)
+    joining.note_result("x", LoadResult(late_s=5.0))
+    plan(joining, 8192)
+    assert joining.take(GIB, 0)
 
 
 def test_what_the_gpu_has_done_of_a_step_is_not_left(joining: Joining, clock: Clock) -> None:
@@ -107,7 +144,7 @@ def test_what_came_late_is_added_to_the_margin(joining: Joining) -> None:
 
     plan(joining, 8192)
     for number, late_s in enumerate([0.05, *[0.0] * 8]):
-        joining.note_load("x", 0, 0, may_join=True)
+        joining.note_load("x", 1, 0, may_join=True)
         joining.note_result("x", LoadResult(late_s=late_s))
         assert joining.take(6 * GIB, 0) == (number == 8)
 

@@ -54,6 +54,7 @@ class Driven:
         self._pending: tuple[KVConnectorOutput, set[str]] | None = None
         patch.setattr(KVConnectorModelRunnerMixin, "maybe_get_kv_connector_output", self._around_forward)
         patch.setattr(KVConnectorModelRunnerMixin, "kv_connector_no_forward", self._no_forward)
+        patch.setattr(KVConnectorModelRunnerMixin, "finalize_kv_connector", lambda *_: None)  # V1's
         forward, sample = GPUModelRunner._model_forward, GPUModelRunner.sample_tokens
 
         def noted_forward(*arguments: Any, **options: Any) -> Any:

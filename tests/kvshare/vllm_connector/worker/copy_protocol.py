@@ -117,6 +117,22 @@ class Protocol(BlocksOfRequests):
         if how == "joins":
             self.step["joining"].append(name)
 
+    @precondition(lambda self: len(self.free) >= 3)
+    @rule(has_medium=st.booleans())
+    def load_what_is_lost(self, has_medium: bool) -> None:
+        """Its tokens are computed instead, but a medium cannot be: then the load fails."""
+        from kvshare.vllm_connector.metadata import LoadRequest
+
+        number = next(self.numbers)
+        name, copy = f"l{number}", WireCopy(SegmentId(number), 0, NUM_TOKENS, 0, 0)
+        self.blocks[name], media = self.give_blocks(), (Span(8, 12),) if has_medium else ()
+        place = (self.blocks[name], 0, NUM_TOKENS, tuple(range(NUM_TOKENS)))
+        self.step["loads"].append(LoadRequest(name, *place, (copy,), media=media))
+        self.num_computed[name], self.content[name] = NUM_TOKENS, float(number)
+        self.loading[name] = (copy.segment_id, False)
+        self.choosing.add(name)  # it joins no step
+        self.copies.failed += [name] * has_medium
+
     @precondition(lambda self: self.loading.keys() - self.announced - self.choosing)
     @rule(data=st.data())
     def announce(self, data: st.DataObject) -> None:
@@ -167,8 +183,7 @@ class Protocol(BlocksOfRequests):
         load = LoadRequest(name, self.blocks[name], 0, NUM_TOKENS, tokens, (copy,), sources=source)
         self.step["loads"].append(load)
         self.num_computed[name], self.content[name] = start, value
-        self.loading[name] = (SegmentId(number), False)
-        self.donors[name] = donor
+        self.loading[name], self.donors[name] = (SegmentId(number), False), donor
 
     @precondition(lambda self: self.segments)
     @rule(data=st.data())

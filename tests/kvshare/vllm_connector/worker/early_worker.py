@@ -77,7 +77,7 @@ class Early:
             """Its layers are computed by the GPU, in its time."""
 
             def __init__(self) -> None:
-                self._cache, self._max_tokens, self._max_runs = early.cache, 100, 100
+                self._cache, self.max_tokens, self._max_runs = early.cache, 100, 100
 
             def _forward(self, runs: Sequence[Run]) -> None:
                 for layer in self._cache.layers.values():

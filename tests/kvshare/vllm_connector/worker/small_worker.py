@@ -61,7 +61,10 @@ class LateCopies:
 
     def wait_until_read(self, job: Job) -> None:
         self.hurry(job)
-        self.wait(job)
+        while not job.is_launched:
+            self.run()
+        if not job.is_done:
+            job.work.wait_until_read()
 
     def fail(self) -> None:
         """The next one copies all, then raises an error."""

@@ -57,3 +57,13 @@ def test_nothing_is_kept_of_what_is_past() -> None:
     fences.mark_for([])
     assert not fences._fences
     assert not fences._of_block
+
+
+def test_with_late_drafts_each_load_waits_for_all_that_was_launched() -> None:
+    """vLLM may have given its blocks away, and those of its donors are read, while drafts are computed."""
+    device = CountedMarks()
+    fences = BlockFences(device, drafts_late=True)
+    device.reached = device.num_marks
+    for _ in range(2):
+        before = device.num_marks
+        assert fences.mark_for([9]) >= before

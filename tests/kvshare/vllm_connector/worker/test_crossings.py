@@ -75,7 +75,7 @@ def worker_on(
 
     class Layers(PartialForward):
         def __init__(self) -> None:
-            self._cache, self._max_tokens, self._max_runs = cache, 10**6, 10**6
+            self._cache, self.max_tokens, self._max_runs = cache, 10**6, 10**6
 
         def _forward(self, runs: Sequence[Run]) -> None:
             token_ids, positions, slots, _ = self._inputs(runs)

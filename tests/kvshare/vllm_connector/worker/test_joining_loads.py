@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from delta_tree import SegmentId
+from tests.kvshare.vllm_connector.worker.early_worker import LAYERS as EARLY_LAYERS
+from tests.kvshare.vllm_connector.worker.early_worker import Early
 from tests.kvshare.vllm_connector.worker.small_worker import NUM_TOKENS, late_copies, one_rank
 from tests.kvshare.vllm_connector.worker.test_ranks import on_two_ranks
 from tests.kvshare.vllm_connector.worker.test_steps import BLOCKS_OF, COPIES, Loads
@@ -110,3 +113,59 @@ def test_what_one_rank_cannot_read_no_rank_uses(tmp_path: Path) -> None:
 
     whole = [list(range(NUM_TOKENS))]
     assert on_two_ranks(tmp_path, work) == [(whole, frozenset([SegmentId(1)]))] * 2
+
+
+def from_blocks() -> tuple[Any, LoadRequest]:
+    """A worker on a GPU that works when the test says, and a load of what lies in the blocks 1 to 3."""
+    from kvshare.vllm_connector.metadata import BlockSource
+
+    early = Early()
+    first, second = early.load.copies
+    sources = {first: BlockSource((1,), 0), second: BlockSource((1, 2), 7)}
+    return early, replace(early.load, sources=sources)
+
+
+def test_a_pass_over_copies_from_blocks_is_launched_before_they_are_made() -> None:
+    """The device waits for them, the host does not. Their time is reported when it is known."""
+    from kvshare.vllm_connector.worker.gpu import Stream
+
+    with one_rank():
+        early, load = from_blocks()
+        results = early.step(loads=(load,), joining=("l",))
+        assert (results["l"].failed, results["l"].late_s) == (False, 0.0)
+        early.gpu.run(Stream.VLLM)
+        assert early.read == []
+        assert "blocks" not in early.stages
+        early.gpu.run()
+        assert early.read == [(layer, True) for layer in range(EARLY_LAYERS)]
+        early.step()
+        assert "blocks" in early.stages
+
+
+def test_what_it_copies_from_is_not_written_before() -> None:
+    """The scheduler unpins these blocks once the load is reported."""
+    with one_rank():
+        early, load = from_blocks()
+        early.step(loads=(load,), joining=("l",))
+        mark = early.worker.parts.transfers._fences.mark_for([2])
+        assert not early.gpu.is_past(mark)
+        early.gpu.run()
+        assert early.gpu.is_past(mark)
+
+
+def test_copies_from_blocks_that_cannot_be_launched_are_computed() -> None:
+    """In the step that the load joins."""
+    from kvshare.vllm_connector.metadata import StepMetadata
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with one_rank():
+        early, load = from_blocks()
+        early.gpu.copy_blocks = failing
+        early.worker.begin(StepMetadata(loads=(load,), joining=("l",)))
+        early.gpu.run()
+        assert [layer for layer, _ in early.read] == [*range(EARLY_LAYERS)]
+        report = early.worker.build_connector_worker_meta()
+        assert report is not None
+        assert report.loads["l"].failed

@@ -42,6 +42,13 @@ class TestSelfTest:
         ]
         assert all(verification.movement is not None for verification in verifications)
 
+    def test_they_hold_if_a_step_has_fewer_tokens(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As with --max-num-batched-tokens 512, where a whole run takes two passes."""
+        monkeypatch.setattr(vllm.worker.attached.forward, "max_tokens", 200)
+        self_test = self.self_test(vllm)
+        assert self_test.check_partial_attention() is None
+        assert self_test.check_listening() is None
+
     def test_weights_that_are_not_the_kernels_are_found(
         self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -280,7 +287,10 @@ class TestMutations:
 
 def test_a_worker_that_cannot_even_look_refuses(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend whose metadata cannot be built does not keep vLLM from starting."""
+    import torch
+
     from kvshare.vllm_connector.worker import start as starting
+    from kvshare.vllm_connector.worker.models import Models
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
     def fail(*_: object, **given: object) -> None:
@@ -289,6 +299,6 @@ def test_a_worker_that_cannot_even_look_refuses(vllm: Vllm, monkeypatch: pytest.
     given = vllm.worker._start
     monkeypatch.setattr(starting, "PartialForward", fail)
     fresh = ConnectorWorker(given.config, given.settings, given.spec, given.layer_names)
-    fresh.attach_model(None)  # type: ignore[arg-type]  # it does not come to that
+    fresh.attach_model(Models(torch.nn.Module()))  # it does not come to that
     assert fresh.handshake is not None
     assert "no such backend" in fresh.handshake.unsupported[0]

@@ -23,11 +23,12 @@ WAIT_S = 0.2
 
 def started(vllm: Vllm, device: Any) -> ConnectorWorker:
     """Another worker over the model and the blocks of a vLLM."""
+    from kvshare.vllm_connector.worker.models import Models
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
     given = vllm.worker._start
     worker = ConnectorWorker(given.config, given.settings, given.spec, given.layer_names, device)
-    worker.attach_model(vllm.core.model_executor.driver_worker.model_runner.get_model())
+    worker.attach_model(Models(vllm.core.model_executor.driver_worker.model_runner.get_model()))
     worker.close()
     assert worker.handshake is not None
     return worker

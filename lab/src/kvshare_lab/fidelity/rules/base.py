@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from delta_tree import Span
-from kvshare.sharing.plan import continues
+from kvshare.sharing.placed import continued, placed
 from kvshare.sharing.selection import Scores, spans_where
 from kvshare_lab.fidelity.layered import Mask
 from kvshare_lab.fidelity.trial import Selection, Trial
@@ -85,8 +85,8 @@ def cut(mask: Mask, starts: Sequence[int]) -> list[Span]:
 
 def pieces(trial: Trial) -> list[Span]:
     """Stretches of copied positions, each from one place of one donor."""
-    copies = pairwise(trial.approximate_copies)
-    return cut(trial.copied, [copy.target_start for before, copy in copies if not continues(before, copy)])
+    copies = placed(trial.approximate_copies)
+    return cut(trial.copied, copies[~continued(copies), 1].tolist()[1:])
 
 
 def chunks(trial: Trial) -> list[Span]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvshare.sharing.placed import placed
 from kvshare.sharing.plan import MAX_SMALL_SHIFT
 from kvshare.sharing.repair import repairs_by_place
 from kvshare.sharing.selection import Scores, covered, highest
@@ -24,9 +25,8 @@ def _edited_parts(trial: Trial, budget: float) -> Selection:
 def server_windows(trial: Trial, max_small_shift: int | None = None) -> Selection:
     """What the server repairs by place. `max_small_shift`: instead of its limit, a tenth of the prompt."""
     repair, size = trial.settings.repair, trial.num_tokens
-    spans = repairs_by_place(
-        trial.approximate_copies, num_tokens=size, settings=repair, max_small_shift=max_small_shift
-    )
+    copies = placed(trial.approximate_copies)
+    spans = repairs_by_place(copies, num_tokens=size, settings=repair, max_small_shift=max_small_shift)
     return Selection(covered(spans, size) & trial.copied)
 
 

@@ -1,5 +1,6 @@
 """
 A name for torchvision where that is not installed. vLLM's multimodal models import it, text needs none of it.
+A server gets it by a PYTHONPATH that begins with FOLDER.
 
 Builds of torchvision on the package index want CUDA. Whatever is called in this one raises an error.
 """
@@ -16,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 _NAME = "torchvision"
+FOLDER = Path(__file__).with_name("without_torchvision")
+_BUDGETS = "vllm.multimodal.encoder_budget"
 
 
 class _Absent:
@@ -73,11 +76,45 @@ def name_torchvision() -> None:
     if add_name():
         # vLLM looks at models in a process of its own, which has no such name.
         registry._run_in_subprocess = lambda look: look()
-        # Most processors of images are transformers' and need torchvision; a model without one gets no media.
-        own = encoder_budget.get_mm_max_toks_per_item
-        encoder_budget.get_mm_max_toks_per_item = lambda processor, **named: (
-            own(processor, **named) if _has_own(processor) else defaultdict(lambda: 1)
-        )
+        _count_own_media_only(encoder_budget)
+
+
+def name_in_this_server() -> None:
+    """The same at the start of a process that will import vLLM."""
+    if add_name():
+        sys.meta_path.insert(0, _BudgetFinder())
+
+
+class _BudgetFinder(importlib.abc.MetaPathFinder):
+    """Changes vLLM's module of budgets as soon as it is imported."""
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name != _BUDGETS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        own = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            own(module)
+            _count_own_media_only(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _count_own_media_only(budgets: Any) -> None:
+    """
+    Have vLLM not ask what a medium takes of a model without a processor, which gets none.
+
+    Most processors of images are transformers' and need torchvision.
+    """
+    own = budgets.get_mm_max_toks_per_item
+    budgets.get_mm_max_toks_per_item = lambda processor, **named: (
+        own(processor, **named) if _has_own(processor) else defaultdict(lambda: 1)
+    )
 
 
 def _has_own(processor: Any) -> bool:

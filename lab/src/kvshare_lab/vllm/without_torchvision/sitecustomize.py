@@ -1,5 +1,5 @@
 """Python reads this when it starts, in each process of a vLLM whose PYTHONPATH begins with this folder."""
 
-from tests.kvshare.vllm_connector.absent_torchvision import add_name
+from kvshare_lab.vllm.absent_torchvision import name_in_this_server
 
-add_name()
+name_in_this_server()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -39,8 +39,8 @@ class Blocks(KVConnectorMetadata):
 class BlockKeeper(KVConnectorBase_V1, SupportsHMA):
     """Both sides are in one process, so that what is kept is there for both."""
 
-    kept: dict[bytes, Rows]
-    num_loaded: int
+    kept: ClassVar[dict[bytes, Rows]] = {}
+    num_loaded: ClassVar[int] = 0
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -1,0 +1,214 @@
+"""
+A request in the engine: what the scheduler advances, one quantum at a time.
+
+Not thread-safe: a task belongs to the worker thread until `released`, and then to `Retention`, which stores
+its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from delta_tree import TokenIds, token_ids
+from kvshare.embedded.choice import Choice, Decoding, token_text
+from kvshare.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
+from kvshare.embedded.recording import Recording
+from kvshare.embedded.sampling import top_logprobs
+from kvshare.engine import Delta, GenerationRequest, TokenLogprob
+from kvshare.kv.sequence import SegmentKV, SequenceKV
+from kvshare.sharing.cost import CostModel
+from kvshare.sharing.lookup import Lookup
+from kvshare.sharing.memory_keeper import Computed
+from kvshare.sharing.plan import Plan
+from kvshare.sharing.rates import PrefillWork
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Task:
+    """A request's state in the engine: first prefilling, then decoding its choices in turn."""
+
+    request: GenerationRequest
+    lookup: InitVar[Lookup]
+    model: DecoderModel[Any]
+    decoding: Decoding
+    cost: CostModel
+    emit: Callable[[Delta], object]
+    # Called by the worker when all slots of the prompt are valid.
+    on_prefilled: Callable[[], object] = lambda: None
+    recording: Recording | None = None  # of the first choice, if it is to be compared with a full prefill
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    prefilled: bool = False
+    cancelled: bool = False  # set by any thread, read between quanta
+    error: BaseException | None = None  # the failure that ended it; None: it is complete, or was cancelled
+
+    def __post_init__(self, lookup: Lookup) -> None:
+        self.plan = lookup.plan
+        self.stage_seconds = dict(lookup.stage_seconds)
+        self.num_remaining = self._num_to_compute  # tokens of the prefill that are not computed yet
+        self._lookup: Lookup | None = lookup
+        self._prompt = self.request.prompt.token_ids
+        self._kv: RunningSequence | None = None
+        self._running: RunningPrefill | None = None
+        self._choices: list[Choice] = []
+        self._unused_logits: dict[int, torch.Tensor] = {}  # of choices that wait for their grammar's mask
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def _num_to_compute(self) -> int:
+        """The number of tokens that the prefill computes, including those only computed to choose repairs."""
+        if isinstance(self.plan, Plan):
+            return self.plan.num_computed + self.plan.num_selecting
+        return self.request.prompt.num_tokens
+
+    @property
+    def _work(self) -> PrefillWork:
+        return (
+            self.plan.work()
+            if isinstance(self.plan, Plan)
+            else PrefillWork.full(self.request.prompt.num_tokens)
+        )
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.generated) for choice in self._choices)
+
+    @property
+    def computed(self) -> Computed[SegmentKV]:
+        """The tokens and KV of the first choice: the prompt, and all generated tokens but the last."""
+        generated = np.asarray(self._choices[0].generated[:-1], dtype=np.int32)
+        return self._computed(token_ids(np.concatenate([self._prompt, generated])))
+
+    @property
+    def computed_prompt(self) -> Computed[SegmentKV]:
+        """
+        The tokens and KV of the prompt, once it is prefilled. Its slots do not change while the answer is
+        generated, so another thread may read them meanwhile.
+        """
+        return self._computed(self._prompt)
+
+    def _computed(self, tokens: TokenIds) -> Computed[SegmentKV]:
+        kv = self._choices[0].kv
+        assert self._running is not None
+        assert isinstance(kv, SequenceKV)
+        return Computed(self.request.namespace.digest, tokens, self._running.plan, kv)
+
+    def end(self, error: BaseException | None) -> None:
+        """Note on the event loop that the worker has released the task: no more deltas follow."""
+        self.error = error
+        self.on_prefilled = lambda: None  # breaks a reference cycle with `Retention`, which would hold the KV
+        for choice in self._choices[1:]:
+            # Only the first choice is stored; this frees the KV of the others.
+            choice.kv = self._choices[0].kv
+        self.released.set()
+
+    def advance(self, *, max_queries: int) -> bool:
+        """Run one quantum and emit its deltas. Returns whether there is more to do."""
+        if not self.prefilled:
+            self._prefill(max_queries)
+        else:
+            for choice in self._unfinished():
+                self._settle(choice, waits=True)
+                if not choice.is_pending and choice.finish_reason is None:
+                    self._take_token(choice, self._next_logits(choice))
+        return not self.prefilled or bool(self._unfinished())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the grammar of a choice has yet to say if its last token completes the answer."""
+        return any(choice.is_pending for choice in self._choices)
+
+    def settle(self) -> bool:
+        """End the choices whose grammars say by now that they are complete. Returns whether more is to do."""
+        for choice in self._unfinished():
+            self._settle(choice, waits=False)
+        return bool(self._unfinished())
+
+    def _unfinished(self) -> list[Choice]:
+        return [choice for choice in self._choices if choice.finish_reason is None]
+
+    def _prefill(self, max_queries: int) -> None:
+        if self._running is None:
+            self._kv = self._with_reused_kv()
+            self._running = self.model.prefill(self._prompt, self.plan, self._kv)
+        began = time.perf_counter()
+        num_computed, logits = self._running.advance(max_queries=max_queries)
+        seconds = time.perf_counter() - began
+        self.num_remaining = max(1, self.num_remaining - num_computed)
+        self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
+        if logits is not None:
+            self.prefilled = True
+            self.num_remaining = 0
+            self._start_choices(logits)
+            self.on_prefilled()
+            self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
+
+    def _with_reused_kv(self) -> RunningSequence:
+        """Make a sequence with all reused KV, and with room for the prompt and some tokens of the answer."""
+        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
+        lookup, self._lookup = self._lookup, None  # so that the segments are freed once they are copied
+        if isinstance(self.plan, Plan) and lookup is not None:
+            assert isinstance(kv, SequenceKV)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                num_bytes = kv.write_copies(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
+            seconds = time.perf_counter() - began
+            self.cost.observe_load(num_bytes, seconds)
+            self.stage_seconds["write"] = seconds
+        return kv
+
+    def _start_choices(self, logits: torch.Tensor) -> None:
+        assert self._kv is not None
+        for index in range(self.request.sampling.n):
+            kv = self._kv if index == 0 else self._kv.fork(len(self._prompt))
+            recording = self.recording if index == 0 else None
+            choice = Choice(self.request, self.decoding, index=index, kv=kv, recording=recording)
+            self._choices.append(choice)
+            self._take_token(choice, logits)
+
+    def _settle(self, choice: Choice, *, waits: bool) -> None:
+        """End a choice whose grammar says that its last token completes the answer."""
+        if not choice.is_pending:
+            return
+        if (text := choice.settle(waits=waits)) is not None and choice.finish_reason is not None:
+            logprobs = choice.logprobs.take(num_shown=choice.num_shown, ended=True)
+            self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
+
+    def _next_logits(self, choice: Choice) -> torch.Tensor:
+        """Return the logits after its last token, which may have been computed in an earlier quantum."""
+        if (logits := self._unused_logits.pop(choice.index, None)) is not None:
+            return logits
+        position = len(self._prompt) + len(choice.generated) - 1
+        return self.model.next_logits(choice.kv, position, choice.generated[-1])
+
+    def _take_token(self, choice: Choice, logits: torch.Tensor) -> None:
+        taken = choice.take(logits)
+        if taken is None:
+            self._unused_logits[choice.index] = logits
+            return
+        token_id, text = taken
+        logprobs = self._logprobs(choice, logits, token_id)
+        self.emit(Delta(choice.index, text, 1, logprobs, choice.finish_reason, choice.stops.met))
+
+    def _logprobs(self, choice: Choice, logits: torch.Tensor, token_id: int) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of the tokens whose text is sent now."""
+        k = self.request.sampling.logprobs
+        if k is None:
+            return ()
+        logprob, likeliest = top_logprobs(logits, token_id, k)
+        top = tuple(self._describe(other, value) for other, value in likeliest)
+        choice.logprobs.add(self._describe(token_id, logprob, top), num_decoded=choice.num_decoded)
+        return choice.logprobs.take(num_shown=choice.num_shown, ended=choice.finish_reason is not None)
+
+    def _describe(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text, raw = token_text(self.decoding.tokenizer, token_id)
+        return TokenLogprob(token_id, text, raw, logprob, top)
