@@ -26,7 +26,7 @@ Run = NDArray[np.uint64]  # postings, sorted
 _HIGH: Final = np.uint64(32)
 _LOW: Final = np.uint64(0xFFFF_FFFF)
 _PARTS: Final = 8  # a power of two
-_YOUNG: Final = 1 << 14  # postings that are sorted anew with each prompt
+_YOUNG: Final = 1 << 14  # postings that are sorted again with each prompt
 _GROWTH: Final = 4  # times, at least, by which an array is larger than the next; more in each further part,
 # so that the parts do not merge their largest arrays at the same time
 _FORGOTTEN: Final = -1  # in place of a prompt's id
@@ -163,7 +163,8 @@ def _parts_of(prints: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _merged(runs: Sequence[Run]) -> Run:
     """One sorted array of sorted ones: a stable sort finds and merges them."""
-    return np.sort(np.concatenate(runs), kind="stable")
+    merged: Run = np.sort(np.concatenate(runs), kind="stable")
+    return merged
 
 
 def _moved(run: Run, place_now: NDArray[np.uint64]) -> Run:
@@ -185,6 +186,7 @@ def _places(run: Run, prints: NDArray[np.uint64]) -> NDArray[np.uint32]:
         return np.empty(0, np.uint32)
     lengths = np.searchsorted(run, prints << _HIGH | _LOW) - first
     ends = np.cumsum(lengths)
-    asked = run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)]
-    places: NDArray[np.uint32] = asked.astype(np.uint32)  # the low halves; places have 32 bits
+    # The low halves; places have 32 bits.
+    found = run[np.arange(ends[-1]) + np.repeat(first - ends + lengths, lengths)]
+    places: NDArray[np.uint32] = found.astype(np.uint32)
     return places

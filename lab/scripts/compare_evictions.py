@@ -6,9 +6,10 @@ of docs/benchmarks.md; stores its document in docs/measured/replay-tiers.json.
 
 DATA has the logs that compare_evictions.yaml names; of those that are not named the figures stay. With a
 limit, for a try, only so many requests of each log are played, and nothing is stored. Prompts are
-kept in blocks, by the product's policies (`kvshare_lab.bench.block_cache`); beside them stands the oracle,
-which knows the future (`oracle_cache.py`). Memory is a share of all blocks of the log. All figures are shares
-of the blocks of equal prefixes that a cache without limits reuses.
+kept in blocks, by the product's policies (`kvshare_lab.bench.block_cache`). Next to them are vLLM's own
+offloading (`offloaded_blocks.py`), and the oracle, which knows the future (`oracle_cache.py`). Memory is a
+share of all blocks of the log. All figures are shares of the blocks of equal prefixes that a cache without
+limits reuses.
 """
 
 import json
@@ -32,6 +33,8 @@ LOGS: dict[str, dict[str, Any]] = CONFIG["logs"]
 SHARES: list[int] = CONFIG["shares"]  # percent
 STORED = FOLDER / "replay-tiers.json"
 POLICIES = ("copies", "s3-fifo", "worth")  # lru is copies where only equal prefixes are reused
+OF_VLLM = ("vllm lru", "vllm arc")
+HEADS = (*POLICIES, *OF_VLLM, "oracle")
 TIMES = 10  # the disk's size in those of memory
 Document = dict[str, Any]
 
@@ -56,7 +59,7 @@ def main(
 
 def table(document: Document) -> Iterator[str]:
     """Of each log and size: what is reused in all, and in brackets what of it is in memory."""
-    heads = ["log", "memory, disk", *POLICIES, "oracle"]
+    heads = ["log", "memory, disk", *HEADS]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for name, log in document["logs"].items():
@@ -73,7 +76,7 @@ def _compared(log: Document, data: Path) -> Document:
     num_blocks = len({digest for each in blocks for digest in each.digests})
     most = best_hits(blocks, num_blocks)
     rows: list[Document] = [{} for _ in SHARES]
-    for head in (*POLICIES, "oracle"):
+    for head in HEADS:
         known: dict[int, float] = {}
         for share, row in zip(SHARES, rows, strict=True):
             for percent in (share, min(100, TIMES * share)):
@@ -93,6 +96,10 @@ def _compared(log: Document, data: Path) -> Document:
 def _hits(head: str, blocks: list[RequestBlocks], capacity: int) -> int:
     if head == "oracle":
         return best_hits(blocks, capacity)
+    if head in OF_VLLM:
+        from kvshare_lab.bench.offloaded_blocks import offloaded_hits  # imports vLLM
+
+        return offloaded_hits(blocks, capacity, head.removeprefix("vllm "))
     return BlockCache(EVICTION_QUEUES[head], capacity).hits(blocks)
 
 

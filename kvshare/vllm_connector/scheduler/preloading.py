@@ -80,7 +80,7 @@ class Preloading:
         return tuple(far)
 
     def _end(self, request_id: str) -> bool:
-        """Let go of what its load does not read, if it has one. Returns whether anything was read for it."""
+        """Release what its load does not read, if it has one. Returns whether anything was read for it."""
         wanted, segments = self._wanted.pop(request_id), self.disk.segments
         in_use = self._in_use
         unused = [each for each in segments.being_read(wanted) if each not in in_use]

@@ -18,6 +18,7 @@ of medians.
     random_models.py    models with random weights
     large_models.py     those that no host can build in memory
     block_cache.py      what policies of eviction leave of a log; oracle_cache.py: the most that any could
+    offloaded_blocks.py what vLLM's own offloading would reuse of it
     counted_store.py    a store whose KV is only counted
     text_like.py, pair_texts.py   prompts
     upstream.py         a model server without a model

@@ -49,18 +49,6 @@ def test_another_process_loads_what_was_written(tmp_path: Path) -> None:
     second.close()
 
 
-def test_the_index_follows_what_is_written(tmp_path: Path) -> None:
-    """So that a start after a kill reads few headers."""
-    from kvshare.tiers.object_index import read_index
-
-    with patch("kvshare.vllm_connector.worker.disk_store._INDEX_EVERY", 2):
-        worker = DiskWorker(tmp_path)
-        worker.save(1, 2, 3)
-        worker.wait_written(1, 2, 3)
-    assert set(read_index(worker.disk._files, worker.disk._folder)) == {1, 2}
-    worker.close()
-
-
 def damage(path: Path) -> None:
     """One bit in the middle of its rows."""
     raw = bytearray(path.read_bytes())
