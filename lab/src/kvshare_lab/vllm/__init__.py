@@ -19,7 +19,8 @@ Benchmarks of the vLLM engine through real HTTP servers: stock vLLM, vLLM with t
     drawn_weights.py    some of them have weights that vLLM draws
     int8_weights.py     one of them with weights of 8 bits; processors.py: one that reads images
     absent_torchvision.py  a name for torchvision, with which models that take media can be served
-    heads.py            heads that draft for some of them; form_pairs.py: near-duplicates for a chat model
+    heads.py            heads that draft for some of them; mtp.py: those of the MTP kind
+    form_pairs.py       near-duplicates for a chat model
 
 Each of the others is a command, with its `Config`, `measure(session)`, and `run(config)`, which starts the
 servers: parity.py, ttft.py, load.py, steady.py, interference.py, inway.py, way.py, soak.py, burst.py,

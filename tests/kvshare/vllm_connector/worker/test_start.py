@@ -134,3 +134,22 @@ def test_ranks_take_their_memory_before_they_compute(
     monkeypatch.setattr(starting, "num_ranks", lambda: 2)
     started(vllm, SlowDevice())
     assert events == ["registered", "listening", "copies"]
+
+
+def test_a_worker_that_cannot_even_look_refuses(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend whose metadata cannot be built does not keep vLLM from starting."""
+    import torch
+
+    from kvshare.vllm_connector.worker import start as starting
+    from kvshare.vllm_connector.worker.models import Models
+    from kvshare.vllm_connector.worker.worker import ConnectorWorker
+
+    def fail(*_: object, **given: object) -> None:
+        raise RuntimeError("no such backend")
+
+    given = vllm.worker._start
+    monkeypatch.setattr(starting, "PartialForward", fail)
+    fresh = ConnectorWorker(given.config, given.settings, given.spec, given.layer_names)
+    fresh.attach_model(Models(torch.nn.Module()))  # it does not come to that
+    assert fresh.handshake is not None
+    assert "no such backend" in fresh.handshake.unsupported[0]
