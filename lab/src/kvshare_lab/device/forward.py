@@ -24,7 +24,7 @@ class SimulatedForward(PartialForward):
 
     def __init__(self, gpu: SimulatedGpu, cache: PagedCache, *, max_tokens: int, max_runs: int) -> None:
         self._gpu, self._cache = gpu, cache
-        self._max_tokens, self._max_runs = max_tokens, max_runs
+        self.max_tokens, self._max_runs = max_tokens, max_runs
         self.backend_name = "SIMULATED"
 
     def _forward(self, runs: Sequence[Run]) -> None:

@@ -179,7 +179,8 @@ def new_worker(
         )
         for number, (heads, dim) in enumerate(shapes)
     }
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=NUM_TOKENS))
+    scheduler = SimpleNamespace(max_num_batched_tokens=NUM_TOKENS)
+    config = SimpleNamespace(scheduler_config=scheduler, speculative_config=None)
     spec = SimpleNamespace(block_size=BLOCK_SIZE)
     worker = ConnectorWorker(config, ConnectorSettings(), spec, list(layers))
     cache = paged_cache(layers, block_size=BLOCK_SIZE, dtype=torch.float32)

@@ -82,7 +82,8 @@ class TestSelfTest:
         """As they would be in a captured graph."""
         from contextlib import nullcontext
 
-        monkeypatch.setattr("kvshare.vllm_connector.worker.partial_forward.hooked", lambda *_: nullcontext())
+        hooked = "kvshare.vllm_connector.worker.partial_forward.hooked"
+        monkeypatch.setattr(hooked, lambda *_, **given: nullcontext())
         assert "cannot be watched" in str(self.self_test(vllm).check_listening())
 
     def test_an_error_is_a_reason_not_to_listen(self, vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
