@@ -215,7 +215,7 @@ def test_a_late_read_teaches_what_is_known(
     with patch.object(cost, "observe_load", lambda *given, **where: learned.append((given, where))):
         Fetching(tier, cost, Telemetry()).fetch(plan, MinSaved(), {"fetch": 0.0})  # type: ignore[arg-type]
     (((told, took), where),) = learned
-    assert (told, where) == (num_bytes, {"place": DISK})
+    assert (told, where) == (num_bytes, {"place": DISK, "is_late": True})
     expected = 2.0 * num_bytes / (1 << 20) if has_pace and not progress else seconds
     assert took == pytest.approx(expected, rel=0.01)
 
