@@ -30,7 +30,7 @@ async def test_nominating_is_measured_as_written_cold_and_warm() -> None:
                 assert kind["p99_ms"] >= kind["p50_ms"] > 0
                 # A donor that shares little beside what all share may be one of many equals.
                 assert kind["found"] < 0.5 if name == "unknown" else kind["found"] >= 0.8
-    assert document["disk_bytes"]["total"] > document["disk_bytes"]["vector_storage-sparse"] > 0
+    assert document["disk_bytes"]["total"] > document["disk_bytes"]["vector_storage-dense"] > 0
     assert set(document["memory_bytes"]) == {"built", "after_queries"}
 
 
