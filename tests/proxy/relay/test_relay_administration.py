@@ -65,7 +65,7 @@ async def test_the_way_of_a_request_is_timed_by_stage(relay: Relay) -> None:
     assert 0 < sum(seconds.values()) <= first_token + 1e-3
     metrics = await (await relay.send("/metrics", method="GET")).text()
     for stage in stages:
-        times = 1 if stage == "plan" else 2  # the first prompt has no candidate to plan with
+        times = 1 if stage in {"plan", "fetch"} else 2  # the first prompt has no candidate
         assert f'kvshare_stage_duration_seconds_count{{stage="{stage}"}} {times}.0' in metrics
 
 
