@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvshare_lab.drafting.answers import Sample, answered, samples
+from lab.tests.tiny_llama import tiny_llama
 
 NUM_ANSWER = 12
 
@@ -17,18 +18,7 @@ NUM_ANSWER = 12
 @pytest.fixture(scope="session")
 def llama() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).requires_grad_(False)
+    model = LlamaForCausalLM(tiny_llama(4, tie_word_embeddings=True)).requires_grad_(False)
     for name, rows in model.named_parameters():
         if "norm" not in name:
             rows.normal_(0.0, 0.4)  # or its answers were one word

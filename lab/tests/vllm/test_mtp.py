@@ -7,25 +7,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvshare_lab.vllm.kinds import write_kind
 from kvshare_lab.vllm.mtp import add_mtp_layer, write_as_ernie, write_fitting_mtp
+from lab.tests.tiny_llama import tiny_llama
 
 
 def llama(folder: Path) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(tiny_llama(2))
     model.save_pretrained(folder)
     return model
 
