@@ -131,7 +131,7 @@ def _runs(donor: _Compared, start: int, k: int) -> list[Match]:
     return [
         Match(low + at + shift, low + at, high - low)
         for shift, at, same in parts
-        for low, high in _stretches(same, at_least=k)
+        for low, high in _true_ranges(same, at_least=k)
     ]
 
 
@@ -143,7 +143,7 @@ def _may_cover_more(target: Target, compared: Sequence[_Compared], runs: Sequenc
     for run in runs:
         is_closed[run.target : run.target_end] = True
     asked = np.zeros(size - k + 1, dtype=np.bool_)
-    for low, high in _stretches(~is_closed):
+    for low, high in _true_ranges(~is_closed):
         asked[max(start, low - k + 1) : high] = True
     if not asked.any():
         return False
@@ -170,7 +170,7 @@ def _unlike(compared: Sequence[_Compared], is_closed: _Mask, k: int) -> Ids:
         alike = sorted(
             (low + shift, high + shift - k + 1)
             for shift, same in zip(each.shifts, each.same, strict=True)
-            for low, high in _stretches(same & is_closed, at_least=k)
+            for low, high in _true_ranges(same & is_closed, at_least=k)
         )
         at, end = 0, max(len(tokens) - k + 1, 0)
         for low, high in (*alike, (end, end)):
@@ -202,8 +202,8 @@ def _hits(
     ]
 
 
-def _stretches(mask: _Mask, *, at_least: int = 1) -> list[list[int]]:
-    """The start and the end of each maximal stretch of so many true values, ascending."""
+def _true_ranges(mask: _Mask, *, at_least: int = 1) -> list[list[int]]:
+    """The start and the end of each maximal row of so many true values, ascending."""
     edges = np.flatnonzero(mask[1:] != mask[:-1])
     edges += 1
     outer = [0] * bool(len(mask) and mask[0]), [len(mask)] * bool(len(mask) and mask[-1])

@@ -42,7 +42,7 @@ def continued(copies: Placed) -> NDArray[np.bool_]:
     return found
 
 
-def stretches(copies: Placed) -> Placed:
+def joined(copies: Placed) -> Placed:
     """(S, 4) contiguous copies of one donor as one copy each."""
     if not len(copies):
         return copies

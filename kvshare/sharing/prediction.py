@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_tree import Node, NodeId
-from kvshare.sharing.placed import Placed, stretches
+from kvshare.sharing.placed import Placed, joined
 from kvshare.sharing.plan import small_shift
 from kvshare.sharing.risk import REGIMES, Regime, RiskTable
 
@@ -91,7 +91,7 @@ def shape_of(
     """
     if not len(copies):
         return None
-    found = stretches(copies)
+    found = joined(copies)
     lengths = found[:, 3]
     weights = lengths / lengths.sum()
     some = slice(None, None, 1 + len(found) // _MOST_STRETCHES)  # of thousands a sample is enough

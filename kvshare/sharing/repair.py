@@ -61,7 +61,7 @@ def repairs_to_choose(copies: Placed, *, num_tokens: int, wanted: float, setting
     Return the tail inside approximate `copies`, and an order to choose `wanted` tokens in front of it, at
     most `settings.max_budget` of the prompt.
     """
-    stretches = _stretches(copies, num_tokens - settings.tail)
+    stretches = _repairable(copies, num_tokens - settings.tail)
     most = min(sum(len(stretch) for stretch in stretches), int(settings.max_budget * num_tokens))
     count = min(round(wanted), most)
     order = RepairOrder(stretches, tuple(probes(stretches, num_tokens).tolist()), count) if count else None
@@ -84,8 +84,8 @@ def _cut(copies: Placed, heads: Places, num_tokens: int, settings: RepairSetting
     return merged(np.stack([first, end], axis=1).ravel(), np.stack([start, last], axis=1).ravel())
 
 
-def _stretches(copies: Placed, end: int) -> tuple[Span, ...]:
-    """Return the stretches in front of `end`, without copies that are too short."""
+def _repairable(copies: Placed, end: int) -> tuple[Span, ...]:
+    """Return the contiguous copies of one donor in front of `end`, without copies that are too short."""
     stops = np.minimum(ends(copies), end)
     is_long = stops - copies[:, 1] >= _MIN_LEFTOVER
     goes_on = continued(copies)
