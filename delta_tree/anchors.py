@@ -13,14 +13,15 @@ import numpy.typing as npt
 
 from delta_tree.edits import Match
 from delta_tree.kgrams import Ids, Places, Sieve, low_slots, quick_hashes
-from delta_tree.runs import Pair, add_run, common_prefix_length, extended_left, runs_in
-from delta_tree.spans import Span, true_spans
+from delta_tree.runs import Pair, add_run, runs_in
+from delta_tree.spans import Span, consecutive, true_spans
 
 Positions = npt.NDArray[np.int64]
 
 # With fewer k-grams to look up, `runs_in` alone is faster than the array operations.
 _MIN_ANCHORED = 4096
 _MAX_TABLE_BITS = 22
+_FIRST_STEP = 8  # tokens in the first comparison of `_num_equal`; each further one takes twice as many
 _SLOTS_PER_PLACE = 4  # k-grams that share a slot are not used as anchors: at most 1 in 6 is lost
 
 
@@ -64,7 +65,8 @@ def tile(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
 def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Match]:
     """Return the runs in the spans that contain an anchor, each at its full length."""
     source, target, k = pair.source, pair.target, pair.k
-    asked = np.concatenate([np.arange(span.start, span.end - k + 1) for span in spans])
+    bounds = np.array([(span.start, span.end) for span in spans])
+    asked, _ = consecutive(bounds[:, 0], bounds[:, 1] - bounds[:, 0] - k + 1)
     targets, sources = _anchors(pair, places, asked)
     if not len(targets):
         return []
@@ -77,43 +79,81 @@ def _anchored_runs(pair: Pair, spans: Sequence[Span], places: Places) -> list[Ma
     ends = targets[np.concatenate((breaks, [len(targets) - 1]))] + k
     is_equal = _all_equal(source, target, starts, ends, shifts)
     starts, ends, shifts = starts[is_equal], ends[is_equal], shifts[is_equal]
-    homes = np.searchsorted([span.start for span in spans], starts, side="right") - 1
-    lows, highs = np.array([(span.start, span.end) for span in spans])[homes].T
-    grows_left = (starts > lows) & _equal_at(source, target, starts - 1, shifts)
-    grows_right = (ends < highs) & _equal_at(source, target, ends, shifts)
-    columns = (starts, ends, shifts, homes, grows_left, grows_right)
+    homes = bounds[:, 0].searchsorted(starts, side="right") - 1
+    starts, ends, shifts = _extended(pair, starts, ends, shifts, bounds[homes])
+    found = list(map(Match, (starts + shifts).tolist(), starts.tolist(), (ends - starts).tolist()))
+    if (ends[:-1] <= starts[1:]).all():
+        return found
     runs: list[Match] = []
-    for start, end, shift, home, left, right in zip(*(column.tolist() for column in columns), strict=True):
-        run = Match(start + shift, start, end - start)
-        within = spans[home]
-        if right:  # the run's last k-grams may not be anchors
-            ahead = target[run.target_end : within.end]
-            more = common_prefix_length(source[run.source_end :], ahead)
-            run = Match(run.source, run.target, run.length + more)
-        if left:
-            run = extended_left(run, source, target, floor=within.start)
+    for run in found:
         add_run(runs, run, k)
     return runs
+
+
+def _extended(
+    pair: Pair, starts: Positions, ends: Positions, shifts: Positions, bounds: Positions
+) -> tuple[Positions, Positions, Positions]:
+    """
+    Extend equal stretches within their bounds (N, 2): their first and last k-grams may not be anchors.
+
+    Two stretches with the same shift that meet become one. Where they have different shifts, each ends within
+    `k` tokens of the other one, as an anchor has one place in the source. So this takes linear time.
+    """
+    source, target, k = pair.source, pair.target, pair.k
+    lows, highs = bounds.T.copy()
+    is_alike = (np.diff(shifts) == 0) & (bounds[1:, 0] == bounds[:-1, 0])
+    room = np.where(is_alike, 0, k)
+    highs[:-1] = np.minimum(highs[:-1], starts[1:] + room)
+    lows[1:] = np.maximum(lows[1:], ends[:-1] - room)
+    after = np.minimum(highs - ends, len(source) - ends - shifts)
+    before = np.minimum(starts - lows, starts + shifts)
+    ends = ends + _num_equal(source, target, ends, shifts, after)
+    # Backwards: both prompts are read from their ends.
+    turned = len(source) - len(target) - shifts
+    starts = starts - _num_equal(source[::-1], target[::-1], len(target) - starts, turned, before)
+    is_first, is_last = np.ones((2, len(starts)), dtype=np.bool_)
+    is_first[1:] = is_last[:-1] = ~(is_alike & (ends[:-1] >= starts[1:]))
+    return starts[is_first], ends[is_last], shifts[is_first]
+
+
+def _num_equal(
+    source: Ids, target: Ids, positions: Positions, shifts: Positions, room: Positions
+) -> Positions:
+    """Return how many of the tokens from each target position on equal the source's, at most `room` each."""
+    found = np.zeros(len(positions), dtype=np.int64)
+    asked, step = np.flatnonzero(room > 0), _FIRST_STEP
+    while len(asked):
+        ahead = found[asked, None] + np.arange(step)
+        is_inside = ahead < room[asked, None]
+        at = positions[asked, None] + np.where(is_inside, ahead, 0)
+        is_equal = (source.take(at + shifts[asked, None]) == target.take(at)) & is_inside
+        goes_on = is_equal.all(axis=1)
+        found[asked] += np.where(goes_on, step, is_equal.argmin(axis=1))
+        asked, step = asked[goes_on], 2 * step
+    return found
 
 
 def _anchors(pair: Pair, places: Places, asked: Positions) -> tuple[Positions, Positions]:
     """
     Return which of the ascending target positions `asked` begin an anchor, and its position in the source.
 
-    A hash table holds the first and the last source position of each slot. Where the two differ, the k-gram
-    occurs several times or shares its slot with another one, and is not an anchor.
+    A hash table holds the last source position of each slot. If there are others, the k-gram occurs several
+    times or shares its slot with another one, and is not an anchor.
     """
+    # `take` reads a third as long as an index in brackets does.
     bits = min((_SLOTS_PER_PLACE * len(places)).bit_length(), _MAX_TABLE_BITS)
-    slots = low_slots(pair.source_hashes[places], bits)
-    first, last = np.full((2, 1 << bits), -1, dtype=np.int32)
+    slots = low_slots(pair.source_hashes.take(places), bits)
+    last = np.full(1 << bits, -1, dtype=np.int32)
     last[slots] = places
-    first[slots[::-1]] = places[::-1]
-    wanted = pair.target_hashes[asked]
+    is_shared = np.zeros(1 << bits, dtype=np.bool_)
+    is_shared[slots.compress(last.take(slots) != places)] = True
+    wanted = pair.target_hashes.take(asked)
     slots = low_slots(wanted, bits)
-    sources = last[slots].astype(np.int64)
-    is_anchor = (sources >= 0) & (first[slots] == sources)
-    is_anchor &= pair.source_hashes[sources] == wanted  # also reads index -1, which the line before excludes
-    return asked[is_anchor], sources[is_anchor]
+    sources = last.take(slots)
+    is_anchor = (sources >= 0) & ~is_shared.take(slots)
+    # Also reads index -1, which the line before excludes.
+    is_anchor &= pair.source_hashes.take(sources) == wanted
+    return asked.compress(is_anchor), sources.compress(is_anchor).astype(np.int64)
 
 
 def _all_equal(
@@ -122,18 +162,10 @@ def _all_equal(
     """Return whether each stretch of the target equals the source's, token for token."""
     lengths = ends - starts
     firsts = np.cumsum(lengths) - lengths  # where each stretch starts in the concatenation of all
-    positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-    same = source[positions + np.repeat(shifts, lengths)] == target[positions]
+    positions, of = consecutive(starts, lengths)
+    same = source.take(positions + shifts.take(of)) == target.take(positions)
     is_equal: npt.NDArray[np.bool_] = np.logical_and.reduceat(same, firsts)
     return is_equal
-
-
-def _equal_at(source: Ids, target: Ids, positions: Positions, shifts: Positions) -> npt.NDArray[np.bool_]:
-    """Compare the token at each target position with the source's; False outside of either prompt."""
-    others = positions + shifts
-    inside = (positions >= 0) & (positions < len(target)) & (others >= 0) & (others < len(source))
-    inside[inside] = source[others[inside]] == target[positions[inside]]
-    return inside
 
 
 def _left_between(spans: Sequence[Span], runs: Sequence[Match], k: int) -> list[Span]:
@@ -143,4 +175,4 @@ def _left_between(spans: Sequence[Span], runs: Sequence[Match], k: int) -> list[
         is_left[span.start : span.end] = True
     for run in runs:
         is_left[run.target : run.target_end] = False
-    return [part for part in true_spans(is_left, 0) if len(part) >= k]
+    return true_spans(is_left, 0, at_least=k)

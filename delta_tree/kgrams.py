@@ -93,12 +93,12 @@ class Sieve:
 
     def passing(self, hashes: Hashes, among: Places | None = None) -> Places:
         """Return the positions (`among`: of these) whose hash may be in the collection, ascending."""
-        asked = hashes if among is None else hashes[among]
+        asked = hashes if among is None else hashes.take(among)
         found: list[Places] = []
         for start in range(0, max(1, len(asked)), _SIEVED_AT_ONCE):
             found.append(self._passing(asked[start : start + _SIEVED_AT_ONCE]) + start)
         places = found[0] if len(found) == 1 else np.concatenate(found)
-        return places if among is None else among[places]
+        return places if among is None else among.take(places)
 
     def _passing(self, hashes: Hashes) -> Places:
         passes = self._present.take(low_slots(hashes, self._bits))

@@ -57,7 +57,7 @@ class Pair:
 def _by_hash(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
     """Sort the k-grams at `places` by hash, then place. Return the hashes and the places in that order."""
     # Hash and place in one number: sorting these numbers is several times faster than a stable argsort.
-    packed = hashes[places].astype(np.uint64) << np.uint64(32)
+    packed = hashes.take(places).astype(np.uint64) << np.uint64(32)
     packed |= places.astype(np.uint64)
     packed.sort()
     return (packed >> np.uint64(32)).astype(np.uint32), (packed & np.uint64(2**32 - 1)).astype(np.int64)
@@ -74,9 +74,9 @@ def runs_in(pair: Pair, spans: Sequence[Span], places: Places) -> Iterator[Match
         return
     found = _by_hash(pair.source_hashes, places)
     asked = starts[0] if len(starts) == 1 else np.concatenate(starts)
-    wanted = pair.target_hashes[asked]
+    wanted = pair.target_hashes.take(asked)
     lows = np.searchsorted(found[0], wanted)
-    hits = np.flatnonzero(found[0][np.minimum(lows, len(places) - 1)] == wanted)
+    hits = np.flatnonzero(found[0].take(lows, mode="clip") == wanted)
     if not len(hits):
         return
     seeds, lows = asked[hits], lows[hits]

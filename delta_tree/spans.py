@@ -61,11 +61,31 @@ def gaps(covered: Iterable[Span], length: int) -> tuple[Span, ...]:
     return tuple(filter(None, map(Span, starts, ends)))
 
 
-def true_spans(flags: npt.NDArray[np.bool_], first_position: int) -> list[Span]:
-    """The maximal stretches where `flags` is true; `first_position` is the position of the first flag."""
-    framed = np.concatenate(([False], flags, [False]))
-    edges = np.flatnonzero(framed[1:] != framed[:-1]).reshape(-1, 2) + first_position
-    return [Span(start, end) for start, end in edges.tolist()]
+def true_ranges(flags: npt.NDArray[np.bool_], *, at_least: int = 1) -> npt.NDArray[np.int64]:
+    """(N, 2) the start and the end of each maximal row of at least so many true flags, ascending."""
+    edges = np.flatnonzero(flags[1:] != flags[:-1])
+    edges += 1
+    outer = [0] * bool(len(flags) and flags[0]), [len(flags)] * bool(len(flags) and flags[-1])
+    found = np.concatenate((outer[0], edges, outer[1])).astype(np.int64).reshape(-1, 2)
+    return found if at_least == 1 else found[found[:, 1] - found[:, 0] >= at_least]
+
+
+def true_spans(flags: npt.NDArray[np.bool_], first_position: int, *, at_least: int = 1) -> list[Span]:
+    """The same as spans; `first_position` is the position of the first flag."""
+    ranges = true_ranges(flags, at_least=at_least) + first_position
+    return list(map(Span, *ranges.T.tolist()))
+
+
+def consecutive(
+    firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """
+    Return so many numbers from each first one on, and which first one each belongs to.
+
+    Shapes:  (N,), (N,) at least 0 -> twice (M,), where M is the sum of the counts
+    """
+    of = np.repeat(np.arange(len(counts)), counts)
+    return np.arange(len(of)) + np.repeat(firsts - np.cumsum(counts) + counts, counts), of
 
 
 def split(spans: Iterable[Span], length: int) -> tuple[Span, ...]:
