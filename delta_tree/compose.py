@@ -3,7 +3,8 @@ Covers a new prompt with stored KV: which tokens are copied from which donors, a
 
 First comes the longest exact prefix, then the donor that covers most in an in-order alignment. The rest is
 filled with runs from any position of any donor, the longest run first. A token that differs is never copied.
-Where one donor has all that can be copied, `near_duplicate` finds that without a search.
+Where one donor has all that can be copied, `near_duplicate` finds that without a search; where one has
+clearly the most (`nearest`), no other one is aligned.
 The result depends on the arguments only; nothing is loaded or stored.
 """
 
@@ -17,10 +18,9 @@ import numpy as np
 from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.donors import Donor
 from delta_tree.edits import Match
-from delta_tree.kgrams import CandidateKGrams, Sieve, hashes_of_all
-from delta_tree.near_duplicate import nearly_one_donor
+from delta_tree.kgrams import CandidateKGrams, Hashes, Sieve
+from delta_tree.nearest import nearest_or_composed
 from delta_tree.node import Node, Segment, SegmentId
-from delta_tree.runs import Pair
 from delta_tree.spans import Span, TokenIds, true_spans
 from delta_tree.target import Look, Target
 
@@ -58,9 +58,9 @@ def compose(
     elif target.min_run != min_run:
         raise ValueError(f"the target was made for a min_run of {target.min_run}, got {min_run}")
     content = partial(target.content, segment_of=segment_of, max_generation=max_generation, may_move=may_move)
-    nearly = None
+    nearest, nearly = None, None
     if candidates and allow_approximate and max_donors:
-        nearly = nearly_one_donor(target, candidates, content, may_move=may_move)
+        nearest, nearly = nearest_or_composed(target, candidates, content, may_move=may_move)
     if nearly is not None and not gives_reasons:
         return nearly
     donors = [
@@ -68,6 +68,8 @@ def compose(
         for place, node in enumerate(candidates)
     ]
     layout = _Layout(target, donors, may_move=may_move, max_donors=max_donors, gives_reasons=gives_reasons)
+    if nearest is not None:
+        layout.prefer(donors[nearest])
     sharing = layout.sharing(allow_approximate)
     if nearly is not None:
         return layout.with_reasons(nearly)
@@ -98,15 +100,25 @@ class _Layout:
         self._min_run = target.min_run
         self._max_donors, self._gives_reasons = max_donors, gives_reasons
         self._looks: dict[Donor, Look] = {}  # of the usable ones
+        self._nearest: Donor | None = None
         self._withheld = False
         self._copies: list[Copy] = []
         self._is_open = np.ones(len(self._target), dtype=np.bool_)
         self._mixed: set[Donor] = set()  # donors of approximate copies
 
     @cached_property
+    def _hashes(self) -> list[Hashes]:
+        return self._shared.hashes_of([donor.visible for donor in self._usable])
+
+    @cached_property
     def _kgrams(self) -> CandidateKGrams:
-        looks = (self._looks[donor] for donor in self._usable)
-        return CandidateKGrams([look.hashes for look in looks], [donor.places for donor in self._usable])
+        places = [donor.places for donor in self._usable]
+        return CandidateKGrams(self._hashes, places if len(self._looks) == len(places) else None)
+
+    def prefer(self, nearest: Donor) -> None:
+        """Align this donor only, which has clearly the most, unless it may not be copied as a whole."""
+        if nearest.usable and nearest.visible is nearest.node.token_ids:
+            self._nearest = nearest
 
     def sharing(self, allow_approximate: bool) -> list[Donor]:
         """
@@ -116,14 +128,18 @@ class _Layout:
         """
         if not self._usable or not (allow_approximate or self._gives_reasons):
             return []
-        self._look_at_all()
-        found: list[Donor] = []
-        for donor in self._usable:
-            look = self._looks[donor]
-            donor.pair, donor.places = self._pair(look), look.places
-            if look.shares:
-                found.append(donor)
-            if look.shares or (self._gives_reasons and self._shares_before(donor, look)):
+        for donor, hashes in zip(self._usable, self._hashes, strict=True):
+            donor.pair = self._shared.pair(donor.visible, hashes)
+        asked = self._usable if self._nearest is None or self._gives_reasons else [self._nearest]
+        prompts = [donor.visible for donor in asked]
+        looks = self._shared.looks(prompts, self._rest.start, may_move=self._may_move)
+        for donor, look in zip(asked, looks, strict=True):
+            self._looks[donor], donor.places = look, look.places
+        if len(asked) < len(self._usable):  # of the others any k-gram may be in the prompt
+            return self._usable
+        found = [donor for donor in asked if self._looks[donor].shares]
+        for donor in asked if self._gives_reasons else found:
+            if donor in found or self._shares_before(donor, self._looks[donor]):
                 donor.reason = DonorReason.NOTHING_LEFT
         return found if allow_approximate else self._withhold(found)
 
@@ -134,41 +150,11 @@ class _Layout:
             donor.reason = DonorReason.EXACT_ONLY
         return []
 
-    def _pair(self, look: Look) -> Pair:
-        return Pair(look.visible, self._target, look.hashes, self._shared.hashes, self._min_run)
-
-    def _look_at_all(self) -> None:
-        """Find what each usable donor shares, or take it from an earlier composition of the same prompt."""
-        rest, may_move = self._rest, self._may_move
-        new = []
-        for donor in self._usable:
-            look = self._shared.look(donor.visible, rest.start, may_move=may_move)
-            if look is None:
-                new.append(donor)
-            else:
-                self._looks[donor] = self._first_look(look) if look.is_new else look
-        if not new:
-            return
-        hashes = hashes_of_all([donor.visible for donor in new], self._min_run)
-        passing = [np.empty(0, dtype=np.int64)] * len(new)
-        if len(rest) >= self._min_run:
-            passing = CandidateKGrams(hashes).narrow(self._sieve([rest]))
-        for donor, own, places in zip(new, hashes, passing, strict=True):
-            self._looks[donor] = look = self._first_look(Look(donor.visible, own, places))
-            self._shared.keep(look, rest.start, may_move=may_move)
-
-    def _first_look(self, look: Look) -> Look:
-        look.shares = self._pair(look).has_common_run(
-            look.places, lambda: self._shared.sorted_hashes, start=self._rest.start
-        )
-        return look
-
     def _shares_before(self, donor: Donor, look: Look) -> bool:
         """Return whether a donor shares a run with the whole prompt, if it shares none after the prefix."""
         if donor.exact_length >= self._min_run:
             return True
-        places = self._shared.anywhere.passing(look.hashes)
-        return self._pair(look).has_common_run(places, lambda: self._shared.sorted_hashes)
+        return self._shared.has_any_of(look)
 
     def place_best_donor(self, donors: Sequence[Donor]) -> Donor | None:
         """
@@ -178,9 +164,10 @@ class _Layout:
         """
         if len(self._rest) < self._min_run or self._max_donors < 1:
             return None
-        bounds = {donor: donor.most_in_order(self._min_run) for donor in donors}
+        asked = donors if self._nearest is None else [self._nearest]
+        bounds = {donor: donor.most_in_order(self._min_run) for donor in asked}
         promising = sorted(
-            (donor for donor in donors if bounds[donor]),
+            (donor for donor in asked if bounds[donor]),
             key=lambda donor: (-bounds[donor], -donor.num_in_place(self._rest.start), donor.place),
         )
         best: Donor | None = None
@@ -265,8 +252,7 @@ class _Layout:
     def _open_parts(self, span: Span) -> list[Span]:
         """The open stretches within `span` that are long enough for a run, in order."""
         is_open = self._is_open[span.start : span.end]
-        parts = [span] if is_open.all() else true_spans(is_open, span.start)
-        return [part for part in parts if len(part) >= self._min_run]
+        return true_spans(is_open, span.start, at_least=self._min_run)
 
     def _narrow(self, spans: Sequence[Span]) -> None:
         """Restrict each usable donor to the k-grams that may occur in one of the spans."""

@@ -156,9 +156,8 @@ class Donor:
         """Equal stretches at equal positions."""
         end = min(span.end, len(self.visible))
         same = self.visible[span.start : end] == self._target[span.start : end]
-        for part in true_spans(same, span.start):
-            if len(part) >= min_run:
-                yield Match(part.start, part.start, len(part))
+        for part in true_spans(same, span.start, at_least=min_run):
+            yield Match(part.start, part.start, len(part))
 
     def _pieces_of(self, run: Match) -> Sequence[tuple[int, int, int, Segment]]:
         """The pieces that the run touches."""

@@ -13,20 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from delta_tree.composition import Composition, Copy, DonorReason
 from delta_tree.donors import Content, Donor
 from delta_tree.edits import Match
-from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
+from delta_tree.kgrams import Ids, quick_hashes
+from delta_tree.left_open import LeftOpen, Mask
 from delta_tree.node import Node
-from delta_tree.runs import common_prefix_length
+from delta_tree.spans import true_ranges
 from delta_tree.target import Target
 
-_MOSTLY = 1 / 2  # of the prompt: with less in common, runs are searched for
+_MOSTLY = 2 / 3  # of the prompt: with less in common, runs are searched for
 _ABOUT_EQUAL = 63 / 64
-_MANY_HITS = 16  # k-grams that are compared token by token
-_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class _Compared:
 
     node: Node
     shifts: tuple[int, ...]
-    same: tuple[_Mask, ...]  # one for each shift
+    same: tuple[Mask, ...]  # one for each shift
     num_same: int  # after the exact prefix; tokens that are the same at both shifts count twice
 
     @property
@@ -51,17 +49,17 @@ def nearly_one_donor(
     target: Target,
     candidates: Sequence[Node],
     content_of: Callable[[Node], Content],
+    exact_lengths: Sequence[int],
     *,
     may_move: bool,
 ) -> Composition | None:
     """
     Return the composition of a prompt that one candidate covers but for what no candidate has; else None.
 
+    `exact_lengths`: of the candidates, the leading tokens of the prompt for which each has exact KV.
     Of candidates with about as much of the prompt, one whose KV is all exact is preferred, then the first.
     """
-    tokens = target.tokens
-    exact_lengths = [common_prefix_length(node.token_ids[: node.exact_length], tokens) for node in candidates]
-    start = max(exact_lengths)
+    tokens, start = target.tokens, max(exact_lengths)
     found = _donor_and_runs(target, candidates, start, may_move=may_move)
     if found is None:
         return None
@@ -83,16 +81,20 @@ def _donor_and_runs(
     target: Target, candidates: Sequence[Node], start: int, *, may_move: bool
 ) -> tuple[int, list[Match]] | None:
     """Return which candidate to copy from after the exact prefix, if no other has more; and its runs."""
-    tokens, k = target.tokens, target.min_run
-    if len(tokens) - start < k:
+    if len(target.tokens) - start < target.min_run:
         return 0, []
-    compared = [_compare(node, tokens, start, may_move) for node in candidates]
+    compared = [_compare(node, target.tokens, start, may_move) for node in candidates]
     place = _best(compared)
     best = compared[place]
-    if start + best.num_same < _MOSTLY * len(tokens):
+    if start + best.num_same < _MOSTLY * len(target.tokens):
         return None
-    runs = _runs(best, start, k)
-    return None if _may_cover_more(target, compared, runs, start) else (place, runs)
+    runs = _runs(best, start, target.min_run)
+    rest = LeftOpen(target, runs, start)
+    # A k-gram that stands in closed text of the prompt is asked for once, as the prompt's own.
+    if rest.may_gain(target.tokens, target.hashes, rest.closed_kgrams):
+        return None
+    unlike = _unlike(compared, rest.is_closed, target.min_run)
+    return None if rest.may_gain(unlike, quick_hashes(unlike, target.min_run)) else (place, runs)
 
 
 def _compare(node: Node, target: Ids, start: int, may_move: bool) -> _Compared:
@@ -102,7 +104,7 @@ def _compare(node: Node, target: Ids, start: int, may_move: bool) -> _Compared:
     return _Compared(node, shifts, same, sum(int(np.count_nonzero(mask[start:])) for mask in same))
 
 
-def _same(source: Ids, target: Ids, shift: int) -> _Mask:
+def _same(source: Ids, target: Ids, shift: int) -> Mask:
     same = np.zeros(len(target), dtype=np.bool_)
     low, high = max(0, -shift), min(len(target), len(source) - shift)
     if low < high:
@@ -131,82 +133,29 @@ def _runs(donor: _Compared, start: int, k: int) -> list[Match]:
     return [
         Match(low + at + shift, low + at, high - low)
         for shift, at, same in parts
-        for low, high in _true_ranges(same, at_least=k)
+        for low, high in true_ranges(same, at_least=k).tolist()
     ]
 
 
-def _may_cover_more(target: Target, compared: Sequence[_Compared], runs: Sequence[Match], start: int) -> bool:
-    """Return whether other copies may cover what the runs leave open, but for a few tokens."""
-    k, size = target.min_run, len(target.tokens)
-    is_closed = np.zeros(size, dtype=np.bool_)
-    is_closed[:start] = True
-    for run in runs:
-        is_closed[run.target : run.target_end] = True
-    asked = np.zeros(size - k + 1, dtype=np.bool_)
-    for low, high in _true_ranges(~is_closed):
-        asked[max(start, low - k + 1) : high] = True
-    if not asked.any():
-        return False
-    # A k-gram that stands in closed text of the prompt is asked for once, as the prompt's own.
-    unlike = _unlike(compared, is_closed, k)
-    own = _hits(target, asked, target.tokens, target.hashes, np.flatnonzero(~asked))
-    others = None if own is None else _hits(target, asked, unlike, quick_hashes(unlike, k))
-    if own is None or others is None:
-        return True
-    is_gained = np.zeros(size, dtype=np.bool_)
-    for place in (*own, *others):
-        is_open = ~is_closed[place : place + k]
-        if is_open.all():
-            return True
-        is_gained[place : place + k] |= is_open
-    return int(np.count_nonzero(is_gained)) > (1 - _ABOUT_EQUAL) * (size - start)
-
-
-def _unlike(compared: Sequence[_Compared], is_closed: _Mask, k: int) -> Ids:
+def _unlike(compared: Sequence[_Compared], is_closed: Mask, k: int) -> Ids:
     """The tokens of all k-grams of the candidates that do not stand in closed text of the prompt, joined."""
+    shifts = np.array([shift for each in compared for shift in each.shifts])
+    owners = [number for number, each in enumerate(compared) for _ in each.shifts]
+    # All rows as one, each with a false value at its end: a few calls in all, and not for each candidate.
+    rows = np.zeros((len(shifts), len(is_closed) + 1), dtype=np.bool_)
+    np.logical_and([mask for each in compared for mask in each.same], is_closed, out=rows[:, :-1])
+    ranges = true_ranges(rows.ravel(), at_least=k)
+    numbers = ranges[:, 0] // rows.shape[1]
+    ranges += (shifts[numbers] - numbers * rows.shape[1])[:, None]
+    alike: list[list[tuple[int, int]]] = [[] for _ in compared]
+    for number, low, high in zip(numbers.tolist(), *ranges.T.tolist(), strict=True):
+        alike[owners[number]].append((low, high - k + 1))
     parts: list[Ids] = [np.empty(0, dtype=np.int32)]
-    for each in compared:
-        tokens = each.node.token_ids
-        alike = sorted(
-            (low + shift, high + shift - k + 1)
-            for shift, same in zip(each.shifts, each.same, strict=True)
-            for low, high in _true_ranges(same & is_closed, at_least=k)
-        )
-        at, end = 0, max(len(tokens) - k + 1, 0)
-        for low, high in (*alike, (end, end)):
+    for each, found in zip(compared, alike, strict=True):
+        tokens, at = each.node.token_ids, 0
+        end = max(len(tokens) - k + 1, 0)
+        for low, high in (*sorted(found), (end, end)):
             if at < low:
                 parts.append(tokens[at : low + k - 1])
             at = max(at, high)
     return np.concatenate(parts)
-
-
-def _hits(
-    target: Target, asked: _Mask, tokens: Ids, hashes: Hashes, places: Places | None = None
-) -> list[int] | None:
-    """Return where the prompt has those k-grams asked for that these tokens have; None if they are many."""
-    k, positions = target.min_run, np.flatnonzero(asked)
-    wanted = target.hashes[positions]
-    passing = Sieve(wanted).passing(hashes, places)
-    if not len(passing):
-        return []
-    known, found = np.sort(wanted), hashes[passing]
-    at = np.minimum(known.searchsorted(found), len(known) - 1)
-    equal = passing[known[at] == found]
-    if len(equal) > _MANY_HITS:
-        return None
-    return [
-        position
-        for place in equal.tolist()
-        for position in positions[wanted == hashes[place]].tolist()
-        if np.array_equal(tokens[place : place + k], target.tokens[position : position + k])
-    ]
-
-
-def _true_ranges(mask: _Mask, *, at_least: int = 1) -> list[list[int]]:
-    """The start and the end of each maximal row of so many true values, ascending."""
-    edges = np.flatnonzero(mask[1:] != mask[:-1])
-    edges += 1
-    outer = [0] * bool(len(mask) and mask[0]), [len(mask)] * bool(len(mask) and mask[-1])
-    ends = np.concatenate((outer[0], edges, outer[1])).astype(np.int64).reshape(-1, 2)
-    found: list[list[int]] = ends[ends[:, 1] - ends[:, 0] >= at_least].tolist()
-    return found

@@ -5,7 +5,7 @@ Planning composes a prompt with all candidates, and often again with some of the
 Hashes, shared k-grams and alignments of a candidate are the same each time, so they are found once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,9 +13,12 @@ import numpy as np
 
 from delta_tree.donors import Content, content_of
 from delta_tree.edits import Match
-from delta_tree.kgrams import Hashes, Ids, Places, Sieve, quick_hashes
+from delta_tree.kgrams import CandidateKGrams, Hashes, Ids, Places, Sieve, hashes_of_all, quick_hashes
 from delta_tree.node import Node, Segment, SegmentId
+from delta_tree.runs import Pair
 from delta_tree.spans import TokenIds, token_ids
+
+_NOTHING: tuple[Ids, Hashes] = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint32)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +29,6 @@ class Look:
     hashes: Hashes
     places: Places  # of its k-grams that may occur after that prefix
     shares: bool = False  # whether one of these k-grams occurs in the prompt, token for token
-    is_new: bool = True  # whether `shares` is still to be computed
     in_order: list[Match] | None = None  # the runs of an alignment; None: not aligned yet
 
 
@@ -39,12 +41,20 @@ class Target:
             raise ValueError(f"min_run must be at least 1, got {min_run}")
         self.tokens, self.min_run = token_ids(tokens), min_run
         self._contents: dict[tuple[int, int, bool], tuple[Node, Content]] = {}  # by `id()` of the node object
+        self._sieves: dict[int, Sieve] = {}  # by the position from which on they have all k-grams
+        self._hashed: dict[int, tuple[Ids, Hashes]] = {}  # by the address of the tokens, which are held
         self._looks: dict[tuple[int, int, bool], Look] = {}  # by the address of `visible`
 
     @cached_property
     def hashes(self) -> Hashes:
         """Return the hashes of all k-grams of the prompt; not needed if only its exact prefix is copied."""
         return quick_hashes(self.tokens, self.min_run)
+
+    def sieve_from(self, start: int) -> Sieve:
+        """Return the sieve of the k-grams from a position on."""
+        if start not in self._sieves:
+            self._sieves[start] = Sieve(self.hashes[start:])
+        return self._sieves[start]
 
     @cached_property
     def sorted_hashes(self) -> Hashes:
@@ -67,25 +77,56 @@ class Target:
             )
         return self._contents[key][1]
 
-    def look(self, visible: Ids, start: int, *, may_move: bool) -> Look | None:
-        """
-        Return what an earlier composition found for these tokens and the target from `start` on, if any.
+    def hashes_of(self, prompts: Sequence[Ids]) -> list[Hashes]:
+        """Return the hashes of the k-grams of candidates; those of one and of its beginning are made once."""
+        missing = [ids for ids in prompts if len(self._hashed.get(_address(ids), _NOTHING)[0]) < len(ids)]
+        missing.sort(key=len)  # of a prompt and its beginning the prompt is kept
+        for ids, hashes in zip(missing, hashes_of_all(missing, self.min_run), strict=True):
+            self._hashed[_address(ids)] = ids, hashes
+        sizes = (max(len(ids) - self.min_run + 1, 0) for ids in prompts)
+        return [self._hashed[_address(ids)][1][:size] for ids, size in zip(prompts, sizes, strict=True)]
 
-        If that composition looked at more tokens, which begin with these, `shares` must be computed again.
+    def looks(self, prompts: Sequence[Ids], start: int, *, may_move: bool) -> list[Look]:
         """
+        Return what the target has of each of these from `start` on, or what an earlier composition found.
+
+        `prompts`: the visible tokens of candidates
+        """
+        found = {number: self._known(visible, start, may_move) for number, visible in enumerate(prompts)}
+        new = [number for number, look in found.items() if look is None]
+        hashes = self.hashes_of([prompts[number] for number in new])
+        passing = [np.empty(0, dtype=np.int64)] * len(new)
+        if new and len(self.tokens) - start >= self.min_run:
+            passing = CandidateKGrams(hashes).narrow(self.sieve_from(start))
+        for number, own, places in zip(new, hashes, passing, strict=True):
+            found[number] = look = Look(prompts[number], own, places)
+            look.shares = self._shares(look, start)
+            self._looks[_address(look.visible), start, may_move] = look
+        return [look for look in found.values() if look is not None]
+
+    def has_any_of(self, look: Look) -> bool:
+        """Return whether the target has, anywhere, a k-gram of these tokens."""
+        places = self.anywhere.passing(look.hashes)
+        return self.pair(look.visible, look.hashes).has_common_run(places, lambda: self.sorted_hashes)
+
+    def pair(self, visible: Ids, hashes: Hashes) -> Pair:
+        return Pair(visible, self.tokens, hashes, self.hashes, self.min_run)
+
+    def _known(self, visible: Ids, start: int, may_move: bool) -> Look | None:
+        """Return an earlier look at these tokens, or the beginning of one at more that begin with these."""
         found = self._looks.get((_address(visible), start, may_move))
         if found is None or len(found.visible) == len(visible):
             return found
         if len(found.visible) < len(visible):
             return None
         size = max(len(visible) - self.min_run + 1, 0)
-        places = found.places[: found.places.searchsorted(size)]
-        return Look(visible, found.hashes[:size], places, is_new=True)
+        look = Look(visible, found.hashes[:size], found.places[: found.places.searchsorted(size)])
+        look.shares = self._shares(look, start)
+        return look
 
-    def keep(self, look: Look, start: int, *, may_move: bool) -> None:
-        """Keep a look for a later composition."""
-        look.is_new = False
-        self._looks[_address(look.visible), start, may_move] = look
+    def _shares(self, look: Look, start: int) -> bool:
+        pair = self.pair(look.visible, look.hashes)
+        return pair.has_common_run(look.places, lambda: self.sorted_hashes, start=start)
 
 
 def _address(tokens: Ids) -> int:

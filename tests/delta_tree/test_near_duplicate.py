@@ -31,12 +31,19 @@ def nearly(
     content = partial(
         known.content, segment_of=prompts.segment_of, max_generation=max_generation, may_move=may_move
     )
-    return nearly_one_donor(known, prompts.nodes, content, may_move=may_move)
+    exact_lengths = [content(node).exact_length for node in prompts.nodes]
+    return nearly_one_donor(known, prompts.nodes, content, exact_lengths, may_move=may_move)
 
 
 @contextmanager
 def only_searched() -> Iterator[None]:
-    with patch("delta_tree.compose.nearly_one_donor", lambda *_, **__: None):
+    with patch("delta_tree.nearest.nearly_one_donor", lambda *_, **__: None):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def none_is_clearly_the_nearest() -> Iterator[None]:
+    with patch("delta_tree.nearest.clearly_nearest", lambda *_: None):
         yield
 
 
