@@ -108,7 +108,8 @@ class Plan:
         if self.order is None:
             return 0
         first = self.first_approximate
-        stale = sum(max(0, span.end - max(span.start, first)) for span in self.placeholders)
+        after = self.placeholders[bisect_right(self.placeholders, first, key=attrgetter("end")) :]
+        stale = _total(after) - (max(0, first - after[0].start) if after else 0)
         num_listening = _total(self.listeners)
         return len(self.order.probes) + num_listening + min(MAX_RENEWED, max(0, stale - num_listening))
 
@@ -117,9 +118,11 @@ class Plan:
         What carrying out the plan takes, where repairs that are to be chosen attend to half of the prompt.
         `num_extra_passes`: those of an approximate plan, beyond the engine's own
         """
-        num_tokens, in_spans = self.num_computed + self.num_selecting, _total(self.placeholders)
-        pairs = sum(span.end**2 - span.start**2 for span in self.placeholders) / 2
-        extra, num_reused = self.decision is Decision.APPROX, self.num_tokens - self.num_computed
+        num_computed = self.num_computed
+        num_tokens, in_spans = num_computed + self.num_selecting, num_computed - self._num_ordered
+        pairs = sum([span.end**2 - span.start**2 for span in self.placeholders]) / 2
+        num_reused = self.num_tokens - num_computed
+        extra = num_reused != self.num_exact  # as `decision` says
         return PrefillWork(
             num_tokens=num_tokens,
             num_pairs=pairs + (num_tokens - in_spans) * self.num_tokens / 2,
