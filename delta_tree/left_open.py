@@ -1,7 +1,8 @@
 """
 Whether candidates have anything of what a composition of one donor leaves open, without aligning them.
 
-Asked for are the prompt's k-grams that reach into open positions. Whoever has none of them can cover no more.
+Asked for are the prompt's k-grams that reach into open positions. A candidate with none of them can cover
+no more.
 """
 
 from collections.abc import Iterable
