@@ -69,7 +69,7 @@ class Vocabulary:
     The words of a model. `used`: (U,) those that are among the likeliest ones, or in the text.
 
     A head that drafts with all of the model's words must learn not to say the others. A training step has
-    some of them, drawn anew, which stand for all. (With the same 1,024 in each step, 57 % of the first drafts
+    some of them, drawn again, which stand for all. (With the same 1,024 in each step, 57 % of the first drafts
     were right among these, and 27 % among all.)
     """
 
