@@ -72,7 +72,7 @@ class Findings:
     warnings: tuple[str, ...] = ()
     can_listen: bool = False  # attention can be watched
     can_copy_blocks: bool = False  # copies inside vLLM's cache give the right rows
-    unproved: str = ""  # why the rows of what drafts are not known to be right
+    unverified: str = ""  # why the rows of what drafts are not known to be right
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class WorkerStart:
         return WorkerHandshake(
             unsupported=findings.unsupported,
             warnings=findings.warnings,
-            unproved=findings.unproved,
+            unverified=findings.unverified,
             can_move_keys=layout.can_move,
             can_listen=findings.can_listen,
             can_copy_blocks=findings.can_copy_blocks,
@@ -200,8 +200,8 @@ class WorkerStart:
             problem = check()
             if not all(agreed([problem is None])):  # the next check needs all ranks
                 return Findings(unsupported=(problem or _ELSEWHERE,))
-        if unproved := self._check_drafts(self_test, models, attached):
-            return Findings(unproved=unproved)
+        if unverified := self._check_drafts(self_test, models, attached):
+            return Findings(unverified=unverified)
         problem = self_test.check_listening()
         can_listen = all(agreed([problem is None]))
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)

@@ -55,23 +55,23 @@ def tokens_a_step(event: Any) -> float:
 
 def with_rows_at_other_positions(vllm: Any) -> str:
     """What the self-test finds if our pass computes rows of what drafts for the positions after theirs."""
-    from tests.kvshare.vllm_connector.test_draft_proof import at_other_positions, proved
+    from tests.kvshare.vllm_connector.test_verified_drafts import at_other_positions, verified
 
     with pytest.MonkeyPatch.context() as patch:
         at_other_positions(patch)
-        return proved(vllm).unproved
+        return verified(vllm).unverified
 
 
 def with_a_runner_that_writes_none(vllm: Any) -> str:
     """What it finds if V2 writes no rows of what drafts."""
-    from tests.kvshare.vllm_connector.test_draft_proof import proved
+    from tests.kvshare.vllm_connector.test_verified_drafts import verified
 
     speculator = vllm.core.model_executor.driver_worker.worker.model_runner.speculator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             speculator, "propose", lambda batch, *_, **__: speculator.draft_tokens[: batch.num_reqs]
         )
-        return proved(vllm).unproved
+        return verified(vllm).unverified
 
 
 def say(what: str, found: object) -> None:

@@ -1,6 +1,6 @@
 """
-vLLM's model runner V2 itself with drafts, on the CPU wheel: rows of what drafts are proved at start, answers
-are right, drafts are accepted as after a full prefill. Its kernels run in Triton's interpreter.
+vLLM's model runner V2 itself with drafts, on the CPU wheel: rows of what drafts are verified at start,
+answers are right, drafts are accepted as after a full prefill. Its kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIME_S = 900
 
 @pytest.mark.parametrize("scheduling", ["ahead", "in turn"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
-def test_drafts_are_proved_and_accepted(
+def test_drafts_are_verified_and_accepted(
     method: str, scheduling: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """An EAGLE3 head is random, so that few of its drafts are accepted."""

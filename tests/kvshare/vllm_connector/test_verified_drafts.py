@@ -48,7 +48,7 @@ def started(
     return start(folder / "model", speculative_config=drafts, num_gpu_blocks_override=26, **options)
 
 
-def proved(vllm: Vllm) -> WorkerHandshake:
+def verified(vllm: Vllm) -> WorkerHandshake:
     """What another worker over the models and the blocks of this vLLM finds."""
     from kvshare.vllm_connector.speculation import draft_model_of
     from kvshare.vllm_connector.worker.models import Models
@@ -64,12 +64,12 @@ def proved(vllm: Vllm) -> WorkerHandshake:
     return worker.handshake
 
 
-def test_rows_are_proved_and_the_runner_serves_on(drafting: tuple[str, Vllm], text: Texts) -> None:
+def test_rows_are_verified_and_the_runner_serves_on(drafting: tuple[str, Vllm], text: Texts) -> None:
     """Between requests, too: its own prompt leaves nothing behind."""
     _, vllm = drafting
     expected = vllm.plain(text(300), max_tokens=12)
-    handshake = proved(vllm)
-    assert (handshake.unsupported, handshake.unproved, handshake.can_move_keys) == ((), "", True)
+    handshake = verified(vllm)
+    assert (handshake.unsupported, handshake.unverified, handshake.can_move_keys) == ((), "", True)
     assert vllm.plain(text(300), max_tokens=12).distance(expected) <= 1e-4
 
 
@@ -147,16 +147,16 @@ def test_a_planted_fault_is_seen(
         pytest.skip("a draft model has no such part")
     with monkeypatch.context() as patch:
         plant(patch, vllm)
-        handshake = proved(vllm)
+        handshake = verified(vllm)
     if plant in BETWEEN_PASSES:
         assert handshake.unsupported == ("partial attention does not give the KV of a full prefill",)
         return
     assert handshake.unsupported == ()
-    assert "are off by" in handshake.unproved
-    assert ("at ends" in handshake.unproved) == (plant is not_computed_at_ends)
+    assert "are off by" in handshake.unverified
+    assert ("at ends" in handshake.unverified) == (plant is not_computed_at_ends)
 
 
-def test_a_runner_that_cannot_be_asked_is_not_proved(
+def test_a_runner_that_cannot_be_asked_is_not_verified(
     drafting: tuple[str, Vllm], monkeypatch: pytest.MonkeyPatch, text: Texts
 ) -> None:
     """And vLLM serves on."""
@@ -169,9 +169,9 @@ def test_a_runner_that_cannot_be_asked_is_not_proved(
 
     with monkeypatch.context() as patch:
         patch.setattr(runner_prefill, "NewRequestData", another_vllm)
-        handshake = proved(vllm)
+        handshake = verified(vllm)
     assert handshake.unsupported == ()
-    assert "TypeError: NewRequestData: an unexpected argument" in handshake.unproved
+    assert "TypeError: NewRequestData: an unexpected argument" in handshake.unverified
     assert len(vllm.plain(text(300), max_tokens=12).tokens) == 12
 
 
@@ -191,12 +191,12 @@ def test_rows_of_what_drafts_that_are_not_copied_are_seen(
 
     with monkeypatch.context() as patch:
         patch.setattr(copy_test, "make", losing)
-        handshake = proved(vllm)
-    assert handshake.unproved == ""
+        handshake = verified(vllm)
+    assert handshake.unverified == ""
     assert "loaded rows are not those that were saved" in str(handshake.unsupported)
 
 
-def test_an_unproved_start_leaves_requests_unshared(
+def test_an_unverified_start_leaves_requests_unshared(
     start: Start,
     checkpoint: Checkpoint,
     tmp_path_factory: pytest.TempPathFactory,
@@ -213,7 +213,7 @@ def test_an_unproved_start_leaves_requests_unshared(
         vllm = started("mtp", start, checkpoint, tmp_path_factory, max_num_seqs=7)
     info = vllm.side.info()
     assert (info.shares, info.refusals, info.speculation) == (False, (), "mtp")
-    assert "did not prove the KV of what drafts (mtp) under model runner V1" in info.passing
+    assert "did not verify the KV of what drafts (mtp) under model runner V1" in info.passing
     assert "without --speculative-config" in info.passing
     (line,) = [record.getMessage() for record in caplog.records if record.name == "here"]
     assert line == f"kvshare: requests pass unshared: {info.passing}"
