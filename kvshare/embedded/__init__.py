@@ -20,7 +20,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     tokenizer.py       the chat template, and tokens
 
     decoder.py         the interface of a model, and its checks
-    model.py           a model whose KV is shared, with partial attention
+    model.py           a model whose KV is shared, with partial attention (registered_attention.py)
     unshared.py        a model that is served without sharing
     embeddings.py      texts of clients as vectors
     loading.py         which of the two a network becomes

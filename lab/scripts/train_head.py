@@ -33,12 +33,12 @@ from kvshare_lab.drafting.answers import (
 )
 from kvshare_lab.drafting.checkpoints import write
 from kvshare_lab.drafting.networks import KINDS, head_of
-from kvshare_lab.drafting.training import Limits, train, words_of
+from kvshare_lab.drafting.training import Limits, Vocabulary, train
 
 log = logging.getLogger(__name__)
 
 _HELD_OUT = 10  # one of so many answers is not learned from
-_OTHERS = 1024  # words that heads with the model's own words learn not to say
+_OTHERS = 2048  # words of a step that heads with the model's own words learn not to say
 
 
 def _answers(
@@ -95,11 +95,12 @@ def main(
         ),
     )
     log.info("%d answers, after %.0f s", len(each), time.monotonic() - began)
-    words = words_of(network, each, others=0 if kind == "eagle3" else _OTHERS, seed=seed)
-    head = head_of(kind, network.float(), words.numbers)
+    vocabulary = Vocabulary(network, each)
+    head = head_of(kind, network.float(), vocabulary.used)
     kept = [sample for number, sample in enumerate(each) if number % _HELD_OUT]
-    table = train(head, kept, each[::_HELD_OUT], words, Limits(steps, 60 * minutes))
-    write(kind, head, words.numbers, model, out)
+    limits, others = Limits(steps, 60 * minutes), 0 if kind == "eagle3" else _OTHERS
+    table = train(head, kept, each[::_HELD_OUT], vocabulary, limits, others=others)
+    write(kind, head, vocabulary.used, model, out)
     lines = "".join(json.dumps(row) + "\n" for row in table)
     (out / "training_log.jsonl").write_text(lines, encoding="utf-8")
 

@@ -150,7 +150,7 @@ def test_a_team_is_served_and_shares(stack: Stack) -> None:
     body = {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
     assert call(f"{stack.api}/v1/chat/completions", None, body)[0] == 401
     assert call(f"{stack.vllm.url}/v1/chat/completions", None, body)[0] == 401
-    eventually(lambda: "1 shares" in call(f"{stack.admin}/ready")[1])
+    eventually(lambda: "1 share" in call(f"{stack.admin}/ready")[1])
     assert call(f"{stack.api}/v1/chat/completions", "shop", body)[0] == 200
 
     def is_shared() -> bool:

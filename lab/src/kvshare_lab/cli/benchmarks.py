@@ -97,6 +97,7 @@ def replay(_: str) -> Runner:
     Option("rank", bool, "Rank candidate answers too."),
     Option("free_tokens", int, "Tokens of free-running answers. [default: 0, none]", min=0),
     Option("device", str, "cpu, cuda or auto. [default: cpu]"),
+    Option("dtype", Literal["float32", "bfloat16"], "Of the weights and the KV. [default: float32]"),
     THREADS,
     Option("report", bool, "Write tables and plots of what is in OUT."),
     Option(

@@ -1,7 +1,7 @@
 """Behind `kvshare bench fidelity`: which stages or chains are measured, and in which folder they lie."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def run(
     rank: bool = False,
     free_tokens: int = 0,
     device: str = "cpu",
+    dtype: str = "float32",
     threads: int | None = None,
     report: bool = False,
     chains: int | None = None,
@@ -79,7 +80,8 @@ def run(
         )
         stages = [own]
     lab.check(stages)
-    counts = _measure(stages, Shards(out, *_part(part)), model, data=data, device=device, minutes=minutes)
+    computed = {"device": device, "dtype": dtype}
+    counts = _measure(stages, Shards(out, *_part(part)), model, data=data, minutes=minutes, computed=computed)
     where = {"out": str(out), "data": None if data is None else str(data)}
     return {**where, **counts, **({"report": publish(out)} if report else {})}
 
@@ -92,7 +94,13 @@ def _stages_of(path: Path, names: str) -> list[Stage]:
 
 
 def _measure(
-    stages: Sequence[Stage], shards: Shards, model: str, *, data: Path | None, device: str, minutes: float
+    stages: Sequence[Stage],
+    shards: Shards,
+    model: str,
+    *,
+    data: Path | None,
+    minutes: float,
+    computed: Mapping[str, str],
 ) -> dict[str, int]:
     """How many plans were measured and how many are left. Where that is none, no model is loaded."""
     left = sum(1 for _ in shards.left(stages))
@@ -100,7 +108,7 @@ def _measure(
         return {"measured": 0, "left": left}
     noise = any(each.noise for each in stages)
     served = find_model(model, download=True)
-    laboratory = lab.Laboratory.open(served, load_settings(), data=data, noise=noise, device=device)
+    laboratory = lab.Laboratory.open(served, load_settings(), data=data, noise=noise, **computed)
     return lab.work(laboratory, shards, stages, minutes=minutes)
 
 

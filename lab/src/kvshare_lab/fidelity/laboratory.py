@@ -48,7 +48,14 @@ class Laboratory:
 
     @classmethod
     def open(
-        cls, served: ServedModel, settings: Settings, *, data: Path | None, noise: bool, device: str = "cpu"
+        cls,
+        served: ServedModel,
+        settings: Settings,
+        *,
+        data: Path | None,
+        noise: bool,
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> Self:
         """Raises ModelError for a model that cannot be run layer by layer."""
 
@@ -57,7 +64,7 @@ class Laboratory:
             return LayeredModel(EmbeddedModel(network, name=served.name))
 
         path = served.path
-        model, other = load("float32"), load("bfloat16") if noise else None
+        model, other = load(dtype), load("bfloat16") if noise else None
         return cls(model, PromptEncoder.load(path), settings, data, other, served.name)
 
     def scenario(self, suite: str, half: int, number: int) -> Scenario | None:

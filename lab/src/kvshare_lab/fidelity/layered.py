@@ -133,12 +133,12 @@ def _attend(
         )
         return output.transpose(1, 2).contiguous(), None
     num_heads, num_rows, dim = query.shape[1:]
-    grouped = query[0].reshape(key.shape[1], groups * num_rows, dim)
-    scores = (grouped @ key[0].transpose(1, 2)).view(num_heads, num_rows, -1) * scaling
+    grouped = query[0].reshape(key.shape[1], groups * num_rows, dim).float()  # bfloat16 would round scores
+    scores = (grouped @ key[0].transpose(1, 2).float()).view(num_heads, num_rows, -1) * scaling
     scores.masked_fill_(~running.mask, float("-inf"))
     weights = scores.softmax(dim=-1)
     running.forward.weights(int(module.layer_idx), weights)  # type: ignore[arg-type]  # an int
-    output = weights.view(key.shape[1], groups * num_rows, -1) @ value[0]
+    output = (weights.view(key.shape[1], groups * num_rows, -1) @ value[0].float()).to(query.dtype)
     return output.view(num_heads, num_rows, dim).transpose(0, 1).unsqueeze(0).contiguous(), None
 
 

@@ -136,7 +136,7 @@ def probed(trial: Trial) -> Probed:
     listening = np.isin(rows.nonzero()[0], server.listeners(trial.base))
     at = torch.from_numpy(places)
     layers = slice(server.num_listening_layers(trial.num_layers))
-    changed = (kv.v[layers, at] - trial.placed.v[layers, at]).flatten(2).norm(dim=2)
+    changed = (kv.v[layers, at].float() - trial.placed.v[layers, at].float()).flatten(2).norm(dim=2)
     for fresh, old in ((kv.k, trial.placed.k), (kv.v, trial.placed.v)):
         fresh[:, at] = old[:, at]
     attended = attention[layers, listening].mean(axis=1)
