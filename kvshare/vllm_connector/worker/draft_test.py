@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from delta_tree import Span
 from kvshare.kv.sequence import SegmentKV
-from kvshare.vllm_connector.worker.deviation import Expected
+from kvshare.vllm_connector.worker.deviation import CLEARLY, ROUNDING, Expected
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
 from kvshare.vllm_connector.worker.runner_prefill import RunnerPrefill
@@ -27,8 +27,6 @@ from kvshare.vllm_connector.worker.runner_prefill import RunnerPrefill
 _COPY, _EVERY = 8, 16  # tokens of a copy; between the starts of two
 _LEAST = 3 * _EVERY  # tokens of a prompt: with fewer the spread of a channel is not known
 _UNWRITTEN = {"k": 3.0, "v": -3.0}  # rows that no model computes
-_ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
-_CLEARLY = 4.0  # rows of other tokens must deviate by at least so many times the error
 
 
 class DraftTest:
@@ -114,7 +112,7 @@ class DraftTest:
         if not error <= self._tolerance:  # NaN is no error that is small
             return f"rows {where} are off by {error:.2g} (at most {self._tolerance:.2g} is rounding)"
         others = SegmentKV(tuple(plane.roll(1, dims=1) for plane in right.planes))
-        if expected.deviation(others) < _CLEARLY * max(error, _ROUNDING * self._tolerance):
+        if expected.deviation(others) < CLEARLY * max(error, ROUNDING * self._tolerance):
             return "rows of different tokens are too similar to detect errors"
         return None
 

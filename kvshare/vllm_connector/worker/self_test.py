@@ -36,7 +36,7 @@ from kvshare.vllm_connector.worker.cache_dtype import (
 )
 from kvshare.vllm_connector.worker.checks import tried
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
-from kvshare.vllm_connector.worker.deviation import Expected
+from kvshare.vllm_connector.worker.deviation import CLEARLY, ROUNDING, Expected
 from kvshare.vllm_connector.worker.movement_test import (
     FEW_TOKENS,
     FIRST_BLOCK,
@@ -60,8 +60,6 @@ _TOLERANCE = {
     torch.float8_e5m2: 0.25,
 }
 _OFF = 0.01  # share of 8-bit numbers that may be more than a step off, as they are rounded elsewhere
-_ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
-_CLEARLY = 4.0  # negative controls must deviate by at least so many times the error
 
 
 class SelfTest:
@@ -141,7 +139,7 @@ class SelfTest:
             errors.append(expected.deviation(self._compute(*passes)))
         if not all(error <= tolerance for error in errors):  # NaN is no error that is small
             return "partial attention does not give the KV of a full prefill"
-        clearly = _CLEARLY * max(*errors, _ROUNDING * tolerance)
+        clearly = CLEARLY * max(*errors, ROUNDING * tolerance)
         if any(expected.deviation(wrong) < clearly for wrong in self._mistaken(whole)):
             return "rows of this model are too similar to detect errors: the self-test is inconclusive"
         if self._cache.kv_layout.num_layers > 1:  # KV of the first layer does not depend on attention
