@@ -266,6 +266,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
 
     unsupported: tuple[str, ...]  # reasons why nothing can be shared
     warnings: tuple[str, ...] = ()
+    unverified: str = ""  # why the rows of what drafts are not known to be right: requests pass unshared
     # The rest is known only if the self-test could run.
     can_move_keys: bool = False
     can_listen: bool = False

@@ -83,6 +83,16 @@ def why_unshared(config: VllmConfig) -> str | None:
     return f"the KV of what drafts is not shared: {'; '.join(limits)}" if limits else None
 
 
+def passing_unverified(config: VllmConfig, problem: str) -> str:
+    """Say that requests pass unshared as the self-test found a `problem` with what drafts, and what to do."""
+    is_v2 = bool(config.use_v2_model_runner)
+    runners = "V2 (VLLM_USE_V2_MODEL_RUNNER=0 selects V1)" if is_v2 else "V1"
+    return (
+        f"the self-test did not verify the KV of what drafts ({method_of(config)}) under model runner "
+        f"{runners}: {problem}; to share, start vLLM without --speculative-config, and please report this"
+    )
+
+
 def _limits_of_head(config: VllmConfig) -> Sequence[str]:
     if not drafts_by_head(config):
         return ()

@@ -21,6 +21,7 @@ from kvshare.vllm_connector.speculation import draft_model_of, has_rows, why_uns
 from kvshare.vllm_connector.worker.device import RESERVED_BYTES
 from kvshare.vllm_connector.worker.graph_passes import graph_passes
 from kvshare.vllm_connector.worker.models import Models
+from kvshare.vllm_connector.worker.runner_prefill import RunnerPrefill
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -134,7 +135,8 @@ def _attach(worker: KVShareWorker) -> None:
         runner = worker.model_runner
         draft = draft_model_of(runner) if has_rows(worker.vllm_config) else None
         adapters, graphs = getattr(runner, "lora_manager", None), graph_passes(runner, worker.vllm_config)
-        connector.attach_model(Models(runner.get_model(), draft, adapters, graphs))
+        models = Models(runner.get_model(), draft, adapters, graphs, RunnerPrefill(worker))
+        connector.attach_model(models)
         worker.is_attached = True
 
 

@@ -28,7 +28,7 @@ from kvshare.vllm_connector.scheduler.models_with_media import media_rules, medi
 from kvshare.vllm_connector.scheduler.scheduler import ConnectorScheduler
 from kvshare.vllm_connector.scheduler.segment_index import SegmentIndex
 from kvshare.vllm_connector.scheduler.shared_news import SharedNews
-from kvshare.vllm_connector.speculation import method_of, why_unshared
+from kvshare.vllm_connector.speculation import method_of, passing_unverified, why_unshared
 from kvshare.vllm_protocol.messages import TOKEN_VARIABLE, WORKER_CLASS
 from kvshare.vllm_protocol.replica_info import ReplicaInfo
 from kvshare.vllm_protocol.versions import installed_version, only_read, untested
@@ -107,6 +107,8 @@ class SchedulerSide:
             problems = "; ".join(self._unsupported)
             log.error("kvshare: nothing is shared, requests are served without it: %s", problems)
             return
+        if unverified := dict.fromkeys(worker.unverified for worker in workers if worker.unverified):
+            self._passing = passing_unverified(self._config, "; ".join(unverified))
         if self._passing is not None:
             log.warning("kvshare: requests pass unshared: %s", self._passing)
             return

@@ -13,6 +13,8 @@ import torch
 
 from kvshare.kv.sequence import SegmentKV
 
+ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
+CLEARLY = 4.0  # negative controls must deviate by at least so many times the error
 _FAINT = 1e-2  # lower limit of a channel's spread, as a share of the layer's typical one
 
 

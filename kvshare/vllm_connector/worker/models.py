@@ -10,6 +10,7 @@ import torch
 
 from kvshare.vllm_connector.worker.graph_passes import GraphPasses
 from kvshare.vllm_connector.worker.model import frequency_tables
+from kvshare.vllm_connector.worker.runner_prefill import RunnerPrefill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,13 +18,15 @@ class Models:
     """
     `draft`: the model or head that drafts, if its KV is to be shared. Its layers are numbered after the
     target's, and computed after them. `adapters`: vLLM's manager of LoRA adapters of the target. `graphs`:
-    CUDA graphs of the target, if our passes may use them.
+    CUDA graphs of the target, if our passes may use them. `prefill`: lets vLLM's model runner compute a
+    prompt; not None if there is a draft.
     """
 
     target: torch.nn.Module
     draft: torch.nn.Module | None = None
     adapters: Any = None
     graphs: GraphPasses | None = None
+    prefill: RunnerPrefill | None = None
 
     @property
     def each(self) -> tuple[torch.nn.Module, ...]:

@@ -36,7 +36,7 @@ from kvshare.vllm_connector.worker.cache_dtype import (
 )
 from kvshare.vllm_connector.worker.checks import tried
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
-from kvshare.vllm_connector.worker.deviation import Expected
+from kvshare.vllm_connector.worker.deviation import CLEARLY, ROUNDING, Expected
 from kvshare.vllm_connector.worker.movement_test import (
     FEW_TOKENS,
     FIRST_BLOCK,
@@ -60,8 +60,6 @@ _TOLERANCE = {
     torch.float8_e5m2: 0.25,
 }
 _OFF = 0.01  # share of 8-bit numbers that may be more than a step off, as they are rounded elsewhere
-_ROUNDING = 1 / 6  # lower limit of an error, as a share of the tolerance
-_CLEARLY = 4.0  # negative controls must deviate by at least so many times the error
 
 
 class SelfTest:
@@ -81,13 +79,13 @@ class SelfTest:
         self._length = max(FEW_TOKENS, min(wanted, room))
         self.block_ids = _scattered(num_blocks, -(-self._length // cache.block_size))
         generator = torch.Generator().manual_seed(7)
-        self._tokens = tuple(torch.randint(0, vocab_size, (self._length,), generator=generator).tolist())
+        self.tokens = tuple(torch.randint(0, vocab_size, (self._length,), generator=generator).tolist())
         self._movement_test = MovementTest(
             cache,
             forward,
-            tokens=self._tokens[:FEW_TOKENS],
+            tokens=self.tokens[:FEW_TOKENS],
             block_ids=self.block_ids,
-            tolerance=_TOLERANCE[torch.bfloat16] if cache.is_quantised else self._tolerance,
+            tolerance=_TOLERANCE[torch.bfloat16] if cache.is_quantised else self.tolerance,
         )
 
     @property
@@ -121,7 +119,7 @@ class SelfTest:
         """Return why stored numbers of 8 bits are not those that the model computes, or None."""
         if not self._cache.is_quantised:
             return None
-        computed = self._computed([Run(self.block_ids, Span(0, self._length), self._tokens)])
+        computed = self._computed([Run(self.block_ids, Span(0, self._length), self.tokens)])
         stored = self._cache.read(self.block_ids, Span(0, self._length))
         for layer, module in enumerate(self._cache.layers.values()):
             both = (self._cache.kv_layout.of_layer(rows.planes, layer) for rows in (stored, computed))
@@ -134,14 +132,14 @@ class SelfTest:
     def check_partial_attention(self) -> str | None:
         """Return why partial attention is not exact here, or None."""
         whole, runs = self._compute([Span(0, self._length)]), self._runs
-        expected, tolerance, errors = self._expected(whole), self._tolerance, list[float]()
+        expected, tolerance, errors = self._expected(whole), self.tolerance, list[float]()
         # All runs in one pass, then one run per pass: in the second case wrong blocks would hold other rows.
         for passes in ([runs], [[run] for run in runs]):
             self._poison(whole)
             errors.append(expected.deviation(self._compute(*passes)))
         if not all(error <= tolerance for error in errors):  # NaN is no error that is small
             return "partial attention does not give the KV of a full prefill"
-        clearly = _CLEARLY * max(*errors, _ROUNDING * tolerance)
+        clearly = CLEARLY * max(*errors, ROUNDING * tolerance)
         if any(expected.deviation(wrong) < clearly for wrong in self._mistaken(whole)):
             return "rows of this model are too similar to detect errors: the self-test is inconclusive"
         if self._cache.kv_layout.num_layers > 1:  # KV of the first layer does not depend on attention
@@ -160,7 +158,7 @@ class SelfTest:
         self._poison(whole)  # a graph that reads ids from elsewhere does not give the expected rows
         self._forward.uses_graphs = True
         computed = self._compute([*first, parts[0]], parts[1:2], parts[2:])
-        is_exact = self._expected(whole).deviation(computed) <= self._tolerance
+        is_exact = self._expected(whole).deviation(computed) <= self.tolerance
         return None if is_exact else "they do not give the KV of passes without them"
 
     def _poison(self, like: SegmentKV) -> None:
@@ -186,12 +184,12 @@ class SelfTest:
             self._cache.write_layer(layer, *layout.of_layer(there, layer), slots)
 
     @property
-    def _tolerance(self) -> float:
+    def tolerance(self) -> float:
         return _TOLERANCE.get(self._cache.kv_layout.dtype, 0.0)
 
     def _expected(self, rows: SegmentKV) -> Expected:
         device = self._cache.kv_layout.device
-        return Expected(rows, tolerance=self._tolerance, device=device)
+        return Expected(rows, tolerance=self.tolerance, device=device)
 
     def check_listening(self) -> str | None:
         """Return why attention weights cannot be computed from stored keys, or None."""
@@ -229,7 +227,7 @@ class SelfTest:
 
             return both
 
-        whole_prompt = Run(self.block_ids, Span(0, length), self._tokens, listener=listener)
+        whole_prompt = Run(self.block_ids, Span(0, length), self.tokens, listener=listener)
         self._forward.compute([whole_prompt], watching=watching)
         if len(agree) != num_layers:
             return "the attention kernels cannot be watched"
@@ -261,7 +259,7 @@ class SelfTest:
     def _compute(self, *passes: Sequence[Span]) -> SegmentKV:
         """Compute the spans of each pass, and return all rows up to the last one's end."""
         for spans in passes:
-            self._forward.compute([Run(self.block_ids, span, self._tokens) for span in spans])
+            self._forward.compute([Run(self.block_ids, span, self.tokens) for span in spans])
         return self._cache.read(self.block_ids, Span(0, passes[-1][-1].end))
 
     def _computed(self, runs: Sequence[Run]) -> SegmentKV:

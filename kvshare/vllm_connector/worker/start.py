@@ -26,10 +26,12 @@ from kvshare.kv.movement import why_not_movable
 from kvshare.kv.parameters import model_fingerprint
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import WorkerHandshake
+from kvshare.vllm_connector.speculation import drafts_by_head
 from kvshare.vllm_connector.worker.block_copy_test import BlockCopyTest
 from kvshare.vllm_connector.worker.checks import first_problem, tried
 from kvshare.vllm_connector.worker.copy_test import CopyTest
 from kvshare.vllm_connector.worker.device import Device, name_of_this_device
+from kvshare.vllm_connector.worker.draft_test import DraftTest
 from kvshare.vllm_connector.worker.host_memory import Taken, taken
 from kvshare.vllm_connector.worker.mixed_cache import paged_cache
 from kvshare.vllm_connector.worker.model import loaded_parameters, weights_digest
@@ -70,6 +72,7 @@ class Findings:
     warnings: tuple[str, ...] = ()
     can_listen: bool = False  # attention can be watched
     can_copy_blocks: bool = False  # copies inside vLLM's cache give the right rows
+    unverified: str = ""  # why the rows of what drafts are not known to be right
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +110,7 @@ class WorkerStart:
         return WorkerHandshake(
             unsupported=findings.unsupported,
             warnings=findings.warnings,
+            unverified=findings.unverified,
             can_move_keys=layout.can_move,
             can_listen=findings.can_listen,
             can_copy_blocks=findings.can_copy_blocks,
@@ -196,6 +200,8 @@ class WorkerStart:
             problem = check()
             if not all(agreed([problem is None])):  # the next check needs all ranks
                 return Findings(unsupported=(problem or _ELSEWHERE,))
+        if unverified := self._check_drafts(self_test, models, attached):
+            return Findings(unverified=unverified)
         problem = self_test.check_listening()
         can_listen = all(agreed([problem is None]))
         warnings = () if can_listen else (f"repairs are chosen by position only: {problem}",)
@@ -221,6 +227,24 @@ class WorkerStart:
         if not can_copy_blocks:
             slower = (*slower, f"nothing is copied inside vLLM's KV cache: {problem or _ELSEWHERE}")
         return Findings((), (*warnings, *slower), can_listen, can_copy_blocks)
+
+    def _check_drafts(self, self_test: SelfTest, models: Models, attached: Attached) -> str:
+        """Return why the rows of what drafts are not known to be right; empty if they are."""
+        if models.draft is None:
+            return ""
+        assert models.prefill is not None
+        test = DraftTest(
+            attached.cache,
+            attached.forward,
+            models.prefill,
+            tokens=self_test.tokens,
+            block_ids=self_test.block_ids,
+            num_target_layers=models.num_target_layers(attached.cache.layers),
+            is_head=drafts_by_head(self.config),
+            tolerance=self_test.tolerance,
+        )
+        problem = tried(test.check, "a prompt that vLLM's model runner computes")
+        return "" if all(agreed([problem is None])) else problem or _ELSEWHERE
 
     def _check_graphs(self, self_test: SelfTest, forward: PartialForward) -> tuple[str, ...]:
         """Find out whether passes may be CUDA graphs, on all ranks. Returns warnings."""

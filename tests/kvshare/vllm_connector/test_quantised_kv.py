@@ -190,8 +190,8 @@ def errors_of_moving(vllm: Vllm) -> dict[str, float]:
     cache, forward = vllm.worker.attached.cache, vllm.worker.attached.forward
     self_test = SelfTest(cache, forward, vocab_size=300, max_model_len=1024)
     span = Span(0, 400)
-    exact = self_test._computed([Run(self_test.block_ids, span, self_test._tokens, SHIFT)]).k
-    forward.compute([Run(self_test.block_ids, span, self_test._tokens, SHIFT)])
+    exact = self_test._computed([Run(self_test.block_ids, span, self_test.tokens, SHIFT)]).k
+    forward.compute([Run(self_test.block_ids, span, self_test.tokens, SHIFT)])
     there = cache.read(self_test.block_ids, span).k
     here = self_test._compute([span]).k
     keys, _ = cache.kv_layout.planes

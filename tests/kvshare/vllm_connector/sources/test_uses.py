@@ -74,6 +74,26 @@ ATTRIBUTES = [
     (f"{SCHEDULED}:SchedulerOutput", "kv_connector_block_state", "scheduler/saving.py"),
     (f"{SCHEDULED}:NewRequestData", "req_id num_computed_tokens", "scheduler/retained_tokens.py"),
     (f"{SCHEDULED}:CachedRequestData", "req_ids num_computed_tokens", "scheduler/retained_tokens.py"),
+    (
+        f"{SCHEDULED}:SchedulerOutput",
+        "make_empty finished_req_ids scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens "
+        "num_spec_tokens_to_schedule",
+        "worker/runner_prefill.py",
+    ),
+    (
+        f"{V1}.worker.gpu_worker:Worker",
+        "execute_model sample_tokens model_runner",
+        "worker/runner_prefill.py",
+    ),
+    (f"{V1}.worker.worker_base:WorkerBase", "vllm_config", "worker/runner_prefill.py"),
+    ("vllm.config.vllm:VllmConfig", "scheduler_config num_speculative_tokens", "worker/runner_prefill.py"),
+    (
+        "vllm.config.scheduler:SchedulerConfig",
+        "max_num_scheduled_tokens max_num_batched_tokens",
+        "worker/runner_prefill.py",
+    ),
+    (f"{V1}.worker.gpu.model_runner:GPUModelRunner", "kv_connector", "worker/runner_prefill.py"),
+    (f"{V1}.worker.gpu.kv_connector:ActiveKVConnector", "set_disabled", "worker/runner_prefill.py"),
     (f"{SCHEDULED}:KVConnectorBlockState", "resolve_block_ids", "scheduler/saving.py"),
     (f"{V1}.core.block_pool:BlockPool", "touch free_blocks", "scheduler/block_donors.py"),
     (
