@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -32,7 +33,7 @@ from tests.kvshare.embedded.tiny_engine import engine_at, prompt, request, store
 from tests.kvshare.tiers.faulty_files import WaitingFiles
 
 DONOR = prompt(900)
-SETTINGS: dict[str, object] = {"store.kv_bytes": 2**24}  # segments are short
+SETTINGS: dict[str, Any] = {"store.kv_bytes": 2**24}  # segments are short
 LONG_S, SHORT_S = 600.0, 3.0  # of a full prefill, by the rates: what is read is in time, or is soon late
 
 
@@ -62,7 +63,7 @@ async def on_disk(path: Path, *, full_s: float) -> AsyncIterator[tuple[EmbeddedE
     await engine.start()
     await stored(engine, DONOR)
     await engine.stop()
-    engine, files = engine_at(path, **SETTINGS, **{"cost.min_saved_s": 0.0}), HeldFiles()
+    engine, files = engine_at(path, **{**SETTINGS, "cost.min_saved_s": 0.0}), HeldFiles()
     await engine.start()
     await engine.settle()
     try:
