@@ -47,7 +47,7 @@ class PendingReads(Protocol):
         """Give up what is not read yet, which is late. Returns what `fetch` does."""
 
     def cancel(self) -> object:
-        """Give up what is not read yet, as nobody needs it any more."""
+        """Give up what is not read yet, because it is not needed any more."""
 
 
 class Budget(Protocol):
