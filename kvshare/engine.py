@@ -140,7 +140,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event: all choices have ended."""
+    """The last event: all choices have ended. `report`: without what was read too late."""
 
     report: SharingReport
     num_completion_tokens: int

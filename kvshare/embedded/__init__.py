@@ -12,6 +12,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
     chunks.py          how many tokens of a prefill are computed before others have their turn
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
+    ahead_prefill.py   the beginning of a prompt, while the KV of what comes after it is read from disk
     retention.py       stores prompt and answer of one request
     shadows.py         computes some answers once more in full, to measure how far they deviate (recording.py)
     choice.py          one completion: text, stop strings, log-probabilities (held_logprobs.py)

@@ -85,8 +85,13 @@ class DecoderModel(ABC, Generic[SequenceT]):
     def new_sequence(self, capacity: int) -> SequenceT: ...
 
     @abstractmethod
-    def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceT) -> RunningPrefill:
-        """Prepare to compute the tokens of a prompt whose KV was not copied into `kv`."""
+    def prefill(
+        self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceT, *, num_computed: int = 0
+    ) -> RunningPrefill:
+        """
+        Prepare to compute the tokens of a prompt whose KV was not copied into `kv`. `num_computed`: `kv` has
+        that of so many leading tokens.
+        """
 
     @abstractmethod
     def next_logits(self, kv: SequenceT, position: int, token_id: int) -> torch.Tensor:

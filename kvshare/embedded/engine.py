@@ -163,6 +163,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
         del lookup  # the task releases the donors' KV when it has been copied
         await self._compute(task, emit, Started(report, retention.stored), retention)
         treatment.complete(task.num_completion_tokens)
+        report = task.report
         emit(Finished(report, task.num_completion_tokens, task.stage_seconds))
         if task.recording is not None:
             shadow = self._shadows.compare(task, report, retention.stored, server.scheduler)
@@ -267,6 +268,7 @@ class EmbeddedEngine(ServedEngine[EmbeddedServer], GeneratingEngine):
 
     async def explain(self, request: GenerationRequest) -> dict[str, Any]:
         lookup = await self._found(request)
+        lookup.cancel()
         return await self.server.off_loop(explain_lookup, self.sharing, request.prompt, lookup, request.mode)
 
 

@@ -96,8 +96,10 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
     def new_sequence(self, capacity: int) -> SequenceKV:
         return SequenceKV(self.layout, capacity)
 
-    def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> Prefill:
-        return Prefill(self.compute, prompt, plan, kv)
+    def prefill(
+        self, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV, *, num_computed: int = 0
+    ) -> Prefill:
+        return Prefill(self.compute, prompt, plan, kv, num_computed=num_computed)
 
     def next_logits(self, kv: SequenceKV, position: int, token_id: int) -> torch.Tensor:
         kv.reserve(position + 1)

@@ -26,7 +26,16 @@ class Prefill:
     `plan` is the plan as it is carried out: repairs are added to it after the probe passes.
     """
 
-    def __init__(self, compute: Compute, prompt: TokenIds, plan: Plan | NoPlan, kv: SequenceKV) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        prompt: TokenIds,
+        plan: Plan | NoPlan,
+        kv: SequenceKV,
+        *,
+        num_computed: int = 0,
+    ) -> None:
+        """`num_computed`: so many leading tokens were computed before."""
         self.plan = plan
         self._compute = compute
         self._prompt = prompt
@@ -37,6 +46,8 @@ class Prefill:
             self._remaining = plan.probe_pass
             if plan.order is not None:
                 self._probe = _ProbePass(kv, plan, plan.order)
+        rest = Span(num_computed, len(prompt))
+        self._remaining = tuple(part for span in self._remaining if (part := span.intersection(rest)))
 
     def advance(self, *, max_queries: int) -> tuple[int, torch.Tensor | None]:
         """

@@ -220,6 +220,7 @@ def _runtime(
             settings.cost,
             bytes_per_token=model.layout.bytes_per_token,
             context_share=context_share(model) if isinstance(model, EmbeddedModel) else 0.0,
+            computes_ahead=stored.reads_below,
             places=(MEMORY, DISK) if stored.reads_below else (MEMORY,),
         ),
         tenants=tenants,

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from delta_tree import TokenIds, token_ids
+from delta_tree import SegmentId, TokenIds, token_ids
+from kvshare.embedded.ahead_prefill import AheadPrefill
 from kvshare.embedded.choice import Choice, Decoding, token_text
 from kvshare.embedded.decoder import DecoderModel, RunningPrefill, RunningSequence
 from kvshare.embedded.recording import Recording
 from kvshare.embedded.sampling import top_logprobs
 from kvshare.engine import Delta, GenerationRequest, TokenLogprob
 from kvshare.kv.sequence import SegmentKV, SequenceKV
+from kvshare.kv.tier import Fetched
+from kvshare.requests import SharingReport
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.memory_keeper import Computed
-from kvshare.sharing.plan import Plan
+from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import PrefillWork
+from kvshare.sharing.splitting import without_late
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -49,10 +54,11 @@ class Task:
     error: BaseException | None = None  # the failure that ended it; None: it is complete, or was cancelled
 
     def __post_init__(self, lookup: Lookup) -> None:
-        self.plan = lookup.plan
+        self.plan = self._carried_out = lookup.plan  # the second without what was read too late
         self.stage_seconds = dict(lookup.stage_seconds)
         self.num_remaining = self._num_to_compute  # tokens of the prefill that are not computed yet
         self._lookup: Lookup | None = lookup
+        self._reads = lookup.reads  # until it is over
         self._prompt = self.request.prompt.token_ids
         self._kv: RunningSequence | None = None
         self._running: RunningPrefill | None = None
@@ -66,17 +72,22 @@ class Task:
     @property
     def _num_to_compute(self) -> int:
         """The number of tokens that the prefill computes, including those only computed to choose repairs."""
-        if isinstance(self.plan, Plan):
-            return self.plan.num_computed + self.plan.num_selecting
+        if isinstance(self._carried_out, Plan):
+            return self._carried_out.num_computed + self._carried_out.num_selecting
         return self.request.prompt.num_tokens
 
     @property
     def _work(self) -> PrefillWork:
         return (
-            self.plan.work()
-            if isinstance(self.plan, Plan)
+            self._carried_out.work()
+            if isinstance(self._carried_out, Plan)
             else PrefillWork.full(self.request.prompt.num_tokens)
         )
+
+    @property
+    def report(self) -> SharingReport:
+        """Count the prompt's tokens by where their KV comes from, without what was read too late."""
+        return Lookup(self._carried_out).report(self.request.prompt.num_tokens)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -105,6 +116,9 @@ class Task:
     def end(self, error: BaseException | None) -> None:
         """Note on the event loop that the worker has released the task: no more deltas follow."""
         self.error = error
+        if self._reads is not None:
+            self._reads.cancel()
+            self._running = None
         self.on_prefilled = lambda: None  # breaks a reference cycle with `Retention`, which would hold the KV
         for choice in self._choices[1:]:
             # Only the first choice is stored; this frees the KV of the others.
@@ -138,13 +152,12 @@ class Task:
 
     def _prefill(self, max_queries: int) -> None:
         if self._running is None:
-            self._kv = self._with_reused_kv()
-            self._running = self.model.prefill(self._prompt, self.plan, self._kv)
+            self._running = self._begun()
         began = time.perf_counter()
         num_computed, logits = self._running.advance(max_queries=max_queries)
-        seconds = time.perf_counter() - began
-        self.num_remaining = max(1, self.num_remaining - num_computed)
-        self.stage_seconds["recompute"] = self.stage_seconds.get("recompute", 0.0) + seconds
+        if num_computed:  # else it waited for reads
+            self._add_to_stage("recompute", time.perf_counter() - began)
+            self.num_remaining = max(1, self.num_remaining - num_computed)
         if logits is not None:
             self.prefilled = True
             self.num_remaining = 0
@@ -152,19 +165,43 @@ class Task:
             self.on_prefilled()
             self.cost.observe(self._work, self.stage_seconds["recompute"])  # after the first token
 
-    def _with_reused_kv(self) -> RunningSequence:
-        """Make a sequence with all reused KV, and with room for the prompt and some tokens of the answer."""
-        kv: RunningSequence = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
+    def _begun(self) -> RunningPrefill:
+        """Begin in a new sequence, with all KV that is in memory, and room for some tokens of the answer."""
+        self._kv = self.model.new_sequence(len(self._prompt) + min(self.decoding.max_tokens, 256))
         lookup, self._lookup = self._lookup, None  # so that the segments are freed once they are copied
-        if isinstance(self.plan, Plan) and lookup is not None:
-            assert isinstance(kv, SequenceKV)
-            began = time.perf_counter()
-            with torch.inference_mode():
-                num_bytes = kv.write_copies(self.plan.copies, lookup.segments, computed=self.plan.may_compute)
-            seconds = time.perf_counter() - began
-            self.cost.observe_load(num_bytes, seconds)
-            self.stage_seconds["write"] = seconds
-        return kv
+        plan = self.plan
+        if lookup is None or isinstance(plan, NoPlan):
+            return self.model.prefill(self._prompt, plan, self._kv)
+        if self._reads is None:
+            self._write_copies(plan, lookup.segments)
+            return self.model.prefill(self._prompt, plan, self._kv)
+        beginning = self.model.prefill(self._prompt[: plan.num_ahead], NoPlan(), self._kv)
+        return AheadPrefill(beginning, plan, self._reads, partial(self._after_reads, plan))
+
+    def _after_reads(self, plan: Plan, fetched: Fetched, waited_s: float) -> None:
+        """Begin what comes after the part that was computed while KV was read. What is late is computed."""
+        self._reads = None
+        self._add_to_stage("fetch", waited_s)
+        self._carried_out = without_late(plan, fetched.late | fetched.missing)
+        self.num_remaining = max(1, self._num_to_compute - plan.num_ahead)
+        if isinstance(self._carried_out, Plan):
+            self._write_copies(self._carried_out, fetched.segments)
+        self._running = self.model.prefill(
+            self._prompt, self._carried_out, self._kv, num_computed=plan.num_ahead
+        )
+
+    def _write_copies(self, plan: Plan, segments: Mapping[SegmentId, SegmentKV]) -> None:
+        """Write all reused KV into the sequence."""
+        assert isinstance(self._kv, SequenceKV)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            num_bytes = self._kv.write_copies(plan.copies, segments, computed=plan.may_compute)
+        seconds = time.perf_counter() - began
+        self.cost.observe_load(num_bytes, seconds)
+        self._add_to_stage("write", seconds)
+
+    def _add_to_stage(self, stage: str, seconds: float) -> None:
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
 
     def _start_choices(self, logits: torch.Tensor) -> None:
         assert self._kv is not None

@@ -64,8 +64,11 @@ class UnsharedModel(DecoderModel[OwnCache]):
     def new_sequence(self, capacity: int) -> OwnCache:
         return OwnCache()
 
-    def prefill(self, prompt: TokenIds, plan: Plan | NoPlan, kv: OwnCache) -> WholePrefill:
+    def prefill(
+        self, prompt: TokenIds, plan: Plan | NoPlan, kv: OwnCache, *, num_computed: int = 0
+    ) -> WholePrefill:
         assert isinstance(plan, NoPlan)
+        assert not num_computed, "nothing is read from a disk, so nothing is computed meanwhile"
         return WholePrefill(self, prompt, plan, kv)
 
     def next_logits(self, kv: OwnCache, position: int, token_id: int) -> torch.Tensor:

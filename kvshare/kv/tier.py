@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from delta_tree import Segment, SegmentId
 from kvshare.status import TierStatus
@@ -24,7 +24,7 @@ class Fetched:
 
     `late`: held, and not read within the time that was given, or not readable now. `read_bytes` came from
     disk, in `read_s`, with parts of what was late. `is_slow`: reads took longer than that. `has_pace`: parts
-    of what was late are known, too.
+    of what was late are known, too. `reads`: what is still read, if the tier did not wait for it.
     """
 
     segments: Mapping[SegmentId, SegmentKV]
@@ -34,6 +34,20 @@ class Fetched:
     read_s: float = 0.0
     is_slow: bool = False
     has_pace: bool = False
+    reads: PendingReads | None = None
+
+
+class PendingReads(Protocol):
+    """Reads from disk that are under way. For one thread at a time."""
+
+    def wait(self, at_most_s: float) -> bool:
+        """Wait until all is read, or late; return whether it is by then."""
+
+    def end(self) -> Fetched:
+        """Give up what is not read yet, which is late. Returns what `fetch` does."""
+
+    def cancel(self) -> object:
+        """Give up what is not read yet, because it is not needed any more."""
 
 
 class Budget(Protocol):
@@ -70,6 +84,17 @@ class Tier(Protocol):
 
     def drop(self, segment_ids: Iterable[SegmentId]) -> object:
         """Free segments; unknown ids are ignored."""
+
+
+@runtime_checkable
+class ReadsMeanwhile(Protocol):
+    """A tier whose callers may do something else while it reads."""
+
+    def begin(self, segment_ids: Iterable[SegmentId], *, within_s: float, doubt_s: float) -> Fetched:
+        """
+        Do what `fetch` does without waiting: what is read is not in the result, but `reads` is. The
+        segments are read in the given order.
+        """
 
 
 class Sized(Protocol):

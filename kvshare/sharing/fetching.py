@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from delta_tree import Node
-from kvshare.kv.tier import Fetched, Tier
+from kvshare.kv.tier import Fetched, PendingReads, ReadsMeanwhile, Tier
 from kvshare.sharing.cost import CostModel
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import DISK, MinSaved
@@ -57,26 +59,38 @@ class Fetching:
         saves; and only for a small share of the prefill where its pace says that it will be late. So much it
         may always take, as a disk that was slow once is to be measured again.
 
-        `stages`: the time is added to its "fetch"
+        If the plan computes a beginning, and the tier can read meanwhile, nothing is waited for: the result
+        has `reads`. `stages`: the time is added to its "fetch"
         """
-        rates, num_on_disk = self._cost.rates, self._num_on_disk(plan)
-        within_s = self.patience_s(plan, threshold)
-        began = time.perf_counter()
+        num_on_disk, within_s = self._num_on_disk(plan), self.patience_s(plan, threshold)
         doubt_s = _HARMLESS * plan.estimate.full_s if threshold.min_saved_s >= 0 else math.inf
-        fetched = self._tier.fetch(
-            {copy.segment_id for copy in plan.copies}, within_s=within_s, doubt_s=doubt_s
-        )
+        # The end first: it takes longest to compute.
+        wanted = dict.fromkeys(copy.segment_id for copy in reversed(plan.copies))
+        began = time.perf_counter()
+        if plan.num_ahead and isinstance(self._tier, ReadsMeanwhile):
+            fetched = self._tier.begin(wanted, within_s=within_s, doubt_s=doubt_s)
+        else:
+            fetched = self._tier.fetch(wanted, within_s=within_s, doubt_s=doubt_s)
         stages["fetch"] += time.perf_counter() - began
+        reads = fetched.reads
+        if reads is not None and not (fetched.late or fetched.missing):
+            return replace(fetched, reads=_NotedReads(reads, partial(self._note, num_on_disk)))
+        if reads is not None:
+            reads.cancel()
+        self._note(num_on_disk, fetched)
+        return replace(fetched, reads=None)
+
+    def _note(self, num_on_disk: int, fetched: Fetched) -> None:
+        """Learn from the reads of a plan, of which so many tokens were on disk before."""
         num_bytes, read_s = fetched.read_bytes, fetched.read_s
         if fetched.late:
             self._telemetry.fallback(Component.TIER, FallbackReason.TIMEOUT)
         if fetched.is_slow:  # what all of it would have taken at this pace; where none is known, at least
-            num_bytes = num_on_disk * rates.bytes_per_token
+            num_bytes = num_on_disk * self._cost.rates.bytes_per_token
             known = fetched.read_bytes or (_LEAST_BYTES if fetched.has_pace else num_bytes)
             read_s *= max(1.0, num_bytes / max(1, known))
         if num_bytes:
             self._cost.observe_load(num_bytes, read_s, place=DISK, is_late=fetched.is_slow)
-        return fetched
 
     def patience_s(self, plan: Plan, threshold: MinSaved) -> float:
         """
@@ -93,3 +107,21 @@ class Fetching:
 
     def _num_on_disk(self, plan: Plan) -> int:
         return plan.num_in(self._tier.on_disk)
+
+
+class _NotedReads:
+    """A `PendingReads` whose result is noted."""
+
+    def __init__(self, reads: PendingReads, note: Callable[[Fetched], object]) -> None:
+        self._reads, self._note = reads, note
+
+    def wait(self, at_most_s: float) -> bool:
+        return self._reads.wait(at_most_s)
+
+    def end(self) -> Fetched:
+        fetched = self._reads.end()
+        self._note(fetched)
+        return fetched
+
+    def cancel(self) -> None:
+        self._reads.cancel()

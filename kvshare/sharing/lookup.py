@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from delta_tree import NodeId, SegmentId
+from kvshare.kv.tier import PendingReads
 from kvshare.requests import Decision, SharingReport
 from kvshare.sharing.plan import NoPlan, Plan
 from vector_index import Candidate
@@ -21,7 +22,8 @@ class Lookup:
     """
     The result of `Sharing.find_plan`.
 
-    `segments` holds the KV in memory until it is written to the request's slots.
+    `segments` holds the KV in memory until it is written to the request's slots; `reads` brings more of it
+    while the beginning of the prompt is computed.
     `unreadable`: donors with missing KV. `unknown`: prompts that only the index has. `note_use` removes both.
     """
 
@@ -35,6 +37,12 @@ class Lookup:
     num_failures: int = 0  # parts of the nominator that failed
     unreadable: tuple[NodeId, ...] = ()
     unknown: tuple[int, ...] = ()
+    reads: PendingReads | None = None
+
+    def cancel(self) -> None:
+        """Read nothing more: no request uses this."""
+        if self.reads is not None:
+            self.reads.cancel()
 
     def report(self, num_tokens: int) -> SharingReport:
         """Count the tokens by where their KV comes from, for usage and metrics."""

@@ -248,7 +248,7 @@ class Sharing:
                 nodes, found = self.fetching.near(nodes), replace(found, plan=NoPlan(Reason.KV_LATE))
                 continue
             if not fetched.missing:
-                return replace(found, plan=plan, segments=fetched.segments)
+                return replace(found, plan=plan, segments=fetched.segments, reads=fetched.reads)
             self.telemetry.fallback(Component.TIER, FallbackReason.MISSING)
             unreadable = (copy.donor for copy in plan.copies if copy.segment_id in fetched.missing)
             found = replace(found, unreadable=tuple(dict.fromkeys([*found.unreadable, *unreadable])))

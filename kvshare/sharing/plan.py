@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 
 from delta_tree import Copy, NodeId, SegmentId, Span, merge
@@ -94,8 +95,10 @@ class Plan:
 
     @property
     def num_exact(self) -> int:
-        """Tokens of the exact prefix that are copied: all, unless some are computed while others are read."""
-        return self.exact_length - min(self.num_ahead, self.exact_length)
+        """Tokens of the exact prefix that are copied: all but those that are computed while KV is read."""
+        length = self.exact_length
+        computed = takewhile(lambda span: span.start < length, self.placeholders)
+        return length - sum([min(span.end, length) - span.start for span in computed])
 
     @property
     def charged_budget(self) -> float:

@@ -15,11 +15,13 @@ than computing saves time, too; one that is late costs only what it is waited fo
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from delta_tree import Span, merge
-from kvshare.sharing.plan import Plan, RepairOrder, uncovered, within
+from delta_tree import SegmentId, Span, merge
+from kvshare.reasons import Reason
+from kvshare.sharing.plan import NoPlan, Plan, RepairOrder, uncovered, within
 from kvshare.sharing.rates import DISK, Rates
 
 # How much longer a pass over a long run takes than the engine's own steps, from which the rates are learned:
@@ -62,20 +64,39 @@ def _after(place: int, plan: Plan, rates: Rates) -> Plan:
         copies=kept,
         placeholders=uncovered(kept, plan.num_tokens),
         repairs=merge([*plan.repairs, *dropped]),
-        order=_order_after(ahead.end, plan.order),
+        order=_order_within([Span(ahead.end, plan.num_tokens)], plan.order),
         num_ahead=ahead.end,
     )
     work = found.work(num_extra_passes=rates.num_extra_passes, queue=rates.queue)
     return replace(found, estimate=rates.estimate(plan.num_tokens, work))
 
 
-def _order_after(place: int, order: RepairOrder | None) -> RepairOrder | None:
-    """The part of a repair order, with as many repairs as there is room for."""
+def without_late(plan: Plan, late: Container[SegmentId]) -> Plan | NoPlan:
+    """Return the plan as it is carried out where some segments came too late: what they had is computed."""
+    dropped = [copy.target for copy in plan.copies if copy.segment_id in late]
+    if not dropped:
+        return plan
+    kept = tuple(copy for copy in plan.copies if copy.segment_id not in late)
+    if not kept:
+        return NoPlan(Reason.KV_LATE, plan.prediction)
+    return replace(
+        plan,
+        copies=kept,
+        placeholders=uncovered(kept, plan.num_tokens),
+        repairs=merge([*plan.repairs, *dropped]),
+        order=_order_within(merge(copy.target for copy in kept), plan.order),
+        reason=Reason.KV_LATE,
+    )
+
+
+def _order_within(spans: Sequence[Span], order: RepairOrder | None) -> RepairOrder | None:
+    """The part of a repair order in these spans, with as many repairs as there is room for."""
     if order is None:
         return None
-    rest = Span(place, max([place, *(stretch.end for stretch in order.stretches)]))
-    stretches = tuple(part for stretch in order.stretches if (part := stretch.intersection(rest)))
-    probes = tuple(probe for probe in order.probes if probe >= place)
+    stretches = tuple(
+        part for stretch in order.stretches for span in spans if (part := stretch.intersection(span))
+    )
+    probes = tuple(place for place in order.probes if any(span.start <= place < span.end for span in spans))
     num_tokens = min(order.num_tokens, sum(map(len, stretches)))
     return RepairOrder(stretches, probes, num_tokens) if num_tokens else None
 

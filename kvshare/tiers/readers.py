@@ -4,17 +4,17 @@ Threads that read the tiers below memory, `_READERS` for each: the disk does not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from delta_tree import Segment, SegmentId
+from kvshare.kv.tier import Fetched
 from kvshare.tiers.disk_tier import DiskTier
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import BusyError, LowerTier
-from kvshare.tiers.pace import BytesRead, WaitedReads, wait_for
+from kvshare.tiers.pace import BytesRead, PacedReads, WaitedReads
 
 _T = TypeVar("_T")
 Take = Callable[[LowerTier, Segment, tuple[Rows, ...]], _T]
@@ -91,20 +91,39 @@ def result_of(read: Future[_T | None]) -> _T | None:
         return None
 
 
-def wait_in_time(
+def paced(
     reads: Mapping[Future[Any], SegmentId], nearest: LowerTier, *, within_s: float, doubt_s: float
-) -> WaitedReads:
-    """Wait for them, no longer than their pace lets expect them in time. A shared store's is not known."""
+) -> PacedReads:
+    """Return the wait for these reads of the nearest tier or others. A shared store's pace is not known."""
     segments = [nearest.segment(entry) for entry in reads.values()]
-    is_known = isinstance(nearest, DiskTier) and None not in segments
-    waited = wait_for(
+    return PacedReads(
         reads,
         num_bytes=sum(segment.num_bytes for segment in segments if segment is not None),
         within_s=within_s,
-        doubt_s=doubt_s if is_known else math.inf,
+        doubt_s=doubt_s,
         bytes_read=nearest.bytes_read if isinstance(nearest, DiskTier) else BytesRead(),
+        has_pace=isinstance(nearest, DiskTier) and None not in segments,
     )
-    return waited._replace(has_pace=is_known)
+
+
+class StackReads:
+    """A `PendingReads`. `ended`: makes the result."""
+
+    def __init__(self, waiting: PacedReads, ended: Callable[[WaitedReads], Fetched]) -> None:
+        self._waiting, self._ended = waiting, ended
+
+    def wait(self, at_most_s: float) -> bool:
+        return self._waiting.wait(at_most_s)
+
+    def end(self) -> Fetched:
+        waited = self.cancel()
+        return self._ended(waited)
+
+    def cancel(self) -> WaitedReads:
+        waited = self._waiting.result()
+        for each in waited.pending:
+            each.cancel()
+        return waited
 
 
 def _end_cancelled(found: Future[_T | None], read: Future[None]) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 
 from delta_tree import EvictionQueue, RecencyQueue, Segment, SegmentId
 from kvshare.kv.sequence import SegmentKV
@@ -28,8 +29,8 @@ from kvshare.status import TierStatus
 from kvshare.tiers.kv_object import Rows
 from kvshare.tiers.lower_tier import LowerTier
 from kvshare.tiers.near_memory import NearMemory
-from kvshare.tiers.pace import WaitedReads
-from kvshare.tiers.readers import TierReaders, result_of, wait_in_time
+from kvshare.tiers.pace import SlowReads, WaitedReads
+from kvshare.tiers.readers import StackReads, TierReaders, paced, result_of
 from kvshare.tiers.shared_tier import SharedTier, remove_from_shared
 from kvshare.tiers.shares import OnDisk, Share
 from kvshare.tiers.write_behind import WriteBehind
@@ -38,9 +39,6 @@ from kvshare.tiers.write_problem import WriteProblem
 log = logging.getLogger(__name__)
 
 _FLUSH_S = 20.0  # how long `close` writes what is due
-_MOST_SLOW = 3  # plans in a row with late reads; then the nearest tier is not read for `_PAUSE_S`
-_PAUSE_S = 10.0
-_RECENT_S = 60.0  # how long after such a pause the status still says that reads are late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +77,7 @@ class TierStack:
         self._counts: Counter[str] = Counter()
         where = "disk" if below.name == "disk" else "the shared store"
         self._problem = WriteProblem(log, where, lost_with="the process", reason=problem)
-        self._num_slow, self._reads_from = 0, -math.inf
+        self._slow = SlowReads()  # of the nearest tier
         self._lock = threading.RLock()
         self._readers = TierReaders(below.parts)
         self._writer = WriteBehind(self.write_due, bytes_per_s=write_bytes_per_s)
@@ -127,7 +125,15 @@ class TierStack:
         The segments whose bytes match their checks. The others are missing, or late: not read in that time,
         or not to be expected in it, see `pace.py`. What comes late is in memory for the next request.
         """
-        wanted = frozenset(segment_ids)
+        found = self.begin(segment_ids, within_s=within_s, doubt_s=doubt_s)
+        if found.reads is None:
+            return found
+        found.reads.wait(math.inf)
+        return found.reads.end()
+
+    def begin(self, segment_ids: Iterable[SegmentId], *, within_s: float, doubt_s: float) -> Fetched:
+        """Do what `fetch` does without waiting. `late` is what is not read at all now."""
+        wanted = dict.fromkeys(segment_ids)
         with self._lock:
             near = self._memory.use(wanted)
         segments = {
@@ -137,19 +143,16 @@ class TierStack:
         }
         self._counts["memory"] += len(segments)
         self.release(near.keys() - segments.keys())  # damaged in memory
-        far = [entry for entry in wanted - segments.keys() if entry in self.below]
+        far = [entry for entry in wanted if entry not in segments and entry in self.below]
+        nearest, is_paused = self.below.parts[0], self._slow.is_paused
+        late = frozenset(entry for entry in far if is_paused and entry in nearest)
+        found = Fetched(segments, frozenset(wanted).difference(segments, far), late)
         if not far:
-            self._counts["missing"] += len(wanted) - len(segments)
-            return Fetched(segments, wanted - segments.keys())
-        read, late, is_slow, waited = self._read_all(far, within_s, doubt_s)
-        segments |= read
-        num_bytes = max(sum(kv.num_bytes for kv in read.values()), waited.num_bytes if is_slow else 0)
-        self._counts["below"] += len(read)
-        missing = wanted - segments.keys() - late
-        self._counts["missing"] += len(missing)
-        return Fetched(
-            segments, missing, late, num_bytes, waited.seconds, is_slow=is_slow, has_pace=waited.has_pace
-        )
+            self._counts["missing"] += len(found.missing)
+            return found
+        reads = {self._readers.read(entry, self._into_memory): entry for entry in far if entry not in late}
+        waiting = paced(reads, nearest, within_s=within_s, doubt_s=doubt_s)
+        return replace(found, reads=StackReads(waiting, partial(self._ended, found, reads)))
 
     def note_open(self) -> None:
         """Note that the disk, which could not be opened before, is open now."""
@@ -192,7 +195,7 @@ class TierStack:
                     num_dropped=counts["damaged"] + counts["failed"],
                     num_late=num_late if is_first else 0,
                     problem=self._problem.reason if is_first else tier.problem,
-                    is_late=is_first and time.monotonic() < self._reads_from + _RECENT_S,
+                    is_late=is_first and self._slow.is_recent,
                 )
             )
         return tuple(found)
@@ -204,25 +207,27 @@ class TierStack:
         holds = tier.takes_room if isinstance(tier, SharedTier) else tier.__contains__
         return Share(tier.max_bytes, held, holds)
 
-    def _read_all(
-        self, entries: Iterable[SegmentId], within_s: float, doubt_s: float
-    ) -> tuple[dict[SegmentId, SegmentKV], frozenset[SegmentId], bool, WaitedReads]:
-        """What was read in time, what is late, whether that is because reads take too long, and the wait."""
-        nearest, is_paused = self.below.parts[0], time.monotonic() < self._reads_from
-        paused = {entry for entry in entries if is_paused and entry in nearest}
-        reads = {
-            self._readers.read(entry, self._into_memory): entry for entry in entries if entry not in paused
-        }
-        waited = wait_in_time(reads, nearest, within_s=within_s, doubt_s=doubt_s)
-        for each in waited.pending:
-            each.cancel()
+    def _ended(
+        self, begun: Fetched, reads: Mapping[Future[SegmentKV | None], SegmentId], waited: WaitedReads
+    ) -> Fetched:
+        """Return what `begin` has found, with what was read since, and note what is late."""
         read = {reads[each]: kv for each in waited.done if (kv := result_of(each)) is not None}
-        late = frozenset(entry for entry in reads.values() if entry not in read and entry in self.below)
-        self._counts["late"] += len(late)
-        is_slow = any(reads[each] in nearest for each in waited.pending)
+        others = frozenset(reads.values()) - read.keys()
+        late = frozenset(entry for entry in others if entry in self.below)
+        missing = begun.missing | others - late
+        is_slow = any(reads[each] in self.below.parts[0] for each in waited.pending)
         if reads:
-            self._note_slow(is_slow)
-        return read, late | paused, is_slow, waited
+            self._slow.note(is_slow)
+        self._counts.update(below=len(read), late=len(late), missing=len(missing))
+        return Fetched(
+            {**begun.segments, **read},
+            missing,
+            begun.late | late,
+            max(sum(kv.num_bytes for kv in read.values()), waited.num_bytes if is_slow else 0),
+            waited.seconds,
+            is_slow=is_slow,
+            has_pace=waited.has_pace,
+        )
 
     def _into_memory(self, tier: LowerTier, segment: Segment, rows: tuple[Rows, ...]) -> SegmentKV:
         """Keep a segment that was read below, and return its KV. Runs on a reader's thread."""
@@ -233,12 +238,6 @@ class TierStack:
             if segment_id in self.below and segment_id not in self._memory:
                 self._memory.put(segment_id, _Held(segment, kv), is_due=False)
         return kv
-
-    def _note_slow(self, is_slow: bool) -> None:
-        with self._lock:
-            self._num_slow = self._num_slow + 1 if is_slow else 0
-            if self._num_slow >= _MOST_SLOW:
-                self._num_slow, self._reads_from = 0, time.monotonic() + _PAUSE_S
 
     def release(self, segment_ids: Iterable[SegmentId]) -> None:
         """Free the memory of these segments only: the tiers below may hold them whole."""

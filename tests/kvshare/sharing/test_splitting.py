@@ -23,6 +23,7 @@ from delta_tree import (
     Span,
     TokenIds,
     gaps,
+    merge,
     new_segment_id,
 )
 from kvshare.kv.tier import Fetched
@@ -35,7 +36,7 @@ from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
 from kvshare.sharing.planner import make_plan
 from kvshare.sharing.rates import DISK, MEMORY, LoadRate, MinSaved, Queue, Rates
-from kvshare.sharing.splitting import OF_STEPS, _order_after
+from kvshare.sharing.splitting import OF_STEPS, _order_within, without_late
 from kvshare.telemetry import Telemetry
 from tests.kvshare.sharing.prompts import prompt, replaced
 
@@ -123,7 +124,7 @@ def test_a_fast_disk_reads_all(tree: DeltaTree) -> None:
 
 
 def test_an_engine_that_reads_first_refuses_a_slow_disk(tree: DeltaTree) -> None:
-    """The embedded one: it would only wait."""
+    """It would only wait."""
     node = stored(tree, DONOR)
     plan = plan_for(tree, EDITED, node, rates(node, 0.5 * TOKENS_PER_S, ahead=False))
     assert isinstance(plan, NoPlan)
@@ -178,10 +179,41 @@ def test_a_late_read_costs_little(tree: DeltaTree) -> None:
 def test_repairs_are_chosen_in_what_is_copied() -> None:
     """The stretches before the place are computed anyway."""
     order = RepairOrder((Span(100, 200), Span(300, 400)), (150, 310, 390), 120)
-    assert _order_after(350, order) == RepairOrder((Span(350, 400),), (390,), 50)
-    assert _order_after(50, order) == order
-    assert _order_after(400, order) is None
-    assert _order_after(10, None) is None
+    assert _order_within([Span(350, 400)], order) == RepairOrder((Span(350, 400),), (390,), 50)
+    assert _order_within([Span(50, 400)], order) == order
+    assert _order_within([Span(200, 300)], order) is None
+    assert _order_within([Span(0, 400)], None) is None
+    parts = _order_within([Span(100, 120), Span(140, 151)], order)
+    assert parts == RepairOrder((Span(100, 120), Span(140, 151)), (150,), 31)
+
+
+@given(late=st.sets(st.integers(0, SIZE // SEGMENT - 1)), speed=st.floats(0.1, 5.0))
+@settings(max_examples=40, deadline=None)
+def test_what_was_read_too_late_is_computed(late: set[int], speed: float) -> None:
+    """Every position still has one source; nothing is copied from what is late, and repairs are of copies."""
+    tree = DeltaTree.open(None, identity="test")
+    node = stored(tree, DONOR)
+    plan = plan_for(tree, EDITED, node, rates(node, speed * TOKENS_PER_S))
+    assert isinstance(plan, Plan)
+    ids = [piece.segment_id for piece in node.pieces]
+    gone = {ids[number] for number in late}
+    found = without_late(plan, gone)
+    if not gone & {copy.segment_id for copy in plan.copies}:
+        assert found is plan
+        return
+    assert found.reason is Reason.KV_LATE
+    if isinstance(found, NoPlan):
+        assert gone >= {copy.segment_id for copy in plan.copies}
+        return
+    assert found.placeholders[0].end >= plan.num_ahead
+    assert_whole(replace(found, num_ahead=0))
+    assert not gone & {copy.segment_id for copy in found.copies}
+    assert found.num_exact + found.num_copied + found.num_computed == SIZE
+    if found.order is not None:
+        assert found.order.num_tokens <= sum(map(len, found.order.stretches))
+        copied = merge(copy.target for copy in found.copies)
+        for stretch in found.order.stretches:
+            assert any(span.start <= stretch.start and stretch.end <= span.end for span in copied)
 
 
 class _SlowTier(NoTier):

@@ -141,6 +141,33 @@ def test_a_slow_read_is_late_and_harms_nothing(tmp_path: Path) -> None:
         assert is_whole(stack.fetch(ids(1)), 1)
 
 
+def test_a_fetch_can_begin_without_waiting(tmp_path: Path) -> None:
+    """What is in memory is there at once; the rest comes, or is late, or is cancelled, which is not slow."""
+    files = WaitingFiles()
+    with stack_at(tmp_path, num_in_memory=1, files=files) as stack:
+        for number in (1, 2, 3):
+            put(stack, number)
+            settle(stack)
+        files.may_read.clear()
+        begun = [stack.begin(ids(number, 3, 9), within_s=600.0, doubt_s=600.0) for number in (1, 1, 2)]
+        assert all(is_whole(each, 3) and each.missing == frozenset(ids(9)) for each in begun)
+        first, second, third = (each.reads for each in begun)
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert not first.wait(0.01)
+        for _ in range(5):
+            second.cancel()
+        late = third.end()
+        assert (late.late, late.is_slow, late.missing) == (frozenset(ids(2)), True, frozenset(ids(9)))
+        files.may_read.set()
+        assert first.wait(60.0)
+        found = first.end()
+        assert is_whole(found, 1, 3)
+        assert (found.late, found.is_slow, found.read_bytes) == (frozenset(), False, ONE)
+        assert stack.status()[1].num_late == 1
+
+
 def test_a_disk_that_is_late_again_and_again_is_left_alone(tmp_path: Path) -> None:
     """Then nothing is waited for at all, for a while."""
     files = WaitingFiles()

@@ -31,7 +31,6 @@ from kvshare.engine import (
     Finished,
     GenerationRequest,
     SamplingParams,
-    Started,
 )
 from kvshare.errors import ConfigError, EngineError
 from kvshare.requests import SharingMode, SharingReport
@@ -133,9 +132,10 @@ async def ask(
     await engine.generate(request, lambda event: events.append((time.perf_counter() - began, event)))
     await engine.settle()
     deltas = [(seconds, event) for seconds, event in events if isinstance(event, Delta)]
+    finished = next(event for _, event in events if isinstance(event, Finished))
     return Answer(
-        report=next(event.report for _, event in events if isinstance(event, Started)),
-        finished=next(event for _, event in events if isinstance(event, Finished)),
+        report=finished.report,
+        finished=finished,
         token_times_s=[seconds for seconds, delta in deltas if delta.num_tokens],
         text="".join(delta.text for _, delta in deltas),
     )

@@ -7,7 +7,7 @@ is given back first, so that it is read from the disk. The arms, for each recipi
     disk      the donor's KV is on disk
     memory    the same prompt again: the KV is in memory now
 With `objects`: how long a start takes with so many small objects on disk, without a model.
-With `break_even`: the same on a disk that is too slow to pay, see `throttled.py`.
+With `break_even`: the same on a disk that is slower than computing, see `throttled.py`.
 """
 
 import tempfile

@@ -1,11 +1,12 @@
 """
-`kvshare bench restart --break-even SHARE`: what a disk costs that is too slow to pay.
+`kvshare bench restart --break-even SHARE`: what a disk costs, or saves, that is slower than computing.
 
 An engine stores prompts and stops. Another one starts on the same store, on a disk whose reads are held back:
 to a share of the bytes a second at which reading a prompt's KV would take as long as computing it. The server
 does not know: it has read from that disk before at full speed. Each recipient has a donor of its own, on disk
 only, and is asked in full and as any client would, in turns. `waited` is how long the server has waited
-for the disk, as a share of the time in full: all that the disk can cost.
+for the disk, as a share of the time in full: all that the disk can cost. Once its rate is known, a part is
+read while the rest is computed, which takes 1 / (1 + SHARE) of the time in full.
 """
 
 from __future__ import annotations

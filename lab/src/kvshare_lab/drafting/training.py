@@ -68,9 +68,9 @@ class Vocabulary:
     """
     The words of a model. `used`: (U,) those that are among the likeliest ones, or in the text.
 
-    A head that drafts with all of the model's words must learn not to say the others. A training step has some
-    of them, drawn for it, which stand for all. (With the same 1,024 in each step, 57 % of the first drafts were
-    right among these, and 27 % among all.)
+    A head that drafts with all of the model's words must learn not to say the others. A training step has
+    some of them, drawn for it, which stand for all. (With the same 1,024 in each step, 57 % of the first
+    drafts were right among these, and 27 % among all.)
     """
 
     def __init__(self, model: Any, samples: Sequence[Sample]) -> None:
