@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from delta_tree import Span
 from kvshare.demo import MODEL_PATH
 from kvshare.errors import ConfigError
 from kvshare.vllm_protocol.messages import FinishedReport
-from kvshare_lab.vllm.acceptance import Config, _edited, _models, summary
+from kvshare_lab.vllm.acceptance import Config, _behind_repairs, _edited, _models, summary
 from kvshare_lab.vllm.client import Answer
 from kvshare_lab.vllm.form_pairs import form_pairs
 
@@ -37,6 +38,13 @@ def test_it_passes_only_where_enough_is_accepted_no_less_is_and_answers_are_not_
     assert found["passed"] == passed
     assert found["tokens_a_step"]["full"] == full[1] / full[0]
     assert found["answer_s_ratio"] == seconds / 2
+    assert found["share_interval"]["low"] == found["share_interval"]["high"]  # of a single prompt
+
+
+def test_some_tokens_after_each_edit_are_computed_again() -> None:
+    """The equal prefix stays, and what is shorter than that is not copied."""
+    common = [(Span(0, 10), 0), (Span(20, 50), 22), (Span(60, 84), 66)]
+    assert _behind_repairs(common, 24) == [(Span(0, 10), 0), (Span(44, 50), 46)]
 
 
 def test_an_edited_prompt_differs_outside_of_what_both_have_in_common() -> None:

@@ -3,8 +3,9 @@
 
 One vLLM with the connector and speculative decoding, a small random model, tickets made here and no proxy. A
 prompt is stored; then the same prompt with some tokens replaced is answered twice: computed in full, and with
-the KV of what it has in common. `tokens_a_step` is what a step after the first token gives, by the
-connector's report: accepted drafts and the one token that each step adds.
+the KV of what it has in common; after each edit some tokens are computed again, as a server repairs by place.
+`tokens_a_step` is what a step after the first token gives, by the connector's report: accepted drafts and the
+one token that each step adds.
     ngram   drafts from the text; the answer has two tokens only, so that it repeats itself
     draft   the draft model is the target itself, so that a full prefill's drafts are all accepted
     eagle   the model's first layer alone predicts, and its head computes it too (heads.py); or `--head`
@@ -13,6 +14,7 @@ connector's report: accepted drafts and the one token that each step adds.
     mtp     as eagle, with the layer in the model's folder (mtp.py); or `--model`, which has one
 `lab/scripts/train_head.py` trains heads. `passed`: a full prefill gives at least 1.8 tokens a step, shared
 ones .97 of its own, and their whole answers come no later. `answer_s`: medians of the seconds until then.
+`share_interval`: 95 % of the share, by a bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from delta_tree import Span, TokenIds
 from kvshare.errors import ConfigError
 from kvshare.fleet.client import ControlClient
 from kvshare.http_client import session as http_session
+from kvshare.settings import load_settings
 from kvshare.vllm_protocol.messages import FinishedReport, WireCopy
 from kvshare_lab.bench.random_models import copy_tokenizer, write_model
 from kvshare_lab.vllm import servers
@@ -52,6 +55,7 @@ _TWO_TOKENS: Mapping[str, Any] = {"allowed_token_ids": [5, 9]}
 _CHANGED = 8  # tokens in the middle of each fifth of a prompt
 _CONTROL_TIMEOUT_S = 60.0
 _ARMS = ("full", "shared")
+_BOOTSTRAPS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,8 @@ async def _measure(server: servers.Server, token: str, config: Config) -> dict[s
         for number in range(1 + config.repeats):  # the first of each arm warms the server up
             pair = next(pairs)
             stored = await tickets.store(pair.prompt)
-            copies = [c for span, start in pair.common for c in copies_of(stored, span, start)]
+            common = _behind_repairs(pair.common, load_settings().repair.edit_window)
+            copies = [c for span, start in common for c in copies_of(stored, span, start)]
             arms: Sequence[tuple[str, Sequence[WireCopy]]] = (("full", ()), ("shared", copies))
             for arm, own in arms[:: -1 if number % 2 else 1]:
                 answered = await _answer(tickets, pair.edited, own, config)
@@ -165,6 +170,15 @@ async def _answer(
 ) -> tuple[Answer, FinishedReport]:
     extra = _TWO_TOKENS if config.method == "ngram" else {}
     return await tickets.ask(prompt, copies, max_tokens=config.answer, extra=extra)
+
+
+def _behind_repairs(common: Sequence[tuple[Span, int]], window: int) -> list[tuple[Span, int]]:
+    """What is copied if so many tokens after each edit are computed again."""
+    return [
+        (Span(span.start + own, span.end), start + own)
+        for span, start in common
+        if (own := window if start else 0) < len(span)
+    ]
 
 
 def _edited(rng: np.random.Generator, num_tokens: int) -> Pair:
@@ -191,12 +205,26 @@ def summary(found: Mapping[str, Sequence[tuple[Answer, FinishedReport]]]) -> dic
         "passed": rates["full"] >= ENOUGH and ratio >= LEAST and later <= 1,
         "tokens_a_step": rates,
         "accepted_share_of_full": ratio,
+        "share_interval": _interval(found),
         "answer_s": seconds,
         "answer_s_ratio": later,
         "num_computed": {
             arm: median(report.num_computed for _, report in answered) for arm, answered in found.items()
         },
     }
+
+
+def _interval(found: Mapping[str, Sequence[tuple[Answer, FinishedReport]]]) -> dict[str, float]:
+    """95 % of `accepted_share_of_full`: prompts are drawn with replacement."""
+    reports = {arm: [report for _, report in answered] for arm, answered in found.items()}
+    rng, count = np.random.default_rng(0), len(reports["full"])
+    shares = []
+    for _ in range(_BOOTSTRAPS):
+        drawn = rng.integers(count, size=count)
+        full, shared = (_tokens_a_step([reports[arm][place] for place in drawn]) for arm in _ARMS)
+        shares.append(shared / full)
+    low, high = np.quantile(shares, (0.025, 0.975))
+    return {"low": float(low), "high": float(high)}
 
 
 def _tokens_a_step(reports: Sequence[FinishedReport]) -> float:
