@@ -24,10 +24,16 @@ class RunnerPrefill:
     def __init__(self, worker: Any) -> None:
         """`worker`: vLLM's, whose model is loaded and whose KV cache is there."""
         self._worker = worker
-        limits = worker.vllm_config.scheduler_config
-        most = getattr(limits, "max_num_scheduled_tokens", None) or limits.max_num_batched_tokens
-        self.max_tokens = int(most)  # of a prompt
-        self.num_drafts = int(worker.vllm_config.num_speculative_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens of a prompt."""
+        limits = self._worker.vllm_config.scheduler_config
+        return int(getattr(limits, "max_num_scheduled_tokens", None) or limits.max_num_batched_tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        return int(self._worker.vllm_config.num_speculative_tokens)
 
     def compute(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """
