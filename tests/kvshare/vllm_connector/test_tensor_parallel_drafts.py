@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kvshare.vllm_connector.said_by_programs import said_by
 from tests.kvshare.vllm_connector.test_heads import write
 
 if TYPE_CHECKING:
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[3]
 LIMIT = 1e-4
 ENOUGH, LEAST = 1.8, 0.97  # tokens a step of a full prefill; of them, of a shared one
 TIME_S = 900
@@ -37,7 +33,8 @@ def test_answers_and_their_steps_are_those_of_full_prefills(
         model = tmp_path / "model"
     if method == "eagle":
         drafts["model"] = str(tmp_path / "head")
-    said = run(model, drafts, mode)
+    program = "tests.kvshare.vllm_connector.tensor_parallel_drafts"
+    said = said_by(program, str(model), json.dumps(drafts), mode, timeout_s=TIME_S, environment={})
     assert said["refusals"] == [[""]]
     assert len(said["parity"]) == 2
     for distance, decision in said["parity"]:
@@ -45,29 +42,3 @@ def test_answers_and_their_steps_are_those_of_full_prefills(
     for shared, full in said["acceptance"]:
         assert full >= ENOUGH
         assert shared >= LEAST * full
-
-
-def run(model: Path, drafts: dict[str, Any], mode: str) -> dict[str, list[Any]]:
-    """Raises TimeoutExpired where it hangs."""
-    name = "tests.kvshare.vllm_connector.tensor_parallel_drafts"
-    done = subprocess.run(
-        [sys.executable, "-m", name, str(model), json.dumps(drafts), mode],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIME_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, list[Any]] = defaultdict(list)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            for what, found in json.loads(line).items():
-                said[what].append(found)
-    return said

@@ -6,15 +6,12 @@ answers are right, drafts are accepted as after a full prefill. Its kernels run 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kvshare.vllm_connector.said_by_programs import said_by
 from tests.kvshare.vllm_connector.test_heads import write
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[4]
 LIMIT = 1e-4  # log-probability, float32
 ENOUGH, LEAST = 1.8, 0.97  # tokens a step of a full prefill; of them, of a shared one
 TIME_S = 900
@@ -42,7 +38,14 @@ def test_drafts_are_verified_and_accepted(
         model = tmp_path / "model"
     if method.startswith("eagle"):
         drafts["model"] = str(tmp_path / "head")
-    said = run(model, drafts, scheduling)
+    said = said_by(
+        "tests.kvshare.vllm_connector.without_gpu.drafts_in_v2",
+        str(model),
+        json.dumps(drafts),
+        scheduling,
+        timeout_s=TIME_S,
+        environment={"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
+    )
     ((runner, *bases),) = said["runner"]
     assert runner == "vllm.v1.worker.cpu.model_runner"
     assert "vllm.v1.worker.gpu.model_runner" in bases
@@ -56,36 +59,3 @@ def test_drafts_are_verified_and_accepted(
         assert full >= (1 if method == "eagle3" else ENOUGH)
         assert shared >= LEAST * full
     assert all("are off by" in fault for fault in said["faults"][0])
-
-
-def run(model: Path, drafts: dict[str, Any], scheduling: str) -> dict[str, list[Any]]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.kvshare.vllm_connector.without_gpu.drafts_in_v2",
-            str(model),
-            json.dumps(drafts),
-            scheduling,
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIME_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, list[Any]] = defaultdict(list)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            for what, found in json.loads(line).items():
-                said[what].append(found)
-    return said
