@@ -54,7 +54,9 @@ def test_what_is_noise_is_not_explained() -> None:
     assert found["explained"]["other_sources"] < 0.05
 
 
-@pytest.mark.parametrize(("plans", "rules"), [(FEWEST_PLANS - 1, set()), (FEWEST_PLANS, {"attention"})])
+@pytest.mark.parametrize(
+    ("plans", "rules"), [(FEWEST_PLANS - 1, set()), (FEWEST_PLANS, {"windows", "attention"})]
+)
 def test_plans_of_several_donors_get_their_own_weights_if_enough_were_repaired(
     plans: int, rules: set[str]
 ) -> None:
@@ -66,10 +68,10 @@ def test_plans_of_several_donors_get_their_own_weights_if_enough_were_repaired(
 
 
 def plan_of(number: int, rng: np.random.Generator) -> Plan:
-    """A plan with chosen repairs and one without any."""
+    """A plan that was measured without repairs, and with both kinds of them."""
     arms = {
         Setting(rule, "b", share): {"b": share, "kl": float(10 ** rng.normal(-3, 0.5))}
-        for rule, share in (("placeholders", 0.0), ("kvshare", 0.5))
+        for rule, share in (("placeholders", 0.0), ("default", 0.1), ("kvshare", 0.5))
     }
     return Plan("rag", f"source-{number}", {"tokens": 800}, arms)
 
