@@ -85,5 +85,4 @@ def require_modules(extra: str, *, what: str) -> None:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds the extra to this KVShare."""
     return f"pip install 'kvshare[{extra}]'"

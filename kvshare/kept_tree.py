@@ -78,7 +78,6 @@ class KeptTree:
         return PartReading(ServedPart.STORE)
 
     def _end_problem(self) -> None:
-        """The tree is where it should be: in memory, or in its file, which was out of reach for a while."""
         if self.problem is not None:
             log.warning("the store %s is there again: nothing is lost", self._path)
             self.problem = None

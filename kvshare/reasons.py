@@ -248,7 +248,6 @@ class Reason(StrEnum):
 
 
 def explanations() -> Mapping[Reason, str]:
-    """Return what each reason means for users, and what to do."""
     return {reason: reason.explanation for reason in Reason}
 
 

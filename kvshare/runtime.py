@@ -268,7 +268,6 @@ class ServedEngine(Engine, Generic[ServerT]):
 
     @property
     def sharing(self) -> Sharing:
-        """The sharing core, for benchmarks and tests."""
         return self.server.runtime.sharing
 
     async def stop(self) -> None:

@@ -79,6 +79,5 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _place(exc: BaseException) -> str:
-    """Return where it was raised; empty for an exception that was not."""
     frames = traceback.extract_tb(exc.__traceback__)
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -62,7 +62,6 @@ class TierStatus:
     is_late: bool = False  # it was read too late, a minute ago at most
 
     def reading(self) -> PartReading:
-        """Report the state of the disk."""
         if self.problem is not None:
             return PartReading(ServedPart.DISK, PartProblem.DISK_NOT_WRITTEN, self.problem)
         return PartReading(ServedPart.DISK, PartProblem.DISK_LATE if self.is_late else None)

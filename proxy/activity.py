@@ -152,7 +152,6 @@ class Activity:
         }
 
     def _minute(self) -> _Minute:
-        """The one that it is now."""
         number = int(self._clock()) // _MINUTE_S
         if not self._minutes or self._minutes[-1].number < number:
             self._minutes.append(_Minute(number))
@@ -160,7 +159,6 @@ class Activity:
 
 
 def _most(sums: Mapping[_T, Sums]) -> list[tuple[_T, Sums]]:
-    """Those that reused most come first."""
     return sorted(sums.items(), key=lambda entry: -(entry[1].exact + entry[1].copied))[:_MOST_NAMED]
 
 

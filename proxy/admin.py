@@ -63,7 +63,6 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: the process answers."""
     return web.json_response({"status": "ok"})
 
 
@@ -92,7 +91,6 @@ async def parts(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, in Prometheus' text format."""
     body = generate_latest(request.app[SERVER].metrics.registry)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -152,7 +150,6 @@ def _arguments(request: web.Request) -> Mapping[str, str]:
 
 
 def _answer(server: ServerContext, document: Mapping[str, Any]) -> web.Response:
-    """The document, with whose the namespaces in it are."""
     if digests := _digests_in(document):
         document = {**document, "owners": _owners(server, digests)}
     return web.json_response(document)

@@ -49,7 +49,6 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant's name."""
         return named(self.owner).tenant
 
 
@@ -93,13 +92,11 @@ class Keyring:
         return found[0]
 
     def owners(self) -> Iterator[Owner]:
-        """Who may own KV."""
         if self.is_open:
             yield LOCAL.owner
         yield from self._keys
 
     def tenants(self) -> list[str]:
-        """Their names, in the order of the keys."""
         return list(dict.fromkeys(named(owner).tenant for owner in self.owners()))
 
     def names_of(self, tenant: str, scope: str, key: str | None) -> list[str]:
@@ -212,6 +209,5 @@ def add_cors_headers(request: web.Request, response: web.StreamResponse, origins
 
 
 def _is_allowed(request: web.Request, origins: Sequence[str]) -> bool:
-    """Return whether a page of the request's origin may use this route."""
     origin, path = request.headers.get("Origin"), request.path
     return origin is not None and not is_for_operators(path) and (ANY_ORIGIN in origins or origin in origins)

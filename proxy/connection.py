@@ -151,7 +151,6 @@ class _Protocol(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether no request still waits for an answer."""
         return self._waiter is not None and not self._messages
 
     def connection_lost(self, exc: BaseException | None) -> None:

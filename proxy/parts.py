@@ -26,7 +26,6 @@ def part_documents(parts: tuple[PartStatus, ...], *, with_details: bool) -> list
 
 
 def worst_states(parts: tuple[PartStatus, ...]) -> dict[ServedPart, PartState]:
-    """Return the state of each part; of several replicas, the worst."""
     order, worst = list(PartState), dict[ServedPart, PartState]()
     for each in parts:
         worst[each.part] = max(each.state, worst.get(each.part, PartState.OK), key=order.index)

@@ -76,7 +76,6 @@ class PreparationRecord:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of all stages that there were."""
         read = {"body": self.body_s, "tokenize": self.tokenize_s}
         return {**{name: value for name, value in read.items() if value is not None}, **self.stage_seconds}
 
@@ -120,7 +119,6 @@ class RequestRecord:
 
     @property
     def owner(self) -> Owner:
-        """Whose KV the request uses."""
         return self.body.divided_owner or self.admission.caller.owner
 
     @property

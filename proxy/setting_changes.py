@@ -49,7 +49,6 @@ class EntryChanges:
 
     @property
     def document(self) -> dict[str, Any]:
-        """JSON-ready."""
         changed = {name: _documents(of_entry) for name, of_entry in self.changed.items()}
         return {"added": list(self.added), "removed": list(self.removed), "changed": changed}
 

@@ -30,5 +30,4 @@ class TraceContext:
 
     @property
     def header(self) -> str:
-        """Return the value of the header `traceparent`."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"

@@ -131,7 +131,6 @@ class UsageLedger:
         return _document(self._rows.copy(), question)
 
     def by_tenant(self) -> dict[str, Used]:
-        """All days together."""
         sums: dict[str, Used] = {}
         for (_, tenant, _), used in self._rows.items():
             sums[tenant] = sums.get(tenant, Used()) + used

@@ -77,7 +77,6 @@ def _adapter(kind: type[KindT]) -> TypeAdapter[KindT]:
 
 
 def node_of(tree: DeltaTree, name: str, node_id: int) -> Node:
-    """The node that the argument `name` names."""
     node = tree.get(NodeId(node_id))
     if node is None:
         raise not_found(name, node_id)
@@ -109,7 +108,6 @@ def chosen(
 
 
 def nodes_of(tree: DeltaTree, namespaces: frozenset[str] | None) -> tuple[Node, ...]:
-    """All nodes of these namespaces; None: all."""
     return tuple(node for node in tree.nodes() if namespaces is None or node.namespace in namespaces)
 
 

@@ -151,7 +151,6 @@ def _check_one_of(**given: object) -> None:
 
 
 def _one_or_all(command: Pin | Unpin, tree: DeltaTree, tenants: Tenants) -> Collection[Node]:
-    """The node, or all of the namespaces, that a command names."""
     if command.node is not None:
         return (node_of(tree, "node", command.node),)
     return nodes_of(tree, chosen(tree, tenants, namespace=command.namespace, tenant=command.tenant))

@@ -146,7 +146,6 @@ class TreeQuestion:
         return entries
 
     def _page(self, tree: DeltaTree, siblings: Sequence[Node], skip: int | None) -> Sequence[Node]:
-        """Sort siblings, and return at most `limit` of those after the first `skip`."""
         first = skip or 0
         last = None if self.limit is None else first + self.limit
         return sorted(siblings, key=self._weight(tree, siblings), reverse=True)[first:last]
@@ -250,7 +249,6 @@ def _sum(rows: Iterable[StoredTotals]) -> StoredTotals:
 
 
 def _roots(tree: DeltaTree, namespaces: Collection[str] | None) -> Sequence[Node]:
-    """The prompts without a parent, of these namespaces; None: of all."""
     if namespaces is None:
         return tree.roots()
     return [node for namespace in sorted(namespaces) for node in tree.roots(namespace)]

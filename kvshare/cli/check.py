@@ -69,9 +69,7 @@ class Checked(StrEnum):
         return Check(self.value, CheckState.OK, str(detail), remedy)
 
     def warn(self, detail: object, remedy: str) -> Check:
-        """It serves, but not as it could."""
         return Check(self.value, CheckState.WARN, str(detail), remedy)
 
     def fail(self, detail: object, remedy: str) -> Check:
-        """It does not serve."""
         return Check(self.value, CheckState.FAIL, str(detail), remedy)

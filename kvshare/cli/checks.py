@@ -197,5 +197,4 @@ def _smallest(config: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]

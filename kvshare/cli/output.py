@@ -26,7 +26,6 @@ class ExitCode(IntEnum):
 
 
 def exit_code(error: KVShareError) -> ExitCode:
-    """The exit code of a command that ended with this error."""
     if isinstance(error, UnreachableError):
         return ExitCode.UNREACHABLE
     is_usage = isinstance(error, ConfigError | MissingExtraError)

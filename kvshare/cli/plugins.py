@@ -50,7 +50,6 @@ class CommandGroup(TyperGroup):
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """Return the entry points of our group by name."""
     return {entry_point.name: entry_point for entry_point in entry_points(group=GROUP)}
 
 

@@ -167,7 +167,6 @@ def _chosen(
 
 
 def _drawn(out: Path) -> Path:
-    """The page that shows the results in a folder, written now."""
     from kvshare.replay.report import write_report
 
     return write_report(out)

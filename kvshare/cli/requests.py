@@ -49,7 +49,6 @@ def requests(
 
 
 def listed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the view of the latest requests shows."""
     return {"rows": [_row(request) for request in document["requests"]]}
 
 

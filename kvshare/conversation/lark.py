@@ -39,7 +39,6 @@ class LarkGrammar:
         self._lines = ["ANY: /(?s:.*)/"]
 
     def start(self, expression: str) -> Grammar:
-        """The complete grammar, of answers that are `expression`."""
         return Grammar("\n".join([f"start: {expression}", *self._lines, ""]), self._param)
 
     def is_token(self, text: str) -> bool:
@@ -80,7 +79,6 @@ class LarkGrammar:
         return self._named("TEXT", _without(text, texts))
 
     def text_until(self, end: str, *, without: Sequence[str] = ()) -> str:
-        """Text up to the first `end`, and that `end`."""
         others = [text for text in without if text != end]
         if self.is_token(end):
             return f"{self.text_without([*others, end])} {self.literal(end)}"

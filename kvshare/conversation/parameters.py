@@ -50,7 +50,6 @@ class Parameters:
         return tuple(self._properties)
 
     def schema(self, name: str) -> dict[str, Any]:
-        """The schema of one parameter, with all definitions that it may refer to."""
         return {**_mapping(self._properties.get(name)), **self._definitions}
 
     def strings(self, name: str) -> tuple[str, ...]:

@@ -104,7 +104,6 @@ class _Tail:
         return self._must_call or (self.cut and (marked or self._may_call(head)))
 
     def hides_marker(self, text: str, *, after_call: bool) -> bool:
-        """Of text that may become a marker."""
         num = len(text.strip())
         return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
 

@@ -205,7 +205,6 @@ def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def _head_and_rest(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The schemas of an array's first items, and that of all others."""
     head, items = schema.get("prefixItems"), schema.get("items", True)
     if isinstance(items, list):  # of drafts before 2020
         return items, schema.get("additionalItems", True)

@@ -65,7 +65,6 @@ def _pad(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
 
 
 def _pad_pairs(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
-    """The same for dimensions that are rotated in pairs (i, i + head_dim / 2): zeros after each half."""
     return _pad(weight, head_dim // 2, wider // 2)
 
 

@@ -195,7 +195,6 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 
 def _sampling_defaults(network: PreTrainedModel) -> dict[str, float]:
-    """The sampling parameters in the generation config."""
     config = network.generation_config
     values = {} if config is None else config.to_diff_dict()
     return {name: values[name] for name in DRAW_FIELDS if values.get(name) is not None}

@@ -71,7 +71,6 @@ class SharedPrompts:
         return len(self._waiting)
 
     def note(self, node: Node) -> None:
-        """Note that a prompt was stored, or has become longer."""
         self._waiting[node.node_id] = None
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)

@@ -18,7 +18,6 @@ from kvshare.kv.parameters import frequency_tables, is_norm, model_fingerprint
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the dimensions of a head, from a model's configuration."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

@@ -221,7 +221,6 @@ class Task:
             self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
-        """Return the logits after its last token, which may have been computed in an earlier quantum."""
         if (logits := self._unused_logits.pop(choice.index, None)) is not None:
             return logits
         position = len(self._prompt) + len(choice.generated) - 1

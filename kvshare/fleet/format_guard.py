@@ -48,7 +48,6 @@ class FormatGuard:
             log.warning("xgrammar is not installed here: formats of answers are tried with llguidance only")
 
     def close(self) -> None:
-        """End the processes that compile."""
         self._pool.close()
 
     async def check(self, formats: Sequence[AnswerFormat], *, key: str) -> None:

@@ -182,7 +182,6 @@ class Reconciler:
         return replica.shares_store and any(each.holder == replica.holder for each in others)
 
     async def tidy(self, replica: Replica) -> None:
-        """Expire overdue requests, and send drops to the replica."""
         self._keeper.telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
         await self._orphans.tidy(replica.name)
         await self.send_drops(replica)

@@ -51,12 +51,10 @@ class Replica:
 
     @property
     def speculates(self) -> bool:
-        """Return whether its vLLM decodes speculatively."""
         return self.info is not None and bool(self.info.speculation)
 
     @property
     def shares(self) -> bool:
-        """Return whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
     def readings(self) -> Iterator[PartReading]:
@@ -97,7 +95,6 @@ class Replica:
         return Queue(loading_s, computing_s, self.in_blocks)
 
     def note_disk(self, problem: DiskProblem) -> None:
-        """Whether its connector writes to its disk."""
         assert self.info is not None, "its journal is read when it is known"
         self.info = replace(self.info, disk_problem=problem)
 
@@ -168,12 +165,10 @@ class Fleet:
         return sorted((entry for entry in rotated if entry.serves), key=lambda entry: entry.num_inflight)
 
     def sharing(self) -> list[Replica]:
-        """The serving replicas that plans may be made for."""
         return [replica for replica in self.serving() if replica.shares]
 
     @property
     def why_none_shares(self) -> Reason:
-        """The reason of requests that find no replica that shares."""
         infos = [replica.info for replica in self.serving() if replica.info is not None]
         if any(info.passing and not info.refusals for info in infos):
             return Reason.SPECULATION

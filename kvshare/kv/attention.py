@@ -144,7 +144,6 @@ class PartialPass:
 
     @cached_property
     def _listening(self) -> ListeningRows | None:
-        """The rows of this pass that the listener records."""
         return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:

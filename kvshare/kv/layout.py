@@ -177,7 +177,6 @@ class KVLayout:
         return replace(self, planes=tuple(planes))
 
     def seeing(self, reaches: Sequence[Reach]) -> Self:
-        """Return this layout with the reach of each layer."""
         return replace(self, reaches=tuple(reaches))
 
     def parts(self, computed: Sequence[Span] | None) -> Iterator[Part]:
@@ -206,7 +205,6 @@ class KVLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """The bytes of one token in all planes."""
         return sum(len(p.layers) * p.num_heads * p.dim for p in self.planes) * self.dtype.itemsize
 
     @cached_property
@@ -225,7 +223,6 @@ class KVLayout:
 
     @property
     def can_move(self) -> bool:
-        """Return whether the movement of all rows is known."""
         return all(movement is not None for plane in self.planes for movement in plane.movements)
 
     @property

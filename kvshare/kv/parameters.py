@@ -71,5 +71,4 @@ def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: 
 
 
 def is_norm(name: str) -> bool:
-    """Return whether a parameter of this name may belong to a norm."""
     return "norm" in name

@@ -276,7 +276,6 @@ def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _full_text(value: object) -> str:
-    """A text that is not blank."""
     text = fields.text(value)
     if not text.strip():
         raise RowError(RowFault.EMPTY)
@@ -284,13 +283,11 @@ def _full_text(value: object) -> str:
 
 
 def _tokens(value: object) -> tuple[int, ...]:
-    """Token ids that fit 32 bits."""
     if not (ids := fields.of_type(list, value)):
         raise RowError(RowFault.EMPTY)
     return tuple(map(fields.int32, ids))
 
 
 def _milliseconds(row: Row, name: str) -> float | None:
-    """Return a member that is in milliseconds as seconds."""
     value = fields.optional(fields.seconds, row, name)
     return None if value is None else value / 1e3

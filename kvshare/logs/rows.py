@@ -92,7 +92,6 @@ class ReadReport:
         self._reasons: Counter[RowFault] = Counter()
 
     def count_unreadable(self, source: str, line: int, reason: RowFault) -> None:
-        """A row, or a request of a row, cannot be read."""
         self._reasons[reason] += 1
         if len(self.examples) < NUM_SHOWN:
             self.examples.append(UnreadableLine(source=source, line=line, reason=reason))

@@ -32,7 +32,6 @@ SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readi
 
 
 def finite(value: Any) -> Any:
-    """The number, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
@@ -79,7 +78,6 @@ class Figures(ResultsPart):
 
     @property
     def at_least(self) -> tuple[float | None, ...]:
-        """The request hit rates of `SHARES`."""
         return self.request_hit_rate_50, self.request_hit_rate_70, self.request_hit_rate_90
 
 

@@ -111,7 +111,6 @@ class ReplicaSettings(Section):
 
     @property
     def label(self) -> str:
-        """Its name in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
 
 

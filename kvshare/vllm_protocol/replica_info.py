@@ -56,7 +56,6 @@ class ReplicaInfo(Message):
 
     @property
     def has_eight_bits(self) -> bool:
-        """Whether its KV is stored in 8 bits."""
         return self.namespace_fields.get("dtype", "").startswith("float8")
 
     @property

@@ -104,7 +104,6 @@ class WarmClient:
         return None
 
     async def pin(self, node: int) -> str | None:
-        """Pin a node; a word if that was refused."""
         status, document = await self._admin("POST", "admin/pin", json={"node": node})
         return None if status == 200 else _why(document, status)
 

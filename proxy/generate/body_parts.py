@@ -72,7 +72,6 @@ def text_or_list(entry_of: Callable[[str], object]) -> BeforeValidator:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Texts that are paragraphs of one message."""
     return "\n".join(filter(None, texts))
 
 
@@ -121,7 +120,6 @@ class Turns:
         message["content"] = joined((message["content"], text))
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
-        """The assistant calls a tool."""
         self._names[call_id] = name
         function = {"name": name, "arguments": dict(arguments)}
         calls = self._turn_of("assistant").setdefault("tool_calls", [])
@@ -142,7 +140,6 @@ class Turns:
             raise invalid(param, "the last message calls tools; send their results, too")
 
     def _turn_of(self, role: str) -> dict[str, Any]:
-        """The last message, or a new one if that is another's."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         return self.messages[-1]

@@ -29,7 +29,6 @@ MAX_TEXTS = 2048  # as with OpenAI
 
 
 async def served(request: web.Request) -> web.Response:
-    """GET /v1/models"""
     cards = [_card(request.app[ENGINE])]
     if speaks_anthropic(request):
         return web.json_response(page_of(cards, request.query))
@@ -37,14 +36,12 @@ async def served(request: web.Request) -> web.Response:
 
 
 async def served_by_name(request: web.Request) -> web.Response:
-    """GET /v1/models/{model}"""
     check_model(request.app[ENGINE], request.match_info["model"].rstrip("/"))
     card = _card(request.app[ENGINE])
     return web.json_response(model_of(card) if speaks_anthropic(request) else card)
 
 
 async def version(request: web.Request) -> web.Response:
-    """GET /version"""
     return web.json_response({"version": kvshare.__version__})
 
 
@@ -107,7 +104,6 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize"""
     body = await read_body(request, DetokenizeBody)
     return web.json_response({"prompt": await request.app[ENGINE].decode_tokens(body.tokens)})
 

@@ -82,7 +82,6 @@ class ErrorEvents:
         return out
 
     def flush(self) -> bytes:
-        """Return the rest of a stream that has ended."""
         held, self._held = self._held, b""
         return held
 

@@ -44,7 +44,6 @@ def draw(view: str, document: Document, *, width: int | None = None) -> None:
         console.width = width or _WIDTH_OFF_TERMINAL
 
     def lines(part: RenderableType) -> str:
-        """In which styles are escape sequences."""
         with console.capture() as captured:
             console.print(Text(part) if isinstance(part, str) else part)
         return captured.get().removesuffix("\n")

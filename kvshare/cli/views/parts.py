@@ -30,7 +30,6 @@ def bold(heading: str, rest: str = "") -> Text:
 
 
 def cells(row: object, columns: Columns) -> dict[str, str]:
-    """One row of a table, by column."""
     return {header: text(cell(row)) for header, cell in columns.items()}
 
 

@@ -165,7 +165,6 @@ def _level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
 
 
 def _last_of_each(hashes: Hashes) -> Positions:
-    """Indices of the last occurrence of each value, ascending by value."""
     _, from_end = np.unique(hashes[::-1], return_index=True)
     indices: Positions = len(hashes) - 1 - from_end
     return indices

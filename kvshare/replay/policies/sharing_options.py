@@ -87,7 +87,6 @@ class SharingOptions:
         return replace(nominator_settings(settings.index), **changes)
 
     def _changed(self, *names: str) -> dict[str, Any]:
-        """Those of these options that are not left to config.yaml."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

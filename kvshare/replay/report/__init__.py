@@ -60,7 +60,6 @@ def render(report: Report, pictures: Mapping[str, Picture | None]) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The page's headline, as text."""
     summary = _environment().get_template("summary.html.jinja").module
     return " ".join(unescape(summary.headline(report)).split())  # type: ignore[attr-defined]  # a macro
 

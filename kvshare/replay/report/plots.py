@@ -145,7 +145,6 @@ def hit_rate_against_capacity(policies: Iterable[PolicyResults]) -> Picture | No
 
 
 def _caching(policies: Iterable[PolicyResults]) -> Iterator[PolicyResults]:
-    """Those with an infinite store."""
     return (one for one in policies if one.capacity_tokens is None and one.family != "nothing")
 
 
