@@ -1,4 +1,4 @@
-"""What computes here, in words: the processor's model and how many of its cores this process may use."""
+"""This machine in words: the processor's model, and the cores that this process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running server reports of itself: for `/ready`, `/metrics` and `/v1/models`."""
+"""The status of a running server, for `/ready`, `/metrics` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """How much is shared at one load, and the figures that the controller compared for that."""
+    """The extent of sharing at one load, and the figures that the controller compared for that."""
 
     load: str  # requests in flight at one engine: 1, 2-3, 4-7, ...
     rung: int  # 0: everything is shared; the higher, the less

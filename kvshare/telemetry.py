@@ -1,5 +1,5 @@
 """
-What a server counts while it runs, in fixed words: failures of parts, evictions, what became of plans.
+The counts of a running server, in fixed words: failures of parts, evictions, outcomes of plans.
 
 Written from any thread; read by the metrics, replay and benchmarks as one `Counts`.
 """

@@ -1,5 +1,5 @@
 """
-What generating requests reused, saved and cost in the last day, minute by minute: for the dashboard.
+Counts what generating requests reused, saved and cost in the last day, by minute, for the dashboard.
 
 Counts only. Tenants and keys are configured ones, so nothing here grows with what clients send.
 """

@@ -76,7 +76,7 @@ class Keyring:
         return not self._callers
 
     def caller_of(self, request: web.Request) -> Caller:
-        """Whose key a request has. Raises HttpError 401 for an unknown key, or none."""
+        """Return the caller whose key a request has. Raises HttpError 401 for an unknown key, or none."""
         if self.is_open:
             return LOCAL
         key = _presented_key(request)
@@ -172,7 +172,7 @@ def _is_of_foreign_page(request: web.Request) -> bool:
 
 def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:
     """
-    Where a browser asks if a page may send something: what allows it, besides what `add_cors_headers` adds.
+    Answer a browser that asks if a page may send something, with the headers that `add_cors_headers` lacks.
 
     Raises:  HttpError 403 for other origins
     """

@@ -1,5 +1,5 @@
 """
-How all parts of a server are, in one list: those of its engine, and those that only the front knows. For
+The state of all parts of a server in one list: those of its engine, and those that only the front knows. For
 probes, operators and metrics.
 """
 

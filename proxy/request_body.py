@@ -76,7 +76,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 def _asked_owner(request: web.Request) -> Owner:
     """
-    Whose KV the request is about: the caller's own, but for `/admin/explain` also another's by its name.
+    Return the owner of the request's KV: the caller, or for `/admin/explain` another owner by its name.
 
     Raises:  RequestError for a tenant or a key that is not configured
     """
@@ -214,7 +214,7 @@ def is_controlled(given: KVShareObject | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request may be shared, and whether its prompt may be stored."""
+    """The way a request may be shared, and whether its prompt may be stored."""
 
     mode: SharingMode
     may_store: bool

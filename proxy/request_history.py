@@ -1,5 +1,5 @@
 """
-What `/admin/requests` shows of the latest generating requests: plans, what came of them, times.
+The latest generating requests, for `/admin/requests`: plans, their outcomes, times.
 
 No prompt text and no tokens are in it.
 """

@@ -1,5 +1,5 @@
 """
-What is recorded of a request while it is answered: for its metrics, its line in the log, and the history.
+The record of a request while it is answered, for its metrics, its line in the log, and the history.
 
     RequestRecord        the request's ids, and the four parts below    frozen, made when the request comes in
     AdmissionRecord      who sent it, and the error of its handler      by the middleware
@@ -146,7 +146,7 @@ RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
 def client_of(request: web.Request) -> str:
-    """Whose request it is, by key; by address where there are no keys."""
+    """Return the name of the request's key, with the client's address where there are no keys."""
     caller = request[RECORD].admission.caller
     return f"{caller.name} {request.remote}" if caller is LOCAL else caller.name
 

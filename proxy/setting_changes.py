@@ -35,7 +35,7 @@ class EntryChanges:
 
     @classmethod
     def between(cls, before: Sequence[Named], now: Sequence[Named]) -> EntryChanges:
-        """What was done to `before`; an order is no difference."""
+        """Compare two lists of entries; another order is not a difference."""
         old, new = ({entry.name: entry for entry in entries} for entries in (before, now))
         return cls(
             tuple(name for name in new if name not in old),

@@ -1,6 +1,6 @@
 """
-What each key and tenant has used, by day (UTC): requests, prompt tokens by where their KV came from, tokens
-of answers, seconds saved. Kept over a restart in the store's folder, if it has one.
+Counts what each key and tenant has used, by day (UTC): requests, prompt tokens by where their KV came from,
+tokens of answers, seconds saved. Kept over a restart in the store's folder, if it has one.
 
 Tokens and seconds are as planned: what was not tokenized here counts as a request only.
 """

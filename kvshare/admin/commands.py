@@ -1,5 +1,5 @@
 """
-What an administrator may change: evict prompts, protect them from eviction, and allow it again.
+Administrators' commands: evict prompts, protect them from eviction, and end the protection.
 
 A command changes the tree only. Its result names what else must change: the caller drops the KV and the index
 entries of what was evicted, and pins if there is memory enough.

@@ -1,6 +1,6 @@
 """
-What an administrator may ask of a store: how much it holds, how prompts hang together, what differs between
-two. A question changes nothing; see `kvshare.admin.commands` for what does.
+Administrators' queries: how much a store holds, how prompts are related, what differs between two of them.
+A question changes nothing; see `kvshare.admin.commands` for what does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StoreQuestion(Protocol[DocumentT_co]):
 
 @dataclass(frozen=True, slots=True)
 class StatsQuestion:
-    """How much is stored, in all, per namespace and per tenant."""
+    """Totals of what is stored, also per namespace and per tenant."""
 
     __pydantic_config__ = STRICT
     namespace: Digest | None = None

@@ -23,7 +23,7 @@ class Check:
 
 
 class Checked(StrEnum):
-    """What is looked at. What is not well comes with a remedy."""
+    """The subjects of checks. A check that is not ok comes with a remedy."""
 
     # This machine, the config, and what they store.
     PYTHON = auto()

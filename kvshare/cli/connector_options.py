@@ -1,4 +1,4 @@
-"""What `kvshare vllm` tells KVShare's connector, in the words of `vllm serve`. Imports no vLLM."""
+"""Options of `kvshare vllm` as settings of the connector, in the form `vllm serve` takes. Imports no vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ def parse_shared_tier(text: object) -> dict[str, Any]:
 
 
 def shared_settings(given: Mapping[str, Any] | None, *, kv_bytes: int) -> Mapping[str, object]:
-    """Of the connector. Raises a usage error for what would be seen only when the model is loaded."""
+    """Make the connector's settings. Raises a usage error, before vLLM loads the model."""
     if given is None:
         return {}
     from kvshare.settings import SharedTierSettings

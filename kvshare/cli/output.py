@@ -1,5 +1,5 @@
 """
-How a command answers and ends: stdout is data, as JSON or through its view; stderr is for people; exit codes.
+Output and exit codes of commands. stdout has data, as JSON or through a view; stderr is for people.
 """
 
 import json

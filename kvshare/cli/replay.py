@@ -73,7 +73,7 @@ def run(
     as_json: options.ReplayJson = False,
 ) -> None:
     """
-    What sharing would save on your traffic, from a log file: no GPU, no model, no server.
+    Show what sharing would save on your traffic, from a log file: no GPU, no model, no server.
 
     Shows every request of the log to several cache policies and counts the tokens that each need not
     compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.

@@ -53,7 +53,7 @@ def listed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detailed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the view of one request shows. Stages that it did not have are left out."""
+    """Return the view's document of one request. Stages that it did not have are left out."""
     took = {stage: seconds for stage, seconds in document["seconds"].items() if seconds is not None}
     stored = [entry["node"] for entry in document.get("stored", ()) if entry["node"] is not None]
     return {**document, **_row(document), "id": document["id"], "took": took, "stored_as": stored}
@@ -91,7 +91,7 @@ def _row(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(request: Mapping[str, Any]) -> str:
-    """What was shared and why not more; or that it failed, or is not answered yet."""
+    """Say what was shared and why not more; or that the request failed, or is not answered yet."""
     if request["status"] is None:
         return "under way"
     if request["status"] >= 400:

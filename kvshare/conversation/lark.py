@@ -18,7 +18,7 @@ _ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separat
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must follow, in the Lark dialect of llguidance, as a `param` of the request asks."""
+    """A grammar for answers, in llguidance's Lark dialect. `param`: the request's field that asks for it."""
 
     lark: str
     param: str = "response_format"

@@ -91,7 +91,7 @@ _TELLING = 3  # characters of a marker, by which it differs from text such as "5
 
 
 class _Tail:
-    """Whether text at the end of an answer, which may begin a call or its thoughts, is hidden."""
+    """Decides whether text at the end of an answer, which may begin a call or thoughts, is hidden."""
 
     def __init__(self, chat: Chat) -> None:
         self.cut = False
@@ -100,7 +100,7 @@ class _Tail:
         self._names = [str(tool["function"]["name"]) for tool in chat.tools]
 
     def hides_head(self, head: str, *, marked: bool) -> bool:
-        """Of a call that may have begun. `marked`: by a marker, not just a bracket, as other JSON does."""
+        """Return whether to hide what may be a call's head. `marked`: by a marker, not just a bracket."""
         return self._must_call or (self.cut and (marked or self._may_call(head)))
 
     def hides_marker(self, text: str, *, after_call: bool) -> bool:

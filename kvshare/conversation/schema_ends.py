@@ -1,6 +1,6 @@
 """
-Whether an answer that follows a JSON schema can end: a schema whose every answer contains another answer of
-the same schema has none that is finite.
+Finds JSON schemas whose answers cannot end: if every answer contains another answer of the same schema, none
+is finite.
 
 The schemas of a document and their references are a graph of conditions: all of some, or any of some, must
 be able to end. What can end is found from the leaves upwards (as in Horn clauses), in time linear in the
@@ -25,7 +25,7 @@ _Member = tuple[Any, bool]
 
 
 def can_end(schema: Mapping[str, Any]) -> bool:
-    """Whether some answer is finite. What is unclear, such as a reference to elsewhere, counts as yes."""
+    """Return whether some answer is finite. Unclear cases, such as references to elsewhere, count as yes."""
     graph = _Graph(schema)
     try:
         start = graph.conjunction([(schema, True)])

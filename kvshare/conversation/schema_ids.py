@@ -1,6 +1,6 @@
 """
-Whether two schemas of a document have the same `$id`: llguidance takes the later one for the earlier, the
-whole document included, so that answers follow another schema.
+Finds schemas of a document with the same `$id`. llguidance takes the later one for the earlier, even for the
+whole document, so answers would follow another schema.
 """
 
 from __future__ import annotations

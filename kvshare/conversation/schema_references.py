@@ -1,5 +1,5 @@
 """
-What references in a JSON schema point to. They are resolved as URIs: an `$id` gives a schema an address of
+Resolves references in a JSON schema. They are URIs: an `$id` gives a schema an address of
 its own, which is the base of all addresses inside it.
 """
 

@@ -69,7 +69,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     @property
     @abstractmethod
     def unsupported_reason(self) -> str:
-        """Why not everything can be shared; empty if it can."""
+        """The reason why not everything can be shared; empty if it can."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     def can_listen(self) -> bool:
-        """Whether repairs can be chosen after a probe pass."""
+        """Repairs can be chosen after a probe pass."""
         return False
 
     @abstractmethod

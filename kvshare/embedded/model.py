@@ -83,7 +83,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     @property
     def unsupported_reason(self) -> str:
-        """Why rows of some layer cannot be moved; empty if all can."""
+        """The reason why rows of some layer cannot be moved; empty if all can."""
         problem = why_not_movable(self.verifications)
         return (frequency_tables(self.network)[1] or problem) if problem else ""
 

@@ -138,7 +138,7 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the grammar of a choice has yet to say if its last token completes the answer."""
+        """Return whether a choice's grammar has yet to say if its last token completes the answer."""
         return any(choice.is_pending for choice in self._choices)
 
     def settle(self) -> bool:

@@ -38,7 +38,7 @@ class ReplicaMemory:
 
 
 class _OnAnyDisk(Container[SegmentId]):
-    """What is on some replica's disk only."""
+    """The segments that are on some replica's disk only."""
 
     def __init__(self, memories: Collection[ReplicaMemory]) -> None:
         self._memories = memories

@@ -58,7 +58,7 @@ class Replica:
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
     def readings(self) -> Iterator[PartReading]:
-        """How it is, and its disk, if it has one."""
+        """Report the state of the replica, and of its disk if it has one."""
         yield self._reading()
         if self.info is not None and self.info.max_disk_bytes:
             of_disk, problem = self.info.disk_problem, PartProblem.DISK_REPLICA_NOT_WRITTEN
@@ -132,12 +132,12 @@ class Replica:
 
     @property
     def shares_store(self) -> bool:
-        """Whether other replicas can read what it has stored."""
+        """Other replicas can read what it has stored."""
         return self.info is not None and bool(self.info.shared_store)
 
     @property
     def holder(self) -> str:
-        """Whose KV it reads: its own, or that of all who share its store."""
+        """The name under which its readable KV is held: its own, or that of all who share its store."""
         return self.info.shared_store if self.info is not None and self.info.shared_store else self.name
 
     def namespace(self, owner: Owner) -> Namespace:

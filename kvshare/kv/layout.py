@@ -25,7 +25,7 @@ from kvshare.kv.movement import STAYS, Movement
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which slots a token sees, up to its own: all, the last `size`, or those in its chunk of `size`."""
+    """The slots that a token sees, up to its own: all, the last `size`, or those in its chunk of `size`."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -60,7 +60,7 @@ ALL_EARLIER = Reach()
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
     """
-    How a layer's attention differs from softmax over all earlier slots.
+    The differences of a layer's attention from softmax over all earlier slots.
 
     `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
     which takes part in the softmax but has no value (gpt-oss).

@@ -1,5 +1,5 @@
 """
-How stored rows move to other positions, and how that is determined and verified on the model itself.
+Moves stored rows to other positions, and determines and verifies on the model itself how they move.
 
 The row for position p + d is the row for position p rotated by d, with the model's own frequencies: rotations
 compose (RoFormer, arXiv:2104.09864, eq. 34; CacheBlend appendix A). A magnitude factor on cos and sin (YaRN)

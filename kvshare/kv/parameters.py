@@ -1,5 +1,5 @@
 """
-What KVShare reads from a model's own parameters: rotary frequencies, and a fingerprint of the weights.
+Reads rotary frequencies, and a fingerprint of the weights, from a model's own parameters.
 
 `kvshare.kv.movement` finds which layer uses which frequencies.
 """

@@ -32,7 +32,7 @@ _NUM_DETECT = 32
 @dataclass(frozen=True, slots=True)
 class Format:
     """
-    How the rows of one published format become requests. `convert` completes a request that has only the
+    Turns the rows of one published format into requests. `convert` completes a request that has only the
     place of its row, which is also its conversation where the log names none.
 
     It yields a `RowFault` for one of several requests of a row that cannot be read, and raises a RowError for

@@ -32,7 +32,7 @@ def unpacked(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parsed(value: object) -> object:
-    """What a JSON text holds if that is an object, or a list of objects; otherwise the value itself."""
+    """Parse a JSON text that holds an object or a list of objects; return any other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
     try:

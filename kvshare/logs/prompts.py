@@ -83,7 +83,7 @@ def _request_row(
 
 
 def _namespace(row: Row) -> str:
-    """What the log names, divided by the request's own `cache_salt` as the server would divide it."""
+    """Return the namespace that the log names, divided by the request's `cache_salt` as a server would."""
     named = fields.optional_id(row, *names.NAMESPACE) or "default"
     salt = fields.optional_id(row, "cache_salt")
     return joined((named,) if salt is None else (named, salt))
@@ -213,7 +213,7 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
 
 
 def _known(row: Row, body: Row) -> dict[str, Any]:
-    """What is said of a request: next to its body, in it, or in its metadata."""
+    """Return all fields of a request: those next to its body, in it, and in its metadata."""
     metadata = body.get("metadata")
     known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
     own, *others = names.CONVERSATION

@@ -109,7 +109,7 @@ def replay_live(
 
 @dataclass(slots=True)
 class Pace:
-    """When requests are due: at the log's distances, counted from the first request that has a time."""
+    """The times at which requests are due: at the log's distances from the first request that has a time."""
 
     speedup: float
     _start: tuple[float, float] | None = None  # by the clock, and by the log

@@ -42,8 +42,8 @@ RowsOf = Callable[[str], pa.Table]  # a policy's, with an infinite store
 
 def each_request(rows: pa.Table) -> pa.Table:
     """
-    What each request adds to the sums of the figures: `SUMMED`, "requests", and "with_50" if at least that
-    share of its tokens, and at least one, is reused.
+    Return what each request adds to the sums of the figures: `SUMMED`, "requests", and "with_50" if at least
+    that share of its tokens, and at least one, is reused.
     """
     tokens, hit = _tokens_and_hits(rows)
     each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
@@ -105,7 +105,7 @@ def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
 def describe_data(
     rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: Unreadable
 ) -> schema.Data:
-    """What of the log was replayed; `rows` are those of any policy."""
+    """Describe what of the log was replayed; `rows` are those of any policy."""
     numbered = ("conversation", "user", "namespace")
     return schema.Data(
         files=files,
@@ -152,7 +152,7 @@ def policy_results(
 def policy_times(
     rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float = 0.0
 ) -> schema.PolicyTimes:
-    """What depends on a clock. `embedding_s`: for one text; embeddings are made before the look-up."""
+    """Return the figures that depend on a clock. `embedding_s`: for one text, made before the look-up."""
     sums, num_requests = _totals(rows.select(["num_hit", "embedded", *_CLOCKS])), len(rows)
     spent_s = sums["lookup_s"] + sums["plan_s"] + sums["embedded"] * embedding_s
     net_s = sums["num_hit"] / prefill_tokens_per_s - spent_s
@@ -193,7 +193,7 @@ def similarity(families: Mapping[str, str], rows_of: RowsOf) -> schema.Similarit
 
 
 def waterfalls(families: Mapping[str, str], rows_of: RowsOf) -> tuple[schema.Waterfall, ...]:
-    """How the oracle's tokens are lost, for each kvshare policy with an infinite store."""
+    """Say how the oracle's tokens are lost, for each kvshare policy with an infinite store."""
     oracle = next((name for name, family in families.items() if family == "oracle"), None)
     if oracle is None:
         return ()
@@ -227,7 +227,7 @@ def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value occurs, in alphabetical order; null is not counted."""
+    """Count each value, in alphabetical order; null is not counted."""
     found = column.drop_null().value_counts().to_pylist()
     return dict(sorted((one["values"], one["counts"]) for one in found))
 

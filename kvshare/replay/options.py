@@ -24,7 +24,7 @@ Report = Callable[[int, int | None], None]  # (requests done, all) or (requests 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, and how. `capacities_tokens`: finite stores, besides the infinite one."""
+    """The log to replay, and the policies. `capacities_tokens`: finite stores, besides the infinite one."""
 
     paths: Sequence[Path]
     out: Path

@@ -68,7 +68,7 @@ def replay_paper(
         total = len(stream)
 
         def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
-            """In batches, each reported when the caller is done with it."""
+            """Yield first turns in batches; a batch is reported when the caller is done with it."""
             requests = (one for one in tokenizer.tokenize(stream) if one.logged.turn == 0)
             for batch in batches(requests, _BATCH):
                 embeddings.prepare(batch)
@@ -103,7 +103,7 @@ def replay_paper(
 
 
 class _Neighbours:
-    """How far each prompt's nearest earlier one is, and which prompts have a near one before or after."""
+    """The distance of each prompt's nearest earlier one, and the prompts with a near one before or after."""
 
     def __init__(self) -> None:
         self.num_identical = 0

@@ -58,7 +58,7 @@ class Saved(NetSaved):
 
 
 class Figures(ResultsPart):
-    """Of one policy over some requests. Rates are shares of 1."""
+    """The figures of one policy over some requests. Rates are shares of 1."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -108,7 +108,7 @@ class StorageFigures(ResultsPart):
 
 
 class Tree(ResultsPart):
-    """How prompts build on earlier ones."""
+    """The tree of prompts that build on earlier ones."""
 
     depth: Histogram = Histogram()
     children: Histogram = Histogram()
@@ -120,7 +120,7 @@ class Tree(ResultsPart):
 
 
 class Store(ResultsPart):
-    """Which policy, with which store; capacity None: infinite."""
+    """A policy with a store; capacity None: infinite."""
 
     arm: str = "?"  # "kvshare:min_run=32"
     label: str = "?"  # the same, or with " @ 1,000,000 tokens"
@@ -170,7 +170,7 @@ class Step(ResultsPart):
 
 class Waterfall(ResultsPart):
     """
-    From the oracle's tokens down to the reused ones; the tokens of the steps add up.
+    The steps from the oracle's tokens down to the reused ones; their tokens add up.
 
     oracle, then losses: not_found; too_short (all that the oracle has of prompts that are not looked up);
     generation (rejected only for their generation); refused (by another threshold or the number of donors);
@@ -250,5 +250,5 @@ class Results(ResultsPart):
 
 
 def policy_label(policy: str, capacity_tokens: int | None) -> str:
-    """How results and reports call a policy with its store."""
+    """Return the name of a policy with its store in results and reports."""
     return policy if capacity_tokens is None else f"{policy} @ {capacity_tokens:,} tokens"

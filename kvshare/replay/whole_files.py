@@ -14,7 +14,7 @@ from kvshare.replay.results import RESULTS_FILE, SCHEMA_VERSION, Document
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is to appear at `path`."""
+    """Yield the path at which to write a file that is to appear at `path`."""
     partial = path.with_suffix(".partial")
     yield partial
     partial.replace(path)

@@ -1,5 +1,5 @@
 """
-What rules do to the body of a request: a pure function from one JSON document to another.
+Applies rules to the body of a request: a pure function from one JSON document to another.
 
 A rule acts on whole lines of one text each and never across texts, so never across roles. Its actions:
 

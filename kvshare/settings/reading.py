@@ -49,7 +49,7 @@ def default_config_path() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """What settings are read from, and may be read again from. `options`: "server.port" -> 8001."""
+    """The source of settings, which can be read again. `options`: "server.port" -> 8001."""
 
     path: Path | None = None
     options: Mapping[str, object] = field(default_factory=dict)

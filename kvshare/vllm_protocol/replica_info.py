@@ -1,4 +1,4 @@
-"""What a vLLM with the connector says of itself."""
+"""A vLLM's description of itself and its connector."""
 
 from __future__ import annotations
 

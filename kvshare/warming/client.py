@@ -52,7 +52,7 @@ class WarmingOutcome:
 
 @dataclass(frozen=True, slots=True)
 class WarmOptions:
-    """Where to, as whom, and how. `admin_url` None: the same address; `admin_key` None: the same key."""
+    """Server, keys and pace. `admin_url` None: the same address; `admin_key` None: the same key."""
 
     url: str
     key: str | None = None

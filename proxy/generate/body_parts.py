@@ -1,6 +1,6 @@
 """
-What the bodies of the Messages and the Responses API are made of, whose format differs from that of
-templates, and how they become the messages of a `Chat`.
+The parts of bodies of the Messages and the Responses API, and how they become the messages of a `Chat`: their
+format differs from that of templates.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class _Parameter:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedParameters:
-    """Of an API. `hints`: are ignored, because the answer is the same without them."""
+    """Unsupported parameters of an API. `hints` are ignored: the answer is the same without them."""
 
     instead: str
     refused: Mapping[str, _Parameter]

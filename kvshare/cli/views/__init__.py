@@ -1,5 +1,5 @@
 """
-How documents look on a terminal. Draws what it is given; asks and computes nothing.
+Views draw documents on a terminal. They ask and compute nothing.
 
 A view is a function from a document to what is shown of it: lines and tables, below each other.
 """

@@ -1,4 +1,4 @@
-"""What views are made of: lines of text, and tables of rows whose cells are computed by column."""
+"""The parts of views: lines of text, and tables of rows whose cells are computed by column."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

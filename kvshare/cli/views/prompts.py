@@ -1,4 +1,4 @@
-"""What administrators see of stored prompts."""
+"""Views of stored prompts."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 """
-How a kvshare policy differs from the server that config.yaml describes, and what its thresholds cost.
+The differences of a kvshare policy from config.yaml's server, and what its thresholds cost.
 
 In all of them time limits are lifted (a busy machine must not change a result) and the index is never
 optimised. Losses are found by planning again with the same candidates and other limits, which no server does.

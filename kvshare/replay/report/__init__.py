@@ -1,5 +1,5 @@
 """
-What a person reads of a replay: `report.html`, which loads and runs nothing, and its plots as PNG.
+The report of a replay for people: `report.html`, which loads and runs nothing, and its plots as PNG.
 
     reading.py  results.json and requests.parquet -> what is shown
     plots.py    which plots there are; the policies side by side. shapes.py: one policy, or the log itself

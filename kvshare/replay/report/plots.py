@@ -1,4 +1,4 @@
-"""Which plots there are, and those with a curve for each policy; None: nothing to draw."""
+"""The list of plots, and those with a curve for each policy; None: nothing to draw."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_COMPUTED: Final = "prompt tokens not computed, %"
 
 
 class Curve(NamedTuple):
-    """Of a policy, with its value for the legend."""
+    """The curve of a policy, with its value for the legend."""
 
     policy: PolicyResults
     x: Sequence[float]
@@ -91,7 +91,7 @@ def hit_rate_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
 
 
 def store_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
-    """What each policy stores along the stream; infinite stores."""
+    """Draw what each policy with an infinite store stores along the stream."""
     curves = []
     for policy in _caching(policies):
         num_bytes = [one.num_bytes for one in policy.series]

@@ -60,13 +60,13 @@ class Report(Results):
         return all(reused.get(one.arm) == one.num_hit_tokens for one in self.finite[capacity])
 
     def groups(self, by: str) -> dict[str, Figures]:
-        """Of KVShare, or else of the first policy that caches: lengths in order, words by the alphabet."""
+        """The groups of KVShare, or else of the first policy that caches; lengths in order, words sorted."""
         caching = (policy for policy in self.infinite if policy.family != "nothing")
         first = self.kvshare or next(caching, None)
         return dict(sorted(first.by.get(by, {}).items(), key=_natural)) if first else {}
 
     def poor_groups(self, *names: str) -> list[tuple[str, str, float, float]]:
-        """Where KVShare adds next to nothing to a prefix cache: name, key, gain, part of all tokens."""
+        """Groups where KVShare adds little to a prefix cache: name, key, gain, part of all tokens."""
         kvshare, prefix = self.kvshare, self.find("prefix")
         if kvshare is None:
             return []

@@ -53,7 +53,7 @@ def num_fixed(form: str) -> int:
 
 
 def slot_name(match: re.Match[str]) -> str | None:
-    """Of a match of `SLOT`; None for a choice, which has no name."""
+    """Return the name in a match of `SLOT`; None for a choice, which has no name."""
     return next((name.strip() for name in match.group(1, 3, 4) if name), None)
 
 

@@ -1,5 +1,5 @@
 """
-What workloads are made of: source files -> texts, passages, chats; and random values from words.yaml.
+The material of workloads: texts, passages and chats from source files, and random values from words.yaml.
 
 It reads the published forms of the data sets and skips rows that do not fit.
 """

@@ -1,6 +1,6 @@
 """
-What of a body decides how messages become a prompt: read, and made a `Chat`. The messages are as OpenAI's
-clients of all ages write them.
+Reads the fields of a body that decide how messages become a prompt, and makes a `Chat`. The messages are as
+OpenAI's clients of all ages write them.
 """
 
 from __future__ import annotations

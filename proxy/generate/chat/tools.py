@@ -1,4 +1,4 @@
-"""What a chat body says of tools, as `tools` or as the older `functions`, and how a `Chat` takes it."""
+"""The tools of a chat body, as `tools` or as the older `functions`, in the form that a `Chat` takes."""
 
 from __future__ import annotations
 
