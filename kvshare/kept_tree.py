@@ -96,7 +96,7 @@ class KeptTree:
 
     def _found(self) -> _Place:
         try:
-            found = None if self._path is None else self._path.stat()
+            status = None if self._path is None else self._path.stat()
         except OSError:
             return None
-        return None if found is None else (found.st_dev, found.st_ino)
+        return None if status is None else (status.st_dev, status.st_ino)

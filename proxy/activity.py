@@ -171,13 +171,13 @@ def _sum(parts: Iterable[Sums]) -> Sums:
 
 def _means(outcomes: Outcomes) -> dict[str, Any]:
     """The same with the mean of what was expected; None where nothing was predicted."""
-    known = outcomes.predicted > 0
+    has_predictions = outcomes.predicted > 0
     return {
         "prompts": outcomes.prompts,
         "prompt_tokens": outcomes.prompt_tokens,
         "computed": outcomes.computed,
         "predicted": outcomes.predicted,
-        "expected": outcomes.expected / outcomes.predicted if known else None,
-        "bound": outcomes.bound if known else None,
-        "limit": outcomes.limit if known else None,
+        "expected": outcomes.expected / outcomes.predicted if has_predictions else None,
+        "bound": outcomes.bound if has_predictions else None,
+        "limit": outcomes.limit if has_predictions else None,
     }

@@ -82,14 +82,14 @@ class Keyring:
         key = _presented_key(request)
         digest = hashlib.sha256(key).hexdigest()
         # Each hash is compared, so that timing does not reveal which one was close.
-        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
-        if not key or not found:
+        callers = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        if not key or not callers:
             message = (
                 "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>' "
                 "or as 'x-api-key: <key>'."
             )
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
-        return found[0]
+        return callers[0]
 
     def owners(self) -> Iterator[Owner]:
         if self.is_open:
@@ -108,10 +108,10 @@ class Keyring:
         """The owner of a key's requests, or of what a tenant's keys share; None if there is no such owner."""
         keys = (entry for entries in self._keys.values() for entry in entries)
         if key is not None:
-            found = (
+            owners = (
                 owner_of(entry) for entry in keys if entry.name == key and tenant in (None, entry.tenant)
             )
-            return next(found, None)
+            return next(owners, None)
         if tenant not in self.tenants():
             return None
         return owner_of_key(str(tenant), "tenant", "")

@@ -103,10 +103,10 @@ def _documents(found: Differences) -> dict[str, Any]:
     return {key: {"from": old, "to": new} for key, (old, new) in found.items()}
 
 
-def _in_words(found: Differences) -> str:
+def _in_words(differences: Differences) -> str:
     return ", ".join(
         f"{key} is another one" if new is HIDDEN else f"{key} is {_word(new)}, was {_word(old)}"
-        for key, (old, new) in found.items()
+        for key, (old, new) in differences.items()
     )
 
 

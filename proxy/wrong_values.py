@@ -44,10 +44,10 @@ def invalid(param: str, problem: str) -> RequestError:
     return RequestError(f"Invalid '{param}': {problem}.", param=param)
 
 
-def unknown_key(param: str, known: Iterable[str]) -> RequestError:
+def unknown_key(param: str, names: Iterable[str]) -> RequestError:
     """The error of a key that an object may not have."""
     param = param[:_MAX_PARAM]
-    message = f"Unknown key '{param}': expected one of {', '.join(known)}."
+    message = f"Unknown key '{param}': expected one of {', '.join(names)}."
     return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
 
 

@@ -59,17 +59,15 @@ def detailed(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, **_row(document), "id": document["id"], "took": took, "stored_as": stored}
 
 
-def _whole_id(asked: Any, given: str) -> str:
+def _whole_id(asked: Any, prefix: str) -> str:
     """The id that begins so. Raises a usage error where several do; what no id begins with is returned."""
-    if len(given) >= _WHOLE:
-        return given
+    if len(prefix) >= _WHOLE:
+        return prefix
     known = asked.call("/admin/requests", query={"limit": MOST_REQUESTS})["requests"]
-    found = [request["id"] for request in known if request["id"].startswith(given)]
-    if len(found) > 1:
-        raise typer.BadParameter(
-            f"{len(found)} requests have an id that begins with {given}: give more of it"
-        )
-    return str(found[0]) if found else given
+    ids = [request["id"] for request in known if request["id"].startswith(prefix)]
+    if len(ids) > 1:
+        raise typer.BadParameter(f"{len(ids)} requests have an id that begins with {prefix}: give more of it")
+    return str(ids[0]) if ids else prefix
 
 
 def _row(request: Mapping[str, Any]) -> dict[str, Any]:

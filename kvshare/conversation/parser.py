@@ -109,10 +109,10 @@ class _Tail:
 
     def _may_call(self, head: str) -> bool:
         """Return whether JSON that is cut off may be a call of one of the tools."""
-        found = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
-        if self._is_json or found is None:
+        match = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
+        if self._is_json or match is None:
             return not self._is_json
-        name, is_whole = found[1], bool(found[2])
+        name, is_whole = match[1], bool(match[2])
         return any(each == name if is_whole else each.startswith(name) for each in self._names)
 
 
@@ -191,17 +191,17 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
     then before the text that was held back.
     """
     while True:
-        found = re.search("|".join(map(re.escape, markers)), cursor.text) if markers else None
-        certain = found.start() if found else _num_certain(cursor.text, markers)
+        match = re.search("|".join(map(re.escape, markers)), cursor.text) if markers else None
+        certain = match.start() if match else _num_certain(cursor.text, markers)
         if markers:
             certain = len(cursor.text[:certain].rstrip())
         if certain:
             yield kind(cursor.text[:certain])
             cursor.at = certain
             cursor.drop()
-        if found:
-            cursor.at = found.end() - certain
-            return found[0]
+        if match:
+            cursor.at = match.end() - certain
+            return match[0]
         if not (yield from cursor.more()):
             return None
 

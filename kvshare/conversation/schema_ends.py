@@ -195,11 +195,11 @@ def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """The types that a value of all these schemas may have. What is not a type counts as any."""
     types = _CONTAINERS | _SCALARS
     for schema in schemas:
-        given = schema.get("type")
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, given)):
-            known = frozenset(map(str, given))
+        kinds = schema.get("type")
+        if isinstance(kinds, str):
+            kinds = [kinds]
+        if isinstance(kinds, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, kinds)):
+            known = frozenset(map(str, kinds))
             types &= known | {"integer"} if "number" in known else known
     return types
 

@@ -114,12 +114,12 @@ class Reconciler:
 
     def _use_model_of(self, info: ReplicaInfo) -> None:
         """All replicas serve one model. Plans are what each of those that share can carry out."""
-        known = self._sharing_infos()
+        infos = self._sharing_infos()
         model = ModelTraits(
             info.fingerprint,
-            can_move_keys=all(one.can_move_keys for one in known),
-            can_probe=all(one.can_choose for one in known),
-            has_eight_bits=any(one.has_eight_bits for one in known),
+            can_move_keys=all(one.can_move_keys for one in infos),
+            can_probe=all(one.can_choose for one in infos),
+            has_eight_bits=any(one.has_eight_bits for one in infos),
         )
         self._sharing.use_model(model, bytes_per_token=info.bytes_per_token)
         if info.fingerprint != self._fingerprint:
@@ -170,10 +170,10 @@ class Reconciler:
         self._update_index(self._forget_evicted())
         return what
 
-    async def _adopt(self, replica: Replica, found: Mapping[SegmentId, int]) -> None:
-        """It has found segments of so many bytes in a store. Prompts of the last run may be whole now."""
-        self._orphans.note(replica.name, found)
-        claimed = await self._runtime.evict(self._keeper.adopt, replica.name, found)
+    async def _adopt(self, replica: Replica, num_bytes: Mapping[SegmentId, int]) -> None:
+        """Take in segments found in a store, by bytes: prompts of the last run may be whole now."""
+        self._orphans.note(replica.name, num_bytes)
+        claimed = await self._runtime.evict(self._keeper.adopt, replica.name, num_bytes)
         if claimed:
             await self._sharing.indexing.remember_all(claimed)
 

@@ -213,12 +213,12 @@ class Fleet:
         """Called when a connector is connected: warns if some of its ranks are not configured as replicas."""
         assert replica.info is not None, "called when it is known"
         size = replica.info.data_parallel_size
-        known = sum(other.vllm.url == replica.vllm.url for other in self.replicas)
-        if known < size:
+        num_configured = sum(other.vllm.url == replica.vllm.url for other in self.replicas)
+        if num_configured < size:
             log.warning(
                 "%s has %d data-parallel ranks, %d of them are replicas here: the others get no requests; "
                 "set data_parallel_size: %d in vllm.replicas, or give --vllm-data-parallel-size %d",
-                *(replica.vllm.url, size, known, size, size),
+                *(replica.vllm.url, size, num_configured, size, size),
             )
 
     def check_stores(self, replica: Replica) -> None:

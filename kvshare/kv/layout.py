@@ -228,10 +228,12 @@ class KVLayout:
     @property
     def rotation(self) -> Movement | None:
         """The rotation of the keys if all layers have the same one and values do not move; else None."""
-        found = {name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")}
-        if len(found["k"]) != 1 or found["v"] != {STAYS}:
+        movements = {
+            name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")
+        }
+        if len(movements["k"]) != 1 or movements["v"] != {STAYS}:
             return None
-        return next(iter(found["k"]))
+        return next(iter(movements["k"]))
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Allocate (L, T, H, D) for each plane, uninitialised, on the model's device."""

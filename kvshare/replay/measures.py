@@ -46,16 +46,16 @@ def each_request(rows: pa.Table) -> pa.Table:
     that share of its tokens, and at least one, is reused.
     """
     tokens, hit = _tokens_and_hits(rows)
-    each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
+    table = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
     for share in (0, *SHARES):
-        each = each.append_column(f"with_{share}", pa.array((hit > 0) & (100 * hit >= share * tokens)))
-    return each
+        table = table.append_column(f"with_{share}", pa.array((hit > 0) & (100 * hit >= share * tokens)))
+    return table
 
 
-def grouped(each: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
-    """The sums of the requests of each key, in the order in which the keys first come."""
-    names = each.column_names
-    table = each.append_column("key", keys).group_by("key", use_threads=False)
+def grouped(requests: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
+    """Sum up the requests of each key, in the order in which the keys first come."""
+    names = requests.column_names
+    table = requests.append_column("key", keys).group_by("key", use_threads=False)
     summed = table.aggregate([(name, "sum") for name in names]).rename_columns(["key", *names])
     return {row.pop("key"): row for row in summed.to_pylist()}
 
@@ -124,15 +124,15 @@ def policy_results(
     rows: pa.Table, store: schema.Store, tree: schema.Tree | None = None, *, prefill_tokens_per_s: float
 ) -> schema.PolicyResults:
     """Everything of one policy with one store that does not depend on a clock."""
-    each, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
+    requests, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
     final_bytes = pc.last(rows["num_stored_bytes"]).as_py() or 0
     by = {}
     for group, keys in _keys(rows).items():
-        sums_by_key = sorted(grouped(each, keys).items())
+        sums_by_key = sorted(grouped(requests, keys).items())
         by[group] = {key: _figures(sums, prefill_tokens_per_s) for key, sums in sums_by_key}
     return schema.PolicyResults(
         **dict(store),
-        **dict(_figures(_totals(each), prefill_tokens_per_s)),
+        **dict(_figures(_totals(requests), prefill_tokens_per_s)),
         coverage_histogram=tuple(np.bincount(100 * hit // np.maximum(tokens, 1), minlength=101).tolist()),
         num_copies=histogram(COUNT_EDGES, rows["num_copies"]),
         num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
@@ -198,7 +198,7 @@ def waterfalls(families: Mapping[str, str], rows_of: RowsOf) -> tuple[schema.Wat
     if oracle is None:
         return ()
     covered = rows_of(oracle)["num_hit"].to_numpy()  # the oracle's tokens of each request
-    num_covered, found = int(covered.sum()), []
+    num_covered, results = int(covered.sum()), []
     for policy in (name for name, family in families.items() if family == "kvshare"):
         rows = rows_of(policy)
         sums = _totals(each_request(rows))
@@ -217,8 +217,8 @@ def waterfalls(families: Mapping[str, str], rows_of: RowsOf) -> tuple[schema.Wat
             "hit": sums["num_hit"],
         }
         parts = tuple(schema.Step(name=name, num_tokens=value) for name, value in steps.items())
-        found.append(schema.Waterfall(arm=policy, num_tokens=sums["num_tokens"], steps=parts))
-    return tuple(found)
+        results.append(schema.Waterfall(arm=policy, num_tokens=sums["num_tokens"], steps=parts))
+    return tuple(results)
 
 
 def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

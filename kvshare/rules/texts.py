@@ -67,16 +67,16 @@ def shape_of(path: str) -> BodyShape | None:
 
 def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
     """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
-    found: list[BodyText] = []
+    texts: list[BodyText] = []
     for name, role in shape.texts.items():
-        found += _texts(role, body.get(name), (name,))
+        texts += _texts(role, body.get(name), (name,))
     if shape.messages is not None:
         messages = body.get(shape.messages)
         if isinstance(messages, str):
-            found.append(BodyText("user", (shape.messages,), messages))
+            texts.append(BodyText("user", (shape.messages,), messages))
         for path, role, content in _contents(messages, shape.messages):
-            found += _texts(role, content, path)
-    return found
+            texts += _texts(role, content, path)
+    return texts
 
 
 def end_of(body: Mapping[str, Any], shape: BodyShape) -> End | None:

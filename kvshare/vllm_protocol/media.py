@@ -60,13 +60,13 @@ def identified(token_ids: TokenIds, media: Sequence[Medium]) -> TokenIds:
     """
     if not media:
         return token_ids
-    found = np.array(token_ids, dtype=np.int32)
+    ids = np.array(token_ids, dtype=np.int32)
     for medium in media:
         start, end = medium.span.start, medium.span.end
-        if not 0 <= start < end <= len(found):
-            raise ValueError(f"a medium takes tokens {start} to {end} of {len(found)}")
+        if not 0 <= start < end <= len(ids):
+            raise ValueError(f"a medium takes tokens {start} to {end} of {len(ids)}")
         seed = f"{medium.digest} {end - start}"
         stream = hashlib.shake_256(seed.encode()).digest(4 * (end - start))
-        found[start:end] = np.frombuffer(stream, dtype="<u4") & _BITS | FIRST_ID
-    found.flags.writeable = False
-    return found
+        ids[start:end] = np.frombuffer(stream, dtype="<u4") & _BITS | FIRST_ID
+    ids.flags.writeable = False
+    return ids

@@ -43,12 +43,12 @@ def check_type(*types: str, default: str | None = None, hint: str) -> Callable[[
     def check(part: object) -> object:
         if not isinstance(part, dict):
             return part
-        given = part.get("type")
-        if given is None and default is not None:
+        kind = part.get("type")
+        if kind is None and default is not None:
             return {**part, "type": default}
-        if given not in types:
-            name = "quoted" if isinstance(given, str) else "found"
-            words = {name: f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
+        if kind not in types:
+            name = "quoted" if isinstance(kind, str) else "found"
+            words = {name: f"'{kind[:_MAX_QUOTED]}'" if isinstance(kind, str) else found(kind)}
             raise PydanticCustomError("part_type", f"expected type {names}, got {{{name}}}; {hint}", words)
         return part
 
@@ -63,10 +63,10 @@ def text_as(part_type: str) -> BeforeValidator:
 def text_or_list(entry_of: Callable[[str], object]) -> BeforeValidator:
     """A plain string means a list with one entry."""
 
-    def listed(given: object) -> object:
-        if not isinstance(given, str | list):
-            raise wrong("a string or a list", given)
-        return [entry_of(given)] if isinstance(given, str) else given
+    def listed(value: object) -> object:
+        if not isinstance(value, str | list):
+            raise wrong("a string or a list", value)
+        return [entry_of(value)] if isinstance(value, str) else value
 
     return BeforeValidator(listed)
 

@@ -129,13 +129,13 @@ def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
         ref_template=_REFERENCE + "{model}",
         schema_generator=_Untitled,
     )
-    known = {**models["$defs"], **SCHEMAS}
+    components = {**models["$defs"], **SCHEMAS}
     used: set[str] = set()
     waiting = _referred(paths)
     while waiting:
         used |= waiting
-        waiting = _referred([known[name] for name in waiting]) - used
-    return {name: known[name] for name in sorted(used)}
+        waiting = _referred([components[name] for name in waiting]) - used
+    return {name: components[name] for name in sorted(used)}
 
 
 def _referred(document: object) -> set[str]:

@@ -139,12 +139,12 @@ class GramTable:
 
     def find(self, hashes: Hashes) -> Positions:
         """The last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
-        found = np.full(len(hashes), -1, dtype=np.int64)
+        places_found = np.full(len(hashes), -1, dtype=np.int64)
         for known, positions in self._levels:
             places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
             is_known = known[places] == hashes
-            found[is_known] = positions[places[is_known]]
-        return found
+            places_found[is_known] = positions[places[is_known]]
+        return places_found
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
         """Set the positions of hashes, known or not; of equal hashes the last one counts."""

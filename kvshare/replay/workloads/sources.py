@@ -80,12 +80,12 @@ def chats(paths: Sequence[Path]) -> list[tuple[Message, ...]]:
 
 def questions(paths: Sequence[Path]) -> list[Question]:
     """Rows with a question and passages, as in CacheBlend, MuSiQue and 2WikiMultihopQA."""
-    found = []
+    questions = []
     for row in objects(paths):
         asked, passages = row.get("question"), tuple(_passages(row))
         if isinstance(asked, str) and asked.strip() and passages:
-            found.append(Question(asked.strip(), passages, _answer(row)))
-    return found
+            questions.append(Question(asked.strip(), passages, _answer(row)))
+    return questions
 
 
 def bare_passages(paths: Sequence[Path]) -> list[Passage]:
