@@ -1,4 +1,4 @@
-"""The metrics that a server can expose, with their labels, from registries that count each kind of event once."""
+"""The metrics that a server can expose, with their labels, from registries that count each kind of event."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
