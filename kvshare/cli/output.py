@@ -2,15 +2,20 @@
 Output and exit codes of commands. stdout has data, as JSON or through a view; stderr is for people.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvshare.cli.options import OutputFormat
 from kvshare.errors import ConfigError, KVShareError, MissingExtraError, UnreachableError
+
+if TYPE_CHECKING:
+    from kvshare.cli.views import View
 
 _quiet = False
 
@@ -42,8 +47,8 @@ def is_quiet() -> bool:
     return _quiet
 
 
-def show(view: str, document: Mapping[str, Any], output_format: OutputFormat) -> None:
-    """Write the document to stdout; `view`: one of `kvshare.cli.views.VIEWS`."""
+def show(view: str | View, document: Mapping[str, Any], output_format: OutputFormat) -> None:
+    """Write the document to stdout. `view`: the name of one of `kvshare.cli.views.VIEWS`, or a view."""
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return

@@ -1,4 +1,4 @@
-"""Measurements."""
+"""How the document of a benchmark looks on a terminal."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
