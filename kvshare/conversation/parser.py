@@ -57,8 +57,8 @@ class AnswerParser:
         for part in self._steps:
             if part is None:
                 break
-            behind_first = self._one_call and self.num_calls > 0
-            if not behind_first or (isinstance(part, CallArguments) and part.number == 0):
+            is_after_first = self._one_call and self.num_calls > 0
+            if not is_after_first or (isinstance(part, CallArguments) and part.number == 0):
                 self.num_calls += isinstance(part, CallBegins)
                 parts.append(part)
         return joined(parts)
