@@ -2,9 +2,9 @@
 A client's connection below its requests: serves clients that wait for `100 Continue`, and clients that close
 their sending side and still read. The answer to bytes that are not a request is in `malformed_requests.py`.
 
-aiohttp's own protocol answers in text, sends `100 Continue` before a handler has seen the request, and treats a
-client that has closed its sending side as gone. The private parts of aiohttp that this uses
-were tried on version 3.14.
+aiohttp's own protocol answers in text, sends `100 Continue` before a handler has seen the request, and treats
+a client that has closed its sending side as gone. The private parts of aiohttp that this uses were tried on
+version 3.14.
 """
 
 from __future__ import annotations

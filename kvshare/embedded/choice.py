@@ -123,7 +123,7 @@ class Choice:
         self.logprobs = HeldLogprobs()
         stops = frozenset(sampling.stop_token_ids)
         ends = stops | decoding.eos_token_ids
-        self._ends = stops if sampling.ignore_eos else ends  # tokens that end the text, and do not belong to it
+        self._ends = stops if sampling.ignore_eos else ends  # they end the text, and do not belong to it
         self._max_tokens = decoding.max_tokens
         self._constraint = None if decoding.constraint is None else decoding.constraint.choice(index)
         self.is_pending = False  # it is not known yet whether the last token completes the answer

@@ -83,8 +83,8 @@ class Reconciler:
         is_new: bool,
     ) -> None:
         """
-        Bring tree and index in line with what the connector holds: exactly these segments, some of them on disk
-        only. `is_new`: its process was restarted.
+        Bring tree and index in line with what the connector holds: exactly these segments, some of them on
+        disk only. `is_new`: its process was restarted.
         """
         replica.in_blocks.clear()
         if is_new:
@@ -153,9 +153,9 @@ class Reconciler:
 
     async def evict_replica(self, replica: Replica) -> str:
         """
-        Evict all prompts of a replica that has been silent for too long. Prompts stay that are on its disk, or
-        may be in its store: it will report what is still there. So do those that another replica has found in
-        this store.
+        Evict all prompts of a replica that has been silent for too long. Prompts stay that are on its disk,
+        or may be in its store: it will report what is still there. So do those that another replica has found
+        in this store.
 
         Returns: what happens to its prompts, in words
         """

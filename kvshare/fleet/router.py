@@ -2,8 +2,8 @@
 Chooses the replica of each request and plans the request there.
 
 KV does not move between replicas, so each replica has its own namespaces; replicas that share a store have
-their namespaces in common. A prompt is looked up in all of them and goes to the replica with the shortest expected prefill
-that is not overloaded; without donors, to the idlest replica.
+their namespaces in common. A prompt is looked up in all of them and goes to the replica with the shortest
+expected prefill that is not overloaded; without donors, to the idlest replica.
 """
 
 from __future__ import annotations
