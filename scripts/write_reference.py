@@ -1,7 +1,7 @@
 """
-Writes the tables of docs/reference.md again. The code decides which rows there are, and their names,
-defaults, labels and reasons. All other cells stay as they are on the page. A new row gets the words that the
-code has for it: complete them by hand.
+Writes the tables of docs/reference.md again, and the lines of docs/cli.md that list a command's options. The
+code decides which rows a table has, and their names, defaults, labels and reasons. All other cells stay as
+they are on the page. A new row gets the words that the code has for it: complete them by hand.
 
     .venv/bin/python scripts/write_reference.py
 """
@@ -17,6 +17,7 @@ import yaml
 
 from exposed_metrics import FIXED, Exposed, exposed_metrics
 from kvshare.cli.main import app
+from kvshare.cli.plugins import LAB
 from kvshare.errors import ErrorCode
 from kvshare.reasons import explanations
 from kvshare.settings import KeySettings, ReplicaSettings, RuleSettings, TenantSettings, default_config_path
@@ -24,7 +25,9 @@ from kvshare.telemetry import Component
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
+COMMANDS = ROOT / "docs" / "cli.md"
 _CODE = re.compile(r"`([^`]+)`")
+_TAKES = "*Takes:*"
 _FIELDS = {
     "Fields of an API key": KeySettings,
     "Fields of a tenant": TenantSettings,
@@ -182,5 +185,37 @@ def _rows(table: Table, rows: Sequence[Row], old: Sequence[str]) -> list[str]:
     return lines + [_line(row.cells) for row in rows if row.name not in table.written]
 
 
+def options_again(page: str) -> str:
+    """The page of the commands, with a line below each heading that lists what the command takes."""
+    group: Any = typer.main.get_command(app)
+    parts = re.split(r"^## (kvshare [\w-]+)\n\n", page, flags=re.MULTILINE)
+    for at in range(1, len(parts), 2):
+        command = group.commands[parts[at].removeprefix("kvshare ")]
+        rest = parts[at + 1]
+        if rest.startswith(_TAKES):
+            rest = rest.split("\n\n", 1)[1]
+        takes = "" if command.name in LAB else f"{_TAKES} {_taken(command)}\n\n"
+        parts[at : at + 2] = f"## {parts[at]}\n\n", takes + rest
+    return "".join(parts)
+
+
+def _taken(command: Any) -> str:
+    if not hasattr(command, "commands"):
+        return _options(command)
+    return "; ".join(f"`{name}` ({_options(each)})" for name, each in command.commands.items())
+
+
+def _options(command: Any) -> str:
+    names = [
+        f"`{parameter.metavar or parameter.name.upper()}`"
+        if parameter.param_type_name == "argument"
+        else f"`{next((name for name in parameter.opts if name.startswith('--')), parameter.opts[0])}`"
+        for parameter in command.params
+        if not parameter.hidden
+    ]
+    return ", ".join(names) or "nothing"
+
+
 if __name__ == "__main__":
     PAGE.write_text(written_again(PAGE.read_text("utf-8")), "utf-8")
+    COMMANDS.write_text(options_again(COMMANDS.read_text("utf-8")), "utf-8")

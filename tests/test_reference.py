@@ -1,4 +1,4 @@
-"""docs/reference.md is up to date: `scripts/write_reference.py` would change nothing."""
+"""docs/reference.md and docs/cli.md are up to date: `scripts/write_reference.py` would change nothing."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,17 @@ from exposed_metrics import Exposed, ExposedMetric
 from kvshare.errors import ErrorCode
 from kvshare.settings import RuleSettings
 from kvshare.telemetry import FallbackReason
-from write_reference import PAGE, Row, Table, fields_of, metrics, settings, written_again
+from write_reference import (
+    COMMANDS,
+    PAGE,
+    Row,
+    Table,
+    fields_of,
+    metrics,
+    options_again,
+    settings,
+    written_again,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = PAGE.read_text("utf-8")
@@ -18,6 +28,12 @@ CODE = re.compile(r"`([^`]+)`")
 
 def test_the_page_is_up_to_date() -> None:
     assert written_again(TEXT) == TEXT, "run: .venv/bin/python scripts/write_reference.py"
+
+
+def test_options_of_commands_are_up_to_date() -> None:
+    page = COMMANDS.read_text("utf-8")
+    assert options_again(page) == page, "run: .venv/bin/python scripts/write_reference.py"
+    assert options_again(page.replace(", `--shared-tier`", "", 1)) == page
 
 
 @pytest.mark.parametrize("line", ["| `server.port` | `8000` |", "| `adapter` |", "| `kvshare vllm` |"])
@@ -69,9 +85,7 @@ def test_words_of_new_rows() -> None:
 def test_every_command_has_a_heading() -> None:
     """In docs/cli.md; the table here has no other."""
     commands = Table.below("Command line", TEXT.splitlines()).written.keys()
-    headings = re.findall(
-        r"^## (kvshare [\w-]+)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), re.MULTILINE
-    )
+    headings = re.findall(r"^## (kvshare [\w-]+)$", COMMANDS.read_text("utf-8"), re.MULTILINE)
     assert set(headings) == commands
 
 
