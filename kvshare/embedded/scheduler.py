@@ -7,12 +7,14 @@ A quantum is a prefill chunk (`chunks.py`) or one token of each choice.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
 from kvshare.embedded.chunks import PrefillChunks
+from kvshare.embedded.turns import Turns
 from kvshare.errors import RequestError
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
@@ -46,7 +48,8 @@ class Advancing(Protocol):
 
 class Scheduler:
     """
-    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
+    Tasks of a tenant take turns, and tenants get equal shares (`turns.py`): after its quantum a task waits
+    for its next turn, or is released.
 
     While a grammar's process takes a token of one task, the next task has its quantum. After that the first
     task ends if its token completed the answer; it need not wait for its next turn.
@@ -59,6 +62,7 @@ class Scheduler:
     ) -> None:
         self._chunks = PrefillChunks(chunk_tokens)
         self._on_release = on_release
+        self._turns = Turns[Advancing](lambda task: task.tenant)
         self._tasks: set[Advancing] = set()
         self._pending: set[Advancing] = set()  # tasks whose last token may have completed the answer
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
@@ -72,7 +76,18 @@ class Scheduler:
     def submit(self, task: Advancing) -> None:
         """Raises RuntimeError after `stop`."""
         self._tasks.add(task)
-        self._worker.submit(self._advance, task)
+        self._wait_for_turn(task)
+
+    def _wait_for_turn(self, task: Advancing) -> None:
+        self._turns.add(task)
+        self._worker.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Run the quantum of one ready task: the worker is called once for each."""
+        task = self._turns.take()
+        began = time.perf_counter()
+        self._advance(task)
+        self._turns.note(task.tenant, time.perf_counter() - began)
 
     def _advance(self, task: Advancing) -> None:
         if task not in self._tasks:  # its answer was settled in another task's turn
@@ -80,7 +95,7 @@ class Scheduler:
         self._pending.discard(task)
         if self._has_more(task, lambda: task.advance(max_queries=self._chunk_of(task))):
             with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
-                self._worker.submit(self._advance, task)
+                self._wait_for_turn(task)
         for other in tuple(self._pending):
             if not self._has_more(other, other.settle) or not other.is_pending:
                 self._pending.discard(other)
