@@ -102,7 +102,7 @@ def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> 
         raise invalid("tool_choice", "it requires a call, and there are no 'tools' to call")
 
 
-class Turns:
+class MessageTurns:
     """
     Messages in the shape of `Chat.messages`, turn by turn.
 

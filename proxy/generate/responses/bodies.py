@@ -258,7 +258,7 @@ class ResponsesBody(body_parts.BodyPart):
 
     @property
     def _messages(self) -> list[dict[str, Any]]:
-        turns = body_parts.Turns()
+        turns = body_parts.MessageTurns()
         if self.instructions:
             turns.add_text("system", self.instructions)
         for number, item in enumerate(self.input):
