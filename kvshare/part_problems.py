@@ -55,7 +55,7 @@ class PartProblem(_ProblemRow, Enum):
         "nothing is broken; docs/models.md lists what is shared of which model",
     )
     MODEL_UNSHARED = _off(
-        "nothing is shared", "it is served all the same; docs/models.md lists what is shared of which model"
+        "nothing is shared", "it is served unshared; docs/models.md lists what is shared of which model"
     )
     REPLICA_SILENT = _off(
         "it does not answer and gets no requests",

@@ -93,7 +93,7 @@ def check_pages(settings: Settings) -> Check:
         if asks_for_keys:
             return Checked.PAGES.ok("may call it from any origin, with a key")
         return Checked.PAGES.warn(
-            "every web page may use the server from a browser that reaches it, as no key is asked",
+            "every web page may use the server from a browser that reaches it, as no key is needed",
             "list the origins in server.cors_origins, or configure auth.keys",
         )
     if origins:
@@ -151,7 +151,7 @@ def check_geometry(settings: Settings) -> Check:
     if not model.can_share:
         return Checked.GEOMETRY.warn(
             f"nothing is shared: {model.unsupported_reason}",
-            "it is served all the same; docs/models.md lists what is shared of which",
+            "it is served unshared; docs/models.md lists what is shared of which",
         )
     if model.unsupported_reason:
         return Checked.GEOMETRY.warn(

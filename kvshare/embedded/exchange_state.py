@@ -58,4 +58,4 @@ class ExchangeProblem:
     def note_fault(self, exc: Exception | None) -> None:
         was, self._fault = self._fault, None if exc is None else classes_and_places(exc)
         if self._fault is not None and was is None:
-            log.error("prompts are not exchanged, which is tried again; please report this: %s", self._fault)
+            log.error("prompts are not exchanged; this is tried again, please report it: %s", self._fault)

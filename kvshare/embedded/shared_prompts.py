@@ -151,7 +151,9 @@ class SharedPrompts:
                 await runtime.evict(self._evict_revoked, node_id)
             except DeltaTreeError as exc:
                 if name not in self._to_revoke:
-                    log.warning("what another server deleted stays for now; it is tried again: %s", exc)
+                    log.warning(
+                        "what another server deleted stays for now; the deletion is tried again: %s", exc
+                    )
                 self._to_revoke[name] = None
                 return
             self._names.forget(node_id)
@@ -255,9 +257,7 @@ class SharedPrompts:
         Handle a store that has lost its content, in the writer's thread: write again what memory has. Prompts
         that need the store are evicted when they are used.
         """
-        log.warning(
-            "the shared store has lost what it had: prompts are computed again where that was all of their KV"
-        )
+        log.warning("the shared store has lost its data: prompts whose KV was only there are computed again")
         self._tier.drop(segment.segment_id for segment in self._keeper.tree.segments())
         stack = self._keeper.tier
         if isinstance(stack, TierStack) and not isinstance(self._below, DiskAndShared):

@@ -162,8 +162,8 @@ class VllmEngine(ServedEngine[FleetServer]):
         ]
         if silent:
             log.warning(
-                "waiting for replica %s, which had KV on a disk or in a store: until it has said all that "
-                "is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
+                "waiting for replica %s, which had KV on a disk or in a store: until it has reported all "
+                "that is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
                 "vllm.replicas",
                 ", ".join(silent),
             )

@@ -45,7 +45,9 @@ class KnownDisks:
         try:
             write_whole(self._path, json.dumps(sorted(names)).encode())
         except OSError as exc:
-            log.warning("which replicas have a disk is not kept: %s", exc.strerror or class_and_place(exc))
+            log.warning(
+                "cannot remember which replicas have a disk: %s", exc.strerror or class_and_place(exc)
+            )
 
     def _read(self) -> frozenset[str]:
         """Nothing, if the file is missing or damaged."""

@@ -56,7 +56,7 @@ def verify(document: Document) -> Parts:
     shares, why = document["shares"], document["why"]
     model = f"{document['model']} ({document['dtype']}, {number(document['max_model_len'])} tokens"
     if shares == "nothing":
-        yield f"{model}): shares nothing, and is served all the same; {why}"
+        yield f"{model}): shares nothing, and is served unshared; {why}"
         return
     error = number(document["attention_error"], ".1g")
     yield (
