@@ -1,4 +1,4 @@
-"""What may be wrong with each part of a server, in which state the part is then, and what to do."""
+"""The problems that parts of a server may have: for each the part's state, and what to do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
+The checks of `kvshare doctor`: one small function per question, which answers with a `Check`.
 
 Here: the machine, the config and the model. `store_checks`, `server_checks` (of vLLM) and `running_checks`
 (of ours) ask the rest. No check loads weights, talks to the internet or leaves a file behind.
@@ -197,5 +197,4 @@ def _smallest(config: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]

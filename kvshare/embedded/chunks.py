@@ -1,5 +1,5 @@
 """
-How many tokens of a prefill are computed in one go, before other requests have their turn.
+The size of a prefill's chunks: the tokens that are computed before other requests have their turn.
 
 Alone a prompt gets whole chunks. While other requests decode, a quarter: a long prompt delays their answers
 less. For some seconds after another tenant was served, at most a few hundredths of a second, down to an

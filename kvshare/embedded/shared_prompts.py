@@ -71,7 +71,6 @@ class SharedPrompts:
         return len(self._waiting)
 
     def note(self, node: Node) -> None:
-        """Note that a prompt was stored, or has become longer."""
         self._waiting[node.node_id] = None
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
@@ -136,10 +135,10 @@ class SharedPrompts:
     async def _take_in(self, reported: Sequence[Reported], runtime: Served) -> None:
         """Take in reports one at a time, so that the writer stores ending requests in between."""
         nodes = []
-        for each in reported:
-            if each.prompt is None:
-                await self._revoke(each.name, runtime)
-            elif (node := await runtime.write(self._adopt, each.name, each.prompt)) is not None:
+        for report in reported:
+            if report.prompt is None:
+                await self._revoke(report.name, runtime)
+            elif (node := await runtime.write(self._adopt, report.name, report.prompt)) is not None:
                 nodes.append(node)
         if reported:
             await runtime.sharing.indexing.forget_evicted()

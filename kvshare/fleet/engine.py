@@ -258,7 +258,6 @@ def _runtime(
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:
-    """Wait for all events, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
             for event in events:

@@ -1,5 +1,5 @@
 """
-Which replicas have a disk, over restarts of the proxy: a file next to the metadata store.
+Remembers over restarts of the proxy which replicas have a disk, in a file next to the metadata store.
 
 Both may be restarted at once, and a vLLM that loads a large model answers much later than the proxy. What
 its disk has is waited for as long as that takes. Without the file, `vllm.lost_after_s` decides. All methods

@@ -89,7 +89,6 @@ def _alike(layers: Sequence[Document]) -> Iterator[Document]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 5, 7-8"""
     runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     parts = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

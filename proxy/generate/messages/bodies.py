@@ -126,7 +126,7 @@ Tools = Annotated[list[Annotated[MessagesTool, BeforeValidator(_Custom)]], at_mo
 
 
 class ToolChoiceObject(body_parts.BodyPart):
-    """Whether, and which, tools are called."""
+    """Says whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
