@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from kvshare.embedded.chunks import PrefillChunks
-from kvshare.embedded.turns import Turns
+from kvshare.embedded.turns import TenantTurns
 from kvshare.errors import RequestError
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
@@ -65,7 +65,7 @@ class Scheduler:
     ) -> None:
         self._chunks = PrefillChunks(chunk_tokens)
         self._on_release = on_release
-        self._turns = Turns[Advancing](lambda task: task.tenant, _left)
+        self._turns = TenantTurns[Advancing](lambda task: task.tenant, _left)
         self._tasks: set[Advancing] = set()
         self._pending: set[Advancing] = set()  # tasks whose last token may have completed the answer
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")

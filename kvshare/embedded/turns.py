@@ -19,7 +19,7 @@ T = TypeVar("T")
 _AHEAD_S = 0.2  # what a tenant with shorter prefills may have more than another one that is ready
 
 
-class Turns(Generic[T]):
+class TenantTurns(Generic[T]):
     """Requests that are ready. Thread-safe; one thread takes them."""
 
     def __init__(self, tenant_of: Callable[[T], str], left_of: Callable[[T], int | None]) -> None:

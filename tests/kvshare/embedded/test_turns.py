@@ -6,23 +6,25 @@ from collections import Counter
 
 import pytest
 
-from kvshare.embedded.turns import Turns
+from kvshare.embedded.turns import TenantTurns
 
 
 def tenant_of(request: str) -> str:
     return request[0]
 
 
-def decoding() -> Turns[str]:
-    return Turns(tenant_of, lambda _: None)
+def decoding() -> TenantTurns[str]:
+    return TenantTurns(tenant_of, lambda _: None)
 
 
-def prefilling(**left: int) -> Turns[str]:
+def prefilling(**left: int) -> TenantTurns[str]:
     """Of each tenant, the tokens of its requests' prefills."""
-    return Turns(tenant_of, lambda request: left[tenant_of(request)])
+    return TenantTurns(tenant_of, lambda request: left[tenant_of(request)])
 
 
-def served(turns: Turns[str], number: int, *, goes_on: bool = True, seconds: float = 0.025) -> list[str]:
+def served(
+    turns: TenantTurns[str], number: int, *, goes_on: bool = True, seconds: float = 0.025
+) -> list[str]:
     """The next requests in order; each is ready for another turn after its own."""
     taken = []
     for _ in range(number):
@@ -42,7 +44,7 @@ def test_requests_of_one_tenant_take_turns() -> None:
 
 
 @pytest.mark.parametrize("turns", [decoding(), prefilling(a=100, b=100), prefilling(a=100, b=1000)])
-def test_tenants_get_equal_shares_however_many_requests_they_have(turns: Turns[str]) -> None:
+def test_tenants_get_equal_shares_however_many_requests_they_have(turns: TenantTurns[str]) -> None:
     """But for the fifth of a second by which one with shorter prompts may be ahead."""
     for request in ("a1", "a2", "a3", "a4", "b1"):
         turns.add(request)
