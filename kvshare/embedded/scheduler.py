@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from kvshare.embedded.chunks import PrefillChunks
-from kvshare.embedded.turns import Turns
+from kvshare.embedded.turns import TenantTurns
 from kvshare.errors import RequestError
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
@@ -26,8 +26,9 @@ class Advancing(Protocol):
     """
     A request (`Task`), or an answer that is computed once more (`Shadow`).
 
-    `prefilled`: its prompt is computed. `cancelled`: it ends after the quantum in progress. `is_pending`: a
-    grammar has yet to say if its last token completes the answer, which `settle` asks.
+    `prefilled`: its prompt is computed; until then `num_remaining` tokens are left. `cancelled`: it ends
+    after the quantum in progress. `is_pending`: a grammar has yet to say if its last token completes the
+    answer, which `settle` asks.
     """
 
     @property
@@ -36,6 +37,8 @@ class Advancing(Protocol):
     def cost(self) -> CostModel: ...
     @property
     def prefilled(self) -> bool: ...
+    @property
+    def num_remaining(self) -> int: ...
     @property
     def cancelled(self) -> bool: ...
     @property
@@ -62,7 +65,7 @@ class Scheduler:
     ) -> None:
         self._chunks = PrefillChunks(chunk_tokens)
         self._on_release = on_release
-        self._turns = Turns[Advancing](lambda task: task.tenant)
+        self._turns = TenantTurns[Advancing](lambda task: task.tenant, _left)
         self._tasks: set[Advancing] = set()
         self._pending: set[Advancing] = set()  # tasks whose last token may have completed the answer
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
@@ -123,3 +126,7 @@ class Scheduler:
         return self._chunks.next(
             task.tenant, others_decode=others_decode, seconds=lambda number: task.cost.rates.full_s(number)
         )
+
+
+def _left(task: Advancing) -> int | None:
+    return None if task.prefilled else task.num_remaining
