@@ -80,7 +80,8 @@ def _mixed(tokens: Ids) -> Hashes:
 def _finished(windows: Hashes, out: Hashes | None = None) -> Hashes:
     windows = windows ^ (windows >> np.uint32(16))
     windows *= _LAST
-    return np.bitwise_xor(windows, windows >> np.uint32(15), out=out)
+    found: Hashes = np.bitwise_xor(windows, windows >> np.uint32(15), out=out)
+    return found
 
 
 def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:

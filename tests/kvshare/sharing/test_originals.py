@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_tree import DeltaTree, Node, Target, TokenIds, token_ids
+from delta_tree import DeltaTree, Node, Target, TokenIds, compose, token_ids
 from kvshare.settings import RepairSettings
 from kvshare.sharing import planner
 from kvshare.sharing.limits import PlannerLimits
@@ -134,11 +134,9 @@ def test_far_originals_are_not_composed() -> None:
     nodes = [off_by(tree, between, 0, LIMIT / 20), stored(tree, first)]
     given_limits = limits(judged(LIMIT / 4), judged(LIMIT / 4))
     rates = Rates.linear(prefill_tokens_per_s=1000.0, load_bytes_per_s=2e9, bytes_per_token=1)
-    composed = []
-    compose = planner.compose
-    with patch.object(planner, "compose", lambda *asked, **how: composed.append(1) or compose(*asked, **how)):
+    with patch.object(planner, "compose", wraps=compose) as composed:
         plan = made(tree, edited(rng, between, 60), nodes, given_limits, rates)
     assert isinstance(plan, Plan)
     assert plan.prediction is not None
     assert plan.prediction.inherited > 0
-    assert len(composed) == 1
+    assert composed.call_count == 1
