@@ -91,6 +91,8 @@ class _Search:
         exact = exact and self._split(exact)
         if self._approximate:
             self._try_approximate(composition, donors, exact)
+            if self._is_of_one and not any(plan.reason is None for plan in self._accepted):
+                self._try_again(donors, exact)
             self._try_originals(donors, exact)
         if self._accepted:
             return preferred(self._accepted)
@@ -176,15 +178,18 @@ class _Search:
                 break
             # The best donor alone may need less repair than all of them together.
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
-        if self._is_of_one and not self._accepted:
-            composition = self._composed(donors, max_donors=self._limits.sharing.max_donors, may_move=True)
-            if len(composition.approximate_donors) > 1:
-                refused = self._approximation(composition, donors)
         if refused is not None and not self._accepted:
             later, last = self._refusal, self._prediction
             self._refusal = before
             self._try(refused, exact)
             self._refusal, self._prediction = self._refusal or later, last or self._prediction
+
+    def _try_again(self, donors: Sequence[Node], exact: Plan | None) -> None:
+        """The best donor alone was not enough: plan as if it had not been composed first."""
+        self._accepted, self._refusal, self._prediction = [], None, None
+        max_donors = self._limits.sharing.max_donors
+        composition = self._composed(donors, max_donors=max_donors, may_move=True)
+        self._try_approximate(composition, donors, exact)
 
     def _is_light(self, found: Approximation, exact: Plan | None) -> bool:
         """Try a plan. Return whether it has so few repairs that another composition can hardly save more."""
