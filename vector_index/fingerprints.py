@@ -109,6 +109,10 @@ class FingerprintFrequencies:
         held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
+    def are_held(self, prints: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """(F,) whether a prompt may hold a fingerprint; of the others it is certain that none does."""
+        return self._num_holders(prints) > 0
+
     def rarest(
         self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int, max_asked: int
     ) -> NDArray[np.uint32]:

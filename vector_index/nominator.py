@@ -143,6 +143,8 @@ class PassageSearch:
         Raises:  IndexUnavailableError as the index does
         """
         left = self._prints
+        if not self._may_hold(left):
+            return
         for _ in range(_MAX_SEARCHES):
             asked = self._frequencies.rarest(
                 left,
@@ -157,8 +159,16 @@ class PassageSearch:
             left, enough = self._prints[~self._is_covered()], self._settings.min_asked
             if not new:  # the rare fingerprints found no donor: query the others
                 left, enough = np.setdiff1d(left, asked, assume_unique=True), 1
-            if len(left) < enough or asyncio.get_running_loop().time() >= deadline:
+            if (
+                len(left) < enough
+                or not (new or self._may_hold(left))
+                or asyncio.get_running_loop().time() >= deadline
+            ):
                 break
+
+    def _may_hold(self, prints: NDArray[np.uint32]) -> bool:
+        """Return whether any of the prompts may hold one of these, which no hit has."""
+        return not self._index.is_own or bool(self._frequencies.are_held(prints).any())
 
     @property
     def covered(self) -> float:
