@@ -162,8 +162,8 @@ class VllmEngine(ServedEngine[FleetServer]):
         ]
         if silent:
             log.warning(
-                "waiting for replica %s, which had KV on a disk or in a store: until it has said all that "
-                "is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
+                "waiting for replica %s, which had KV on a disk or in a store: until it has reported all "
+                "that is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
                 "vllm.replicas",
                 ", ".join(silent),
             )
@@ -258,7 +258,6 @@ def _runtime(
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:
-    """Wait for all events, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
             for event in events:

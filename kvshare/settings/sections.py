@@ -111,7 +111,6 @@ class ReplicaSettings(Section):
 
     @property
     def label(self) -> str:
-        """Its name in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
 
 
@@ -148,7 +147,7 @@ class StoreSettings(Section):
 
     @property
     def max_disk_bytes(self) -> int:
-        """Of KV; 0: it is in memory only."""
+        """The limit of KV on disk; 0: KV is in memory only."""
         return 2 * self.kv_bytes if self.disk_bytes is None else self.disk_bytes
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
+from kvshare.reasons import Reason
 from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PLANNING, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
@@ -96,6 +97,13 @@ class Worth:
             return False
         is_worth = computed < _FAR or self._may_take(PLANNING, planning_s, num_tokens, limits)
         return is_worth or self._cost.tries(LOOKUP)
+
+    @staticmethod
+    def unplanned(nomination: Nomination, min_run: int) -> Reason:
+        """Why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
+        shared = sum(candidate.score for candidate in nomination.candidates)
+        is_similar = shared >= _UNSURE or nomination.num_prefix_tokens >= min_run
+        return Reason.DOES_NOT_PAY if is_similar else Reason.NO_CANDIDATES
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
         rates, threshold, known = self._cost.rates, limits.threshold, self._known

@@ -44,7 +44,7 @@ class OnDiskOnly(Message):
 @dataclass(frozen=True, slots=True)
 class DiskProblem(Message):
     """
-    Why nothing is written to the connector's disk; an empty `reason`: it is written (again).
+    The reason why nothing is written to the connector's disk. An empty `reason`: it is written (again).
 
     `is_lasting`: until vLLM is started again.
     """

@@ -15,7 +15,7 @@ of medians.
     figures.py          percentiles, intervals, memory, sizes of files
     bound.py            the least time that a shared prefill can take
     direct.py           the model without the engine
-    random_models.py    models with random weights
+    random_models.py    models with random weights; random_configurations.py: their configurations
     large_models.py     those that no host can build in memory
     block_cache.py      what policies of eviction leave of a log; oracle_cache.py: the most that any could
     offloaded_blocks.py what vLLM's own offloading would reuse of it
