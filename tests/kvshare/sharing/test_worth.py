@@ -282,27 +282,3 @@ def test_host_memory_is_tried_although_copies_from_blocks_are_measured() -> None
 
     worth = Worth(cost)
     assert [worth.plan(make, LIMITS, Queue()) is plan for _ in range(5)] == [True] * 3 + [False] * 2
-
-
-def test_prompts_that_share_little_are_planned_where_that_takes_little() -> None:
-    """Of 10,000 tokens planning may take 4 % at first; 2 % once such plans were refused, but for a few."""
-    near, far = ((Candidate(1, ("fingerprint",), score),) for score in (0.9, 0.3))
-    for planning_s, expected in ((0.005, 100), (0.012, 1), (0.05, 0)):
-        cost = learned()
-        worth = Worth(cost)
-        for _ in range(9):
-            cost.observe_lookup(10_000, 0.001, planning_s=planning_s)
-        for _ in range(9):
-            worth.learn(
-                Lookup(
-                    NoPlan(Reason.DOES_NOT_PAY),
-                    candidates=far,
-                    stage_seconds={"fingerprint": 0.001, "plan": planning_s},
-                    num_tokens=10_000,
-                    seconds=0.001 + planning_s,
-                )
-            )
-        made = [worth.planning(10_000, Nomination(far, 0, {}, ()), LIMITS) for _ in range(100)]
-        assert sum(made) <= max(1, expected)
-        assert expected < 100 or all(made)
-        assert worth.planning(10_000, Nomination(near, 0, {}, ()), LIMITS)
