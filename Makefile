@@ -46,12 +46,13 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # Three processes next to each other, as each waits more than it computes. vLLM binds threads and keeps global state, so
-# its tests have one of their own; the others are divided by folders. What ran beside is printed at the end. One thread of
-# OpenMP each: threads wait for each other by spinning, and where the cores are taken a test is ten times slower with two.
+# its tests have one of their own; the others are divided by folders, so that all three end at about the same time. What the
+# other two print comes at the end. One thread of OpenMP each: threads wait for each other by spinning, and where the cores
+# are taken a test is ten times slower with two.
 VLLM_LOG := $(VENV)/vllm-tests.log
 COMMANDS_LOG := $(VENV)/command-tests.log
 COMPILED_TESTS := tests/test_vllm_compiled.py
-COMMAND_TESTS := lab/tests tests/kvshare/cli
+COMMAND_TESTS := lab/tests tests/kvshare/cli tests/vllm_end_to_end
 
 unit: export OMP_NUM_THREADS ?= 1
 unit: $(VLLM_STAMP)
@@ -59,8 +60,8 @@ ifeq ($(shell uname -s),Linux)
 	{ $(BIN)/python -m pytest -m vllm --durations=10 tests/kvshare/vllm_connector lab/tests/device && \
 	  $(BIN)/python -m pytest $(COMPILED_TESTS); } \
 	  > $(VLLM_LOG) 2>&1 & vllm=$$!; \
-	$(BIN)/python -m pytest --durations=10 $(COMMAND_TESTS) $(WITH_MODELS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
-	status=0; $(BIN)/python -m pytest --durations=10 tests $(COMMAND_TESTS:%=--ignore=%) $(CORE_TESTS:%=--ignore=%) \
+	$(BIN)/python -m pytest --durations=30 $(COMMAND_TESTS) $(WITH_MODELS) > $(COMMANDS_LOG) 2>&1 & commands=$$!; \
+	status=0; $(BIN)/python -m pytest --durations=30 tests $(COMMAND_TESTS:%=--ignore=%) $(CORE_TESTS:%=--ignore=%) \
 	  --ignore=$(COMPILED_TESTS) || status=$$?; \
 	wait $$commands || status=$$?; wait $$vllm || status=$$?; cat $(COMMANDS_LOG) $(VLLM_LOG); exit $$status
 else
@@ -75,6 +76,7 @@ coverage: $(VLLM_STAMP)
 	$(COVERAGE) erase
 	$(COVERAGE) run -m pytest -q -m vllm tests/kvshare/vllm_connector lab/tests/device
 	$(COVERAGE) run -m pytest -q --ignore=$(COMPILED_TESTS)
+	$(COVERAGE) run -m pytest -q -m long lab/tests
 	$(COVERAGE) combine --quiet
 	$(BIN)/python scripts/coverage_floors.py
 

@@ -19,7 +19,7 @@ from delta_tree.composition import Composition, Copy, DonorReason, merge_copies
 from delta_tree.donors import Donor
 from delta_tree.edits import Match
 from delta_tree.kgrams import CandidateKGrams, Hashes, Sieve
-from delta_tree.nearest import nearest_or_composed
+from delta_tree.nearest import nearest_or_composed, without_others
 from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.spans import Span, TokenIds, true_spans
 from delta_tree.target import Look, Target
@@ -60,9 +60,15 @@ def compose(
     content = partial(target.content, segment_of=segment_of, max_generation=max_generation, may_move=may_move)
     nearest, nearly = None, None
     if candidates and allow_approximate and max_donors:
-        nearest, nearly = nearest_or_composed(target, candidates, content, may_move=may_move)
+        nearest, nearly = target.once(
+            ("nearest", max_generation, may_move, *map(id, candidates)),
+            candidates,
+            lambda: nearest_or_composed(target, candidates, content, may_move=may_move),
+        )
     if nearly is not None and not gives_reasons:
         return nearly
+    if nearest is not None and max_donors == 1 and not gives_reasons:
+        candidates, nearest = without_others(target, candidates, content, nearest)
     donors = [
         Donor(node, place, target.tokens, content(node), may_move=may_move)
         for place, node in enumerate(candidates)
@@ -110,10 +116,10 @@ class _Layout:
     def _hashes(self) -> list[Hashes]:
         return self._shared.hashes_of([donor.visible for donor in self._usable])
 
-    @cached_property
-    def _kgrams(self) -> CandidateKGrams:
-        places = [donor.places for donor in self._usable]
-        return CandidateKGrams(self._hashes, places if len(self._looks) == len(places) else None)
+    def _kgrams(self, donors: Sequence[Donor]) -> CandidateKGrams:
+        hashes = [donor.pair.source_hashes for donor in donors if donor.pair is not None]
+        has_looked = all(donor in self._looks for donor in donors)
+        return CandidateKGrams(hashes, [donor.places for donor in donors] if has_looked else None)
 
     def prefer(self, nearest: Donor) -> None:
         """Align this donor only, which has clearly the most, unless it may not be copied as a whole."""
@@ -200,12 +206,14 @@ class _Layout:
 
     def fill(self, donors: Sequence[Donor]) -> None:
         """Fill open stretches with runs of these donors until none fits, in at most `_MAX_ROUNDS` rounds."""
-        asked = list(donors)
+        asked = [donor for donor in donors if self._admits(donor)]
+        narrowed, kgrams = asked, self._kgrams(asked)
         for _ in range(_MAX_ROUNDS):
             open_spans = self._open_parts(Span(0, len(self._target)))
             if not open_spans or not asked:
                 return
-            self._narrow(open_spans)
+            for donor, places in zip(narrowed, kgrams.narrow(self._sieve(open_spans)), strict=True):
+                donor.places = places  # of its k-grams that may occur in one of the spans
             offers = {donor: donor.offers(open_spans) for donor in asked}
             ranked = [(rank, donor, run) for donor, given in offers.items() for rank, run in given]
             for _, donor, run in sorted(ranked, key=itemgetter(0)):
@@ -253,12 +261,6 @@ class _Layout:
         """The open stretches within `span` that are long enough for a run, in order."""
         is_open = self._is_open[span.start : span.end]
         return true_spans(is_open, span.start, at_least=self._min_run)
-
-    def _narrow(self, spans: Sequence[Span]) -> None:
-        """Restrict each usable donor to the k-grams that may occur in one of the spans."""
-        narrowed = self._kgrams.narrow(self._sieve(spans))
-        for donor, places in zip(self._usable, narrowed, strict=True):
-            donor.places = places
 
     def _sieve(self, spans: Sequence[Span]) -> Sieve:
         """Make the sieve of the k-grams in these spans of the prompt."""

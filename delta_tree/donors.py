@@ -47,13 +47,15 @@ def content_of(
     """Return what of `node` may be copied to a prompt; if a segment is missing, nothing (see `reason`)."""
     rows = node.pieces.rows()
     try:
-        segments = [segment_of(row[1]) for row in rows]
+        known = {segment_id: segment_of(segment_id) for segment_id in {row[1] for row in rows}}
     except UnknownSegmentError:  # evicted since the candidate was nominated
         return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
+    if {segment.namespace for segment in known.values()} - {node.namespace}:
+        return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
+    segments = [known[row[1]] for row in rows]
     visible, num_hidden = node.token_ids, 0
-    for (start, _, offset, length), segment in zip(rows, segments, strict=True):
-        if segment.namespace != node.namespace:
-            return Content(DonorReason.MISSING_SEGMENT, node.token_ids, 0)
+    may_hide = not may_move or any(segment.generation > max_generation for segment in known.values())
+    for (start, _, offset, length), segment in zip(rows, segments, strict=True) if may_hide else ():
         if segment.generation > max_generation or not (may_move or segment.first_position + offset == start):
             if visible is node.token_ids:
                 visible = visible.copy()
@@ -128,10 +130,10 @@ class Donor:
     def copies(self, run: Match) -> Iterator[Copy]:
         """The copies that put `run` into the new prompt, one per piece."""
         # The package guarantees that copied tokens are equal, token for token.
-        source = self.node.token_ids[run.source : run.source_end]
-        assert (source == self._target[run.target : run.target_end]).all()
-        node_id, first, end = self.node.node_id, run.source, run.source_end
-        shift = run.target - first
+        first, target, num_tokens = run
+        node_id, end, shift = self.node.node_id, first + num_tokens, target - first
+        source = self.node.token_ids[first:end]
+        assert source.tobytes() == self._target[target : target + num_tokens].tobytes()  # faster than `==`
         for start, offset, length, segment in self._pieces_of(run):
             skip = first - start if start < first else 0
             stop = length if start + length <= end else end - start

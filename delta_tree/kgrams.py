@@ -53,15 +53,35 @@ def quick_hashes(tokens: Ids, k: int) -> Hashes:
     """
     hashes = np.empty(max(len(tokens) - k + 1, 0), dtype=np.uint32)
     for start in range(0, len(hashes), _BLOCK):
-        mixed = tokens[start : start + _BLOCK + k - 1].astype(np.uint32)
-        mixed += np.uint32(1)
-        mixed *= _TOKEN
-        mixed ^= mixed >> np.uint32(15)
-        block = _of_windows(mixed, k, _BASE)
-        block = block ^ (block >> np.uint32(16))
-        block *= _LAST
-        np.bitwise_xor(block, block >> np.uint32(15), out=hashes[start : start + _BLOCK])
+        block = _of_windows(_mixed(tokens[start : start + _BLOCK + k - 1]), k, _BASE)
+        _finished(block, out=hashes[start : start + _BLOCK])
     return hashes
+
+
+def some_hashes(tokens: Ids, k: int, step: int) -> Hashes:
+    """Every `step`-th of `quick_hashes`: of a long step, in a fraction of the time."""
+    if step < k:
+        return quick_hashes(tokens, k)[::step]
+    starts = np.arange(0, len(tokens) - k + 1, step)
+    powers = np.array([pow(_BASE, k - 1 - place, 2**32) for place in range(k)], dtype=np.uint32)
+    mixed = _mixed(tokens.take(starts[:, None] + np.arange(k)))
+    mixed *= powers
+    return _finished(mixed.sum(axis=1, dtype=np.uint32))
+
+
+def _mixed(tokens: Ids) -> Hashes:
+    mixed = tokens.astype(np.uint32)
+    mixed += np.uint32(1)
+    mixed *= _TOKEN
+    mixed ^= mixed >> np.uint32(15)
+    return mixed
+
+
+def _finished(windows: Hashes, out: Hashes | None = None) -> Hashes:
+    windows = windows ^ (windows >> np.uint32(16))
+    windows *= _LAST
+    found: Hashes = np.bitwise_xor(windows, windows >> np.uint32(15), out=out)
+    return found
 
 
 def _of_windows(mixed: npt.NDArray[Any], k: int, base: int) -> npt.NDArray[Any]:

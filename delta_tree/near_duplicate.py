@@ -66,14 +66,16 @@ def nearly_one_donor(
     place, runs = found
     donor = candidates[place]
     holder = donor if exact_lengths[place] == start else candidates[exact_lengths.index(start)]
-    taken = [(holder, Match(0, 0, start))] if start else []
-    taken += ((donor, run) for run in runs)
+    taken = [(holder, [Match(0, 0, start)] if start else []), (donor, runs)]
     copies: list[Copy] = []
-    for node, run in taken:
-        content = content_of(node)
+    for node, own in taken:
+        content = content_of(node) if own else None
+        if content is None:
+            continue
         if content.visible is not node.token_ids or content.reason is not DonorReason.BELOW_MIN_RUN:
             return None  # a segment is missing, or too many copies were made of its KV
-        copies += Donor(node, 0, tokens, content, may_move=may_move).copies(run)
+        source = Donor(node, 0, tokens, content, may_move=may_move)
+        copies += (copy for run in own for copy in source.copies(run))
     return Composition(len(tokens), start, tuple(copies))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from delta_tree.composition import Composition
 from delta_tree.donors import Content
-from delta_tree.kgrams import Ids
+from delta_tree.kgrams import Ids, some_hashes
 from delta_tree.near_duplicate import nearly_one_donor
 from delta_tree.node import Node
 from delta_tree.runs import common_prefix_length
@@ -30,9 +30,9 @@ def clearly_nearest(target: Target, prompts: Sequence[Ids], start: int) -> int |
     """
     if not prompts or len(target.tokens) - start < target.min_run:
         return None
-    hashes = target.hashes_of(prompts)
-    steps = [max(1, len(own) // _SAMPLED) for own in hashes]
-    samples = [own[::step] for own, step in zip(hashes, steps, strict=True)]
+    sizes = [max(len(tokens) - target.min_run + 1, 0) for tokens in prompts]
+    steps = [max(1, size // _SAMPLED) for size in sizes]
+    samples = [some_hashes(tokens, target.min_run, step) for tokens, step in zip(prompts, steps, strict=True)]
     passing = target.sieve_from(start).passing(np.concatenate(samples))
     numbers = np.diff(passing.searchsorted(np.cumsum([0, *map(len, samples)])))
     shares = numbers * np.array(steps)
@@ -43,17 +43,38 @@ def clearly_nearest(target: Target, prompts: Sequence[Ids], start: int) -> int |
     return None if (others > _CLEARLY * shares[place]).any() else place
 
 
+def exact_lengths_of(target: Target, candidates: Sequence[Node]) -> list[int]:
+    """Return for how many leading tokens of the prompt each of the candidates has exact KV."""
+    return [common_prefix_length(node.token_ids[: node.exact_length], target.tokens) for node in candidates]
+
+
+def without_others(
+    target: Target, candidates: Sequence[Node], content: Callable[[Node], Content], nearest: int
+) -> tuple[Sequence[Node], int]:
+    """
+    Return only the nearest candidate, and the first one with the exact prefix if it has less of that; and the
+    place of the nearest one among them. All candidates if of these two anything may not be copied.
+    """
+    exact_lengths = exact_lengths_of(target, candidates)
+    start = max(exact_lengths)
+    holder = nearest if exact_lengths[nearest] == start else exact_lengths.index(start)
+    places = sorted({holder, nearest})
+    found = [content(candidates[place]) for place in places]
+    if any(
+        own.visible is not candidates[place].token_ids or own.exact_length != exact_lengths[place]
+        for own, place in zip(found, places, strict=True)
+    ):
+        return candidates, nearest
+    return [candidates[place] for place in places], places.index(nearest)
+
+
 def nearest_or_composed(
     target: Target, candidates: Sequence[Node], content: Callable[[Node], Content], *, may_move: bool
 ) -> tuple[int | None, Composition | None]:
     """
     Return which candidate is clearly the nearest, or a composition of a near-duplicate. Both may be None.
     """
-    prompts = [node.token_ids for node in candidates]
-    exact_lengths = [
-        common_prefix_length(tokens[: node.exact_length], target.tokens)
-        for tokens, node in zip(prompts, candidates, strict=True)
-    ]
+    prompts, exact_lengths = [node.token_ids for node in candidates], exact_lengths_of(target, candidates)
     nearly = nearly_one_donor(target, candidates, content, exact_lengths, may_move=may_move)
     is_left = nearly is None and may_move
     return clearly_nearest(target, prompts, max(exact_lengths)) if is_left else None, nearly

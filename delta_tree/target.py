@@ -8,8 +8,10 @@ Hashes, shared k-grams and alignments of a candidate are the same each time, so 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from delta_tree.donors import Content, content_of
 from delta_tree.edits import Match
@@ -18,6 +20,7 @@ from delta_tree.node import Node, Segment, SegmentId
 from delta_tree.runs import Pair
 from delta_tree.spans import TokenIds, token_ids
 
+_T = TypeVar("_T")
 _NOTHING: tuple[Ids, Hashes] = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint32)
 
 
@@ -43,6 +46,7 @@ class Target:
         self._contents: dict[tuple[int, int, bool], tuple[Node, Content]] = {}  # by `id()` of the node object
         self._sieves: dict[int, Sieve] = {}  # by the position from which on they have all k-grams
         self._hashed: dict[int, tuple[Ids, Hashes]] = {}  # by the address of the tokens, which are held
+        self._found: dict[tuple[Any, ...], tuple[object, Any]] = {}  # by `once`
         self._looks: dict[tuple[int, int, bool], Look] = {}  # by the address of `visible`
 
     @cached_property
@@ -77,6 +81,13 @@ class Target:
             )
         return self._contents[key][1]
 
+    def once(self, key: tuple[Any, ...], held: object, find: Callable[[], _T]) -> _T:
+        """Return what was found for this key. `held`: objects whose `id()` is in the key."""
+        if key not in self._found:
+            self._found[key] = held, find()
+        found: _T = self._found[key][1]
+        return found
+
     def hashes_of(self, prompts: Sequence[Ids]) -> list[Hashes]:
         """Return the hashes of the k-grams of candidates; those of one and of its beginning are made once."""
         missing = [ids for ids in prompts if len(self._hashed.get(_address(ids), _NOTHING)[0]) < len(ids)]
@@ -103,6 +114,17 @@ class Target:
             look.shares = self._shares(look, start)
             self._looks[_address(look.visible), start, may_move] = look
         return [look for look in found.values() if look is not None]
+
+    def may_have(self, prompts: Sequence[Ids]) -> npt.NDArray[np.bool_]:
+        """
+        (T,) whether a run of one of these prompts may cover a position; of all others it is certain that
+        none does. Shapes: each of `prompts` (S,)
+        """
+        found = Sieve(np.concatenate(self.hashes_of(prompts))).passing(self.hashes)
+        edges = np.zeros(len(self.tokens) + 1, dtype=np.int32)
+        edges[found] = 1
+        edges[found + self.min_run] -= 1
+        return np.cumsum(edges[:-1]) > 0
 
     def has_any_of(self, look: Look) -> bool:
         """Return whether the target has, anywhere, a k-gram of these tokens."""

@@ -76,10 +76,10 @@ def joined(host: str, port: int) -> str:
 
 def _resolved(host: str) -> Iterator[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return
-    yield from (str(address[0]) for _, _, _, _, address in found)
+    yield from (str(address[0]) for _, _, _, _, address in results)
 
 
 def _is_of_this_machine(address: str) -> bool:

@@ -40,11 +40,9 @@ class Background:
             await asyncio.wait(pending, timeout=timeout_s)
 
     async def settle(self) -> None:
-        """Wait until no task runs."""
         await self.wait_below(1)
 
     async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What a process writes when native code ends it: the Python stack of each thread, on stderr."""
+"""Makes a process that native code ends write the Python stack of each thread to stderr."""
 
 import faulthandler
 import os

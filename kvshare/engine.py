@@ -54,7 +54,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """
-    How the next token is chosen. Ranges are OpenAI's and vLLM's; the proxy has checked them.
+    Parameters of the choice of tokens. Ranges are OpenAI's and vLLM's; the proxy has checked them.
 
     None stands for the value in the model's generation config, or else for OpenAI's default.
     """

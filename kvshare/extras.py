@@ -1,5 +1,5 @@
 """
-What is installed besides the base: the extras of pyproject.toml by the modules they bring.
+The extras of pyproject.toml by the modules they add to the base.
 
 The base is what a proxy in front of vLLM and the connector inside vLLM import. A command that needs more asks
 for it here before it begins, so that a missing library is one line, not a traceback an hour later.
@@ -85,5 +85,4 @@ def require_modules(extra: str, *, what: str) -> None:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds the extra to this KVShare."""
     return f"pip install 'kvshare[{extra}]'"

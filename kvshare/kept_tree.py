@@ -78,7 +78,6 @@ class KeptTree:
         return PartReading(ServedPart.STORE)
 
     def _end_problem(self) -> None:
-        """The tree is where it should be: in memory, or in its file, which was out of reach for a while."""
         if self.problem is not None:
             log.warning("the store %s is there again: nothing is lost", self._path)
             self.problem = None
@@ -97,7 +96,7 @@ class KeptTree:
 
     def _found(self) -> _Place:
         try:
-            found = None if self._path is None else self._path.stat()
+            status = None if self._path is None else self._path.stat()
         except OSError:
             return None
-        return None if found is None else (found.st_dev, found.st_ino)
+        return None if status is None else (status.st_dev, status.st_ino)

@@ -1,4 +1,4 @@
-"""What computes here, in words: the processor's model and how many of its cores this process may use."""
+"""This machine in words: the processor's model, and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def processor() -> str:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -17,7 +17,7 @@ _SALT_DOMAIN = b"kvshare.client_salt.v1"
 @dataclass(frozen=True, slots=True)
 class Owner:
     """
-    Whose KV it is: tenant and scope come from the API key, and a request's own salt divides their space.
+    The owner of KV: tenant and scope come from the API key, and a request's own salt divides their space.
 
     The other fields of a namespace describe the model.
     """

@@ -1,4 +1,4 @@
-"""What may be wrong with each part of a server, in which state the part is then, and what to do."""
+"""The problems that parts of a server may have: for each the part's state, and what to do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PartProblem(_ProblemRow, Enum):
         "nothing is broken; docs/models.md lists what is shared of which model",
     )
     MODEL_UNSHARED = _off(
-        "nothing is shared", "it is served all the same; docs/models.md lists what is shared of which model"
+        "nothing is shared", "it is served unshared; docs/models.md lists what is shared of which model"
     )
     REPLICA_SILENT = _off(
         "it does not answer and gets no requests",

@@ -1,5 +1,5 @@
 """
-How each part of a server is, in one list: a word for the part, its state, since when, and what to do.
+One list with the state of each part of a server: its name, its state, since when, and what to do.
 
 A part is one that requests are served without, or with less of. `PartProblem` has what may be wrong with
 each; the owner of a part gives a `PartReading` of it, and `PartHistory` knows since when it has been so.
@@ -44,7 +44,7 @@ class ServedPart(StrEnum):
 @dataclass(frozen=True, slots=True)
 class PartReading:
     """
-    How a part is now. `problem`: what is wrong with it; None: nothing.
+    The present state of a part. `problem`: None if it is well.
 
     `cause`: what the problem's text leaves open, without any text of a prompt. `name`: of a replica;
     `public_name`: for those who may not know its address, where `name` has that.
@@ -79,7 +79,7 @@ class PartStatus:
 
     @property
     def detail(self) -> str | None:
-        """What is wrong and why, which may name files and addresses; None for a part that is well."""
+        """The problem and its cause, which may name files and addresses; None for a part that is well."""
         if self.problem is None:
             return None
         return f"{self.problem.text}: {self.cause}" if self.cause else self.problem.text

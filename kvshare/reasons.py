@@ -1,6 +1,6 @@
 """
-Why less was shared than might have been: the fixed words that reports, headers, metrics and the log give, and
-the sentences that explain them to users.
+The reasons why less was shared than possible: fixed words for reports, headers, metrics and the log, and
+sentences that explain them to users.
 """
 
 from __future__ import annotations
@@ -248,7 +248,6 @@ class Reason(StrEnum):
 
 
 def explanations() -> Mapping[Reason, str]:
-    """Return what each reason means for users, and what to do."""
     return {reason: reason.explanation for reason in Reason}
 
 

@@ -22,7 +22,6 @@ class SharingMode(StrEnum):
 
     @classmethod
     def least(cls, *modes: str) -> SharingMode:
-        """The mode that shares least."""
         return next(mode for mode in cls if mode in modes)
 
 
@@ -95,12 +94,10 @@ class SharingReport:
 
     @property
     def num_missed(self) -> int:
-        """Prompt tokens that were computed."""
         return self.num_recomputed + self.num_repaired
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.num_exact + self.num_copied
 
     @property

@@ -1,5 +1,5 @@
 """
-What both engines have in common: the open parts of a running server (store, index, planner, tasks after
+The base of both engines: the open parts of a running server (store, index, planner, tasks after
 answers), and the base class that opens and closes them.
 
 Only the writer thread changes the tree: it stores prompts, records uses, evicts, and answers administrators,
@@ -268,7 +268,6 @@ class ServedEngine(Engine, Generic[ServerT]):
 
     @property
     def sharing(self) -> Sharing:
-        """The sharing core, for benchmarks and tests."""
         return self.server.runtime.sharing
 
     async def stop(self) -> None:

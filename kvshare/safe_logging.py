@@ -1,6 +1,6 @@
 """
-What a log says of an exception that is not ours: classes and places. Its message may quote a prompt. And how
-our programs log: one handler on stderr, as text or as one JSON object a line.
+Logs classes and places of exceptions that are not ours, whose messages may quote a prompt. Sets up the log of
+our programs: one handler on stderr, as text or as one JSON object a line.
 
 Errors that were written to be read (`KVShareError`, the disk's `StoreError`) are logged by their messages,
 where they are caught.
@@ -79,6 +79,5 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _place(exc: BaseException) -> str:
-    """Return where it was raised; empty for an exception that was not."""
     frames = traceback.extract_tb(exc.__traceback__)
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -1,4 +1,4 @@
-"""What a running server reports of itself: for `/ready`, `/metrics` and `/v1/models`."""
+"""The status of a running server, for `/ready`, `/metrics` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class TierStatus:
     is_late: bool = False  # it was read too late, a minute ago at most
 
     def reading(self) -> PartReading:
-        """Report the state of the disk."""
         if self.problem is not None:
             return PartReading(ServedPart.DISK, PartProblem.DISK_NOT_WRITTEN, self.problem)
         return PartReading(ServedPart.DISK, PartProblem.DISK_LATE if self.is_late else None)
@@ -70,7 +69,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """How much is shared at one load, and the figures that the controller compared for that."""
+    """The extent of sharing at one load, and the figures that the controller compared for that."""
 
     load: str  # requests in flight at one engine: 1, 2-3, 4-7, ...
     rung: int  # 0: everything is shared; the higher, the less

@@ -1,5 +1,5 @@
 """
-What a server counts while it runs, in fixed words: failures of parts, evictions, what became of plans.
+The counts of a running server, in fixed words: failures of parts, evictions, outcomes of plans.
 
 Written from any thread; read by the metrics, replay and benchmarks as one `Counts`.
 """
@@ -124,7 +124,6 @@ class Telemetry:
         self._add(self._counts.answer_tokens, done, num_tokens)
 
     def unshared(self, reason: Reason) -> None:
-        """A request could not be planned."""
         self._add(self._counts.unshared, reason)
 
     def ticket(self, event: TicketEvent, num_tickets: int = 1) -> None:
@@ -137,12 +136,10 @@ class Telemetry:
             self._counts.num_isolation_denials += 1
 
     def generated(self, num_tokens: int) -> None:
-        """The engine emitted tokens of an answer."""
         with self._lock:
             self._counts.num_generated_tokens += num_tokens
 
     def counts(self) -> Counts:
-        """A copy, taken at one moment."""
         with self._lock:
             return Counts(*(copy(getattr(self._counts, each.name)) for each in fields(Counts)))
 

@@ -1,5 +1,5 @@
 """
-Whose the namespaces of a store are, by name, and how many bytes of KV each tenant may have.
+The owners of a store's namespaces, by name, and the bytes of KV that each tenant may have.
 
 A namespace's digest tells nothing of its owner, so a server notes both when a request comes, and keeps the
 list in the store's folder. Clients may name any number of salts: what has no prompts is forgotten.

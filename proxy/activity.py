@@ -1,5 +1,5 @@
 """
-What generating requests reused, saved and cost in the last day, minute by minute: for the dashboard.
+Counts what generating requests reused, saved and cost in the last day, by minute, for the dashboard.
 
 Counts only. Tenants and keys are configured ones, so nothing here grows with what clients send.
 """
@@ -152,7 +152,6 @@ class Activity:
         }
 
     def _minute(self) -> _Minute:
-        """The one that it is now."""
         number = int(self._clock()) // _MINUTE_S
         if not self._minutes or self._minutes[-1].number < number:
             self._minutes.append(_Minute(number))
@@ -160,7 +159,6 @@ class Activity:
 
 
 def _most(sums: Mapping[_T, Sums]) -> list[tuple[_T, Sums]]:
-    """Those that reused most come first."""
     return sorted(sums.items(), key=lambda entry: -(entry[1].exact + entry[1].copied))[:_MOST_NAMED]
 
 
@@ -173,13 +171,13 @@ def _sum(parts: Iterable[Sums]) -> Sums:
 
 def _means(outcomes: Outcomes) -> dict[str, Any]:
     """The same with the mean of what was expected; None where nothing was predicted."""
-    known = outcomes.predicted > 0
+    has_predictions = outcomes.predicted > 0
     return {
         "prompts": outcomes.prompts,
         "prompt_tokens": outcomes.prompt_tokens,
         "computed": outcomes.computed,
         "predicted": outcomes.predicted,
-        "expected": outcomes.expected / outcomes.predicted if known else None,
-        "bound": outcomes.bound if known else None,
-        "limit": outcomes.limit if known else None,
+        "expected": outcomes.expected / outcomes.predicted if has_predictions else None,
+        "bound": outcomes.bound if has_predictions else None,
+        "limit": outcomes.limit if has_predictions else None,
     }

@@ -63,7 +63,6 @@ def add_routes(app: web.Application, *, serves_admins: bool) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: the process answers."""
     return web.json_response({"status": "ok"})
 
 
@@ -92,7 +91,6 @@ async def parts(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, in Prometheus' text format."""
     body = generate_latest(request.app[SERVER].metrics.registry)
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -152,7 +150,6 @@ def _arguments(request: web.Request) -> Mapping[str, str]:
 
 
 def _answer(server: ServerContext, document: Mapping[str, Any]) -> web.Response:
-    """The document, with whose the namespaces in it are."""
     if digests := _digests_in(document):
         document = {**document, "owners": _owners(server, digests)}
     return web.json_response(document)
@@ -195,22 +192,22 @@ def _count(request: web.Request, name: str, *, default: int, most: int, others: 
     if unknown := sorted(request.query.keys() - {name, *others}):
         expected = " or ".join([name, *others])
         raise RequestError(f"{unknown[0][:40]}: unknown argument; expected {expected}", param=unknown[0][:40])
-    given = request.query.get(name, str(default))
-    is_number = given.isascii() and given.isdigit() and len(given) <= len(str(most))
-    if not (is_number and 1 <= int(given) <= most):
-        raise RequestError(f"{name}: expected 1 to {most}, got {given!r}", param=name)
-    return int(given)
+    text = request.query.get(name, str(default))
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not (is_number and 1 <= int(text) <= most):
+        raise RequestError(f"{name}: expected 1 to {most}, got {text!r}", param=name)
+    return int(text)
 
 
 async def request_by_id(request: web.Request) -> web.Response:
     """GET /admin/requests/{id}: one of them, by the `X-KVShare-Request` of its answer."""
-    found = request.app[SERVER].history.get(request.match_info["id"])
-    if found is None:
+    entry = request.app[SERVER].history.get(request.match_info["id"])
+    if entry is None:
         message = (
             "No request with this id is known; only the latest are. Ids are in the header X-KVShare-Request."
         )
         raise HttpError(404, ErrorCode.NOT_FOUND, message)
-    return web.json_response({**found, "gone": await _gone(request.app[SERVER], found)})
+    return web.json_response({**entry, "gone": await _gone(request.app[SERVER], entry)})
 
 
 async def _gone(server: ServerContext, document: Mapping[str, Any]) -> list[int]:

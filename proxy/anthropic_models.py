@@ -66,7 +66,7 @@ def model_of(card: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _place(ids: Sequence[str], name: str, given: str) -> int:
-    if given not in ids:
+def _place(ids: Sequence[str], name: str, model_id: str) -> int:
+    if model_id not in ids:
         raise RequestError(f"{name}: expected the id of a model that is listed", param=name)
-    return ids.index(given)
+    return ids.index(model_id)

@@ -180,7 +180,6 @@ def _stop_signals(live: LiveSettings) -> Iterator[tuple[asyncio.Event, asyncio.E
 
 
 async def _reload(live: LiveSettings) -> None:
-    """Read the settings again; wrong ones are one error in the log."""
     try:
         await live.reload()
     except ConfigError as exc:

@@ -49,7 +49,6 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant's name."""
         return named(self.owner).tenant
 
 
@@ -77,29 +76,27 @@ class Keyring:
         return not self._callers
 
     def caller_of(self, request: web.Request) -> Caller:
-        """Whose key a request has. Raises HttpError 401 for an unknown key, or none."""
+        """Return the caller whose key a request has. Raises HttpError 401 for an unknown key, or none."""
         if self.is_open:
             return LOCAL
         key = _presented_key(request)
         digest = hashlib.sha256(key).hexdigest()
         # Each hash is compared, so that timing does not reveal which one was close.
-        found = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
-        if not key or not found:
+        callers = [caller for known, caller in self._callers if hmac.compare_digest(known, digest)]
+        if not key or not callers:
             message = (
                 "Incorrect or missing API key. Send it as 'Authorization: Bearer <key>' "
                 "or as 'x-api-key: <key>'."
             )
             raise HttpError(401, ErrorCode.INVALID_API_KEY, message, {"WWW-Authenticate": "Bearer"})
-        return found[0]
+        return callers[0]
 
     def owners(self) -> Iterator[Owner]:
-        """Who may own KV."""
         if self.is_open:
             yield LOCAL.owner
         yield from self._keys
 
     def tenants(self) -> list[str]:
-        """Their names, in the order of the keys."""
         return list(dict.fromkeys(named(owner).tenant for owner in self.owners()))
 
     def names_of(self, tenant: str, scope: str, key: str | None) -> list[str]:
@@ -111,10 +108,10 @@ class Keyring:
         """The owner of a key's requests, or of what a tenant's keys share; None if there is no such owner."""
         keys = (entry for entries in self._keys.values() for entry in entries)
         if key is not None:
-            found = (
+            owners = (
                 owner_of(entry) for entry in keys if entry.name == key and tenant in (None, entry.tenant)
             )
-            return next(found, None)
+            return next(owners, None)
         if tenant not in self.tenants():
             return None
         return owner_of_key(str(tenant), "tenant", "")
@@ -175,7 +172,7 @@ def _is_of_foreign_page(request: web.Request) -> bool:
 
 def preflight(request: web.Request, origins: Sequence[str]) -> web.Response | None:
     """
-    Where a browser asks if a page may send something: what allows it, besides what `add_cors_headers` adds.
+    Answer a browser that asks if a page may send something, with the headers that `add_cors_headers` lacks.
 
     Raises:  HttpError 403 for other origins
     """
@@ -212,6 +209,5 @@ def add_cors_headers(request: web.Request, response: web.StreamResponse, origins
 
 
 def _is_allowed(request: web.Request, origins: Sequence[str]) -> bool:
-    """Return whether a page of the request's origin may use this route."""
     origin, path = request.headers.get("Origin"), request.path
     return origin is not None and not is_for_operators(path) and (ANY_ORIGIN in origins or origin in origins)

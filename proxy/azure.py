@@ -50,10 +50,8 @@ def openai_url(request: web.Request) -> URL:
 
 
 def is_of_deployment(request: web.Request) -> bool:
-    """Whether its path names the model."""
     return "deployment" in request.match_info
 
 
 def with_deployment(request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the path's deployment as its model, if the path has one."""
     return {**body, "model": request.match_info["deployment"]} if is_of_deployment(request) else body

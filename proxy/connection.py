@@ -1,11 +1,10 @@
 """
-A client's connection below its requests: what is answered to clients that wait for `100 Continue`, and to
-those that close their sending side and still read. What is answered to bytes that are not a request is in
-`malformed_requests.py`.
+A client's connection below its requests: serves clients that wait for `100 Continue`, and clients that close
+their sending side and still read. The answer to bytes that are not a request is in `malformed_requests.py`.
 
-aiohttp's own protocol answers in text, says `100 Continue` before a handler has looked at the request, and
-takes the end of what a client sends for the end of the client. The private parts of aiohttp that this uses
-were tried on version 3.14.
+aiohttp's own protocol answers in text, sends `100 Continue` before a handler has seen the request, and treats
+a client that has closed its sending side as gone. The private parts of aiohttp that this uses were tried on
+version 3.14.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PATIENT_LOOKS = 5  # and before a whole answer to the first: quick ones come wi
 
 
 async def send_continue(request: web.Request) -> None:
-    """Before the body is read, after all that is refused without it: tell a client that waits to go on."""
+    """Tell a client that waits to send its body. Called once everything else of the request was accepted."""
     if request.get(_EXPECTATION) and request.version >= HttpVersion11 and not request.content.is_eof():
         await request.writer.write(_CONTINUE)
         request.writer.output_size = 0  # as aiohttp does: it is not of the answer
@@ -118,8 +117,8 @@ class _Server(web.Server):
 class _Protocol(web.RequestHandler):
     """
     A connection. A client that has sent all may close its sending side ("half-close") and gets its answers.
-    One that has gone closes in the same way, and shows it only by rejecting what it is sent: so the silence
-    before an answer, and within a stream, is broken by probes, which a client skips.
+    A client that has gone closes in the same way, and differs only by rejecting what it is sent. So before an
+    answer, and within a stream, the server sends probes, which clients skip.
     """
 
     __slots__ = ("_is_half_closed", "_last_body", "_num_looks", "_watch")
@@ -151,7 +150,6 @@ class _Protocol(web.RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether no request still waits for an answer."""
         return self._waiter is not None and not self._messages
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -76,7 +76,6 @@ class LiveSettings:
         engine.tenants.use_limits(lambda tenant: self._now.access.limits_of(tenant).max_kv_bytes)
 
     def on_change(self, act: Callable[[], None]) -> None:
-        """Call `act` now, and after each change."""
         self._on_change.append(act)
         act()
 

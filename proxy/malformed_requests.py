@@ -1,5 +1,5 @@
 """
-What a client reads whose bytes are not an HTTP request: which fault they have, without the bytes.
+The answer to bytes that are not an HTTP request. It names the fault, and does not repeat the bytes.
 
 The faults are known by the words of aiohttp's parser.
 """

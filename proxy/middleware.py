@@ -27,7 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_CLOSED = 499  # nginx's number for a client that went away; in metrics and log only
 _FREE = ("GET", "HEAD", "OPTIONS")  # methods of requests that compute nothing
-# Routes that ask for no key. The dashboard's files hold no data.
+# Routes that need no key. The dashboard's files hold no data.
 _OPEN = ("/health", "/ready", "/status", "/openapi.json", "/docs", "/admin/ui", "/admin/ui/{name}", "unknown")
 _TRACED = ("/v1/", "/openai/")  # probes and operators' routes are not
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # that may be logged

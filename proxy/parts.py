@@ -1,5 +1,5 @@
 """
-How all parts of a server are, in one list: those of its engine, and those that only the front knows. For
+The state of all parts of a server in one list: those of its engine, and those that only the front knows. For
 probes, operators and metrics.
 """
 
@@ -26,7 +26,6 @@ def part_documents(parts: tuple[PartStatus, ...], *, with_details: bool) -> list
 
 
 def worst_states(parts: tuple[PartStatus, ...]) -> dict[ServedPart, PartState]:
-    """Return the state of each part; of several replicas, the worst."""
     order, worst = list(PartState), dict[ServedPart, PartState]()
     for each in parts:
         worst[each.part] = max(each.state, worst.get(each.part, PartState.OK), key=order.index)

@@ -1,5 +1,5 @@
 """
-What each tenant may ask for: so many requests a minute, and so many at a time, with all its keys together.
+Limits of a tenant: requests a minute, and requests at a time, with all its keys together.
 
 Requests a minute are a bucket: a tenant that was quiet may send all of them at once, and then gets one more
 each 60 / requests_per_minute seconds. What is refused takes none.

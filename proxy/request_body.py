@@ -76,7 +76,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 def _asked_owner(request: web.Request) -> Owner:
     """
-    Whose KV the request is about: the caller's own, but for `/admin/explain` also another's by its name.
+    Return the owner of the request's KV: the caller, or for `/admin/explain` another owner by its name.
 
     Raises:  RequestError for a tenant or a key that is not configured
     """
@@ -183,12 +183,12 @@ class KVShareObject(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_keys(cls, given: Any) -> Any:
+    def _check_keys(cls, value: Any) -> Any:
         """Raises RequestError for a key that is not understood; it says which are."""
-        for name in given if isinstance(given, dict) else ():
+        for name in value if isinstance(value, dict) else ():
             if name not in cls.model_fields:
                 raise unknown_key(f"kvshare.{name}", cls.model_fields)
-        return given
+        return value
 
 
 KVShareField = Annotated[KVShareObject, at_most(MAX_KEYS)] | None
@@ -214,26 +214,26 @@ def is_controlled(given: KVShareObject | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request may be shared, and whether its prompt may be stored."""
+    """The way a request may be shared, and whether its prompt may be stored."""
 
     mode: SharingMode
     may_store: bool
     max_deviation: float | None = None  # nats; counts where it is below that of the settings
 
 
-def request_options(request: web.Request, given: KVShareObject | None) -> RequestOptions:
+def request_options(request: web.Request, asked: KVShareObject | None) -> RequestOptions:
     """
-    The options of `request`, whose body has `given`.
+    The options of `request`, whose body has `asked`.
 
     Body and header decide together, the stricter wins: `no-cache` shares nothing, `no-store` stores nothing.
     No request gets more than `sharing.max_mode` and the `max_mode` of its tenant.
     """
-    given = given or KVShareObject()
+    asked = asked or KVShareObject()
     headers = request.headers.getall("Cache-Control", [])
     directives = {directive.strip().lower() for header in headers for directive in header.split(",")}
     sharing, access = request.app[SERVER].settings.sharing, request.app[SERVER].live.access
     of_tenant = access.limits_of(named(request[RECORD].owner).tenant).max_mode
-    mode = SharingMode.least(given.mode or sharing.mode, sharing.max_mode, of_tenant)
-    may_store = not given.no_store and "no-store" not in directives
+    mode = SharingMode.least(asked.mode or sharing.mode, sharing.max_mode, of_tenant)
+    may_store = not asked.no_store and "no-store" not in directives
     mode = SharingMode.OFF if "no-cache" in directives else mode
-    return RequestOptions(mode, may_store, given.max_deviation)
+    return RequestOptions(mode, may_store, asked.max_deviation)

@@ -1,5 +1,5 @@
 """
-What `/admin/requests` shows of the latest generating requests: plans, what came of them, times.
+The latest generating requests, for `/admin/requests`: plans, their outcomes, times.
 
 No prompt text and no tokens are in it.
 """
@@ -27,7 +27,6 @@ class RequestHistory:
         self._entries: OrderedDict[str, Callable[[], dict[str, Any]]] = OrderedDict()
 
     def begin(self, record: RequestRecord, endpoint: str) -> None:
-        """Its answer has begun."""
         if record.unique_id not in self._entries:
             self._set(record.unique_id, lambda: _document(record, endpoint, status=None))
 

@@ -64,5 +64,4 @@ def _generated(record: RequestRecord) -> dict[str, Any]:
 
 
 def log_failure(request_id: str, exc: Exception) -> None:
-    """Log an error that is the server's."""
     log.error("request %s failed: %s", request_id, classes_and_places(exc))

@@ -1,5 +1,5 @@
 """
-What is recorded of a request while it is answered: for its metrics, its line in the log, and the history.
+The record of a request while it is answered, for its metrics, its line in the log, and the history.
 
     RequestRecord        the request's ids, and the four parts below    frozen, made when the request comes in
     AdmissionRecord      who sent it, and the error of its handler      by the middleware
@@ -76,7 +76,6 @@ class PreparationRecord:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of all stages that there were."""
         read = {"body": self.body_s, "tokenize": self.tokenize_s}
         return {**{name: value for name, value in read.items() if value is not None}, **self.stage_seconds}
 
@@ -120,7 +119,6 @@ class RequestRecord:
 
     @property
     def owner(self) -> Owner:
-        """Whose KV the request uses."""
         return self.body.divided_owner or self.admission.caller.owner
 
     @property
@@ -148,7 +146,7 @@ RECORD: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 
 def client_of(request: web.Request) -> str:
-    """Whose request it is, by key; by address where there are no keys."""
+    """Return the name of the request's key, with the client's address where there are no keys."""
     caller = request[RECORD].admission.caller
     return f"{caller.name} {request.remote}" if caller is LOCAL else caller.name
 

@@ -35,7 +35,7 @@ class EntryChanges:
 
     @classmethod
     def between(cls, before: Sequence[Named], now: Sequence[Named]) -> EntryChanges:
-        """What was done to `before`; an order is no difference."""
+        """Compare two lists of entries; another order is not a difference."""
         old, new = ({entry.name: entry for entry in entries} for entries in (before, now))
         return cls(
             tuple(name for name in new if name not in old),
@@ -49,7 +49,6 @@ class EntryChanges:
 
     @property
     def document(self) -> dict[str, Any]:
-        """JSON-ready."""
         changed = {name: _documents(of_entry) for name, of_entry in self.changed.items()}
         return {"added": list(self.added), "removed": list(self.removed), "changed": changed}
 
@@ -104,10 +103,10 @@ def _documents(found: Differences) -> dict[str, Any]:
     return {key: {"from": old, "to": new} for key, (old, new) in found.items()}
 
 
-def _in_words(found: Differences) -> str:
+def _in_words(differences: Differences) -> str:
     return ", ".join(
         f"{key} is another one" if new is HIDDEN else f"{key} is {_word(new)}, was {_word(old)}"
-        for key, (old, new) in found.items()
+        for key, (old, new) in differences.items()
     )
 
 

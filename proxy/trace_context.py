@@ -20,15 +20,14 @@ class TraceContext:
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> TraceContext | None:
         """The span that a request's `traceparent` names; None if there is none, or it is not valid."""
-        found = _HEADER.fullmatch(headers.get("traceparent", "").strip())
-        if found is None:
+        match = _HEADER.fullmatch(headers.get("traceparent", "").strip())
+        if match is None:
             return None
-        version, trace_id, span_id, flags, more = found.groups()
+        version, trace_id, span_id, flags, more = match.groups()
         if version == "ff" or not int(trace_id, 16) or not int(span_id, 16) or (more and version == "00"):
             return None
         return cls(trace_id, span_id, flags)
 
     @property
     def header(self) -> str:
-        """Return the value of the header `traceparent`."""
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"

@@ -38,7 +38,7 @@ class Tracer(Protocol):
 
 def tracer_of(settings: TracingSettings) -> Tracer | None:
     """
-    What sends spans to the endpoint of the settings; None without one.
+    Make what sends spans to the endpoint of the settings; None without an endpoint.
 
     Raises:  MissingExtraError if OpenTelemetry is not installed
     """

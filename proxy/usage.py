@@ -1,6 +1,6 @@
 """
-What each key and tenant has used, by day (UTC): requests, prompt tokens by where their KV came from, tokens
-of answers, seconds saved. Kept over a restart in the store's folder, if it has one.
+Counts what each key and tenant has used, by day (UTC): requests, prompt tokens by where their KV came from,
+tokens of answers, seconds saved. Kept over a restart in the store's folder, if it has one.
 
 Tokens and seconds are as planned: what was not tokenized here counts as a request only.
 """
@@ -131,7 +131,6 @@ class UsageLedger:
         return _document(self._rows.copy(), question)
 
     def by_tenant(self) -> dict[str, Used]:
-        """All days together."""
         sums: dict[str, Used] = {}
         for (_, tenant, _), used in self._rows.items():
             sums[tenant] = sums.get(tenant, Used()) + used

@@ -1,6 +1,5 @@
 """
-What a client learns of a value that is wrong: which field it is, what was expected, in pydantic's words, and
-what was found.
+The message about a wrong value: the field, what was expected, in pydantic's words, and what the field had.
 
 No text of the body is quoted, as it may be a prompt: only its type, a number, or, where one of a few words
 was expected, its first characters.
@@ -45,10 +44,10 @@ def invalid(param: str, problem: str) -> RequestError:
     return RequestError(f"Invalid '{param}': {problem}.", param=param)
 
 
-def unknown_key(param: str, known: Iterable[str]) -> RequestError:
+def unknown_key(param: str, names: Iterable[str]) -> RequestError:
     """The error of a key that an object may not have."""
     param = param[:_MAX_PARAM]
-    message = f"Unknown key '{param}': expected one of {', '.join(known)}."
+    message = f"Unknown key '{param}': expected one of {', '.join(names)}."
     return RequestError(message, param=param, code=ErrorCode.UNKNOWN_PARAMETER, quoted=[param])
 
 
@@ -130,8 +129,8 @@ class _Problem:
 
 def _ways(location: _Path, here: object, at: int = 0) -> Iterator[tuple[_Path, _Path, object]]:
     """
-    What a location can mean in a document: the keys on the way, the location up to the last union's branch,
-    and the value at its end. The first is the one with the most keys.
+    Yield the meanings of a location in a document, the one with the most keys first: the keys on the way, the
+    location up to the last union's branch, and the value at its end.
     """
     if at == len(location):
         yield (), (), here

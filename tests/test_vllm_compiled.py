@@ -84,7 +84,7 @@ def front(tmp_path: Path) -> Iterator[Server]:
 
     Only what depends on times is set: with this model there is next to none to save, and the machine is busy.
     """
-    from kvshare.demo.export import export
+    from kvshare_lab.demo_model.export import export
 
     port, proxy_port = port_with_next(), free_ports(1)[0]
     config = tmp_path / "config.yaml"

@@ -76,6 +76,8 @@ class VectorIndex(ABC):
     Used from one event loop. `foreign_hits` counts dropped hits of other namespaces; it must stay 0.
     """
 
+    is_own: bool = False  # whether all its fingerprints were added by this process
+
     def __init__(self, schema: IndexSchema) -> None:
         self.schema = schema
         self.foreign_hits = 0

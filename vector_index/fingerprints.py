@@ -20,6 +20,7 @@ _FINAL_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 _HALF = np.uint64(32)
 
 _BITS = 20  # of the numbers of buckets of `FingerprintFrequencies`
+_MOST_COUNTED = np.uint32(0xFFFF)  # of two fingerprints with more holders any may be the rarer one
 _SPREAD = np.uint32(0x9E3779B1)  # odd: spreads the second table's buckets by the high bits
 
 
@@ -47,8 +48,7 @@ def fingerprints(
     hashes = _kgram_hashes(np.asarray(token_ids), kgram)
     minima = _sliding_minima(hashes, min(window, len(hashes)))
     # Neighbouring windows mostly have the same minimum: without repeats only a fifth is left to sort.
-    is_first = np.concatenate(([True], minima[1:] != minima[:-1]))
-    return np.unique(minima[is_first])[:max_fingerprints]
+    return _without_repeats(np.sort(_without_repeats(minima)))[:max_fingerprints]
 
 
 def bind(prints: NDArray[np.uint32], namespace: str) -> NDArray[np.uint32]:
@@ -109,6 +109,10 @@ class FingerprintFrequencies:
         held = self._held.get(namespace, {}).get(prompt_id)
         return None if held is None else np.frombuffer(held, np.uint32)
 
+    def are_held(self, prints: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """(F,) whether a prompt may hold a fingerprint; of the others it is certain that none does."""
+        return self._num_holders(prints) > 0
+
     def rarest(
         self, prints: NDArray[np.uint32], *, max_postings: int, min_asked: int, max_asked: int
     ) -> NDArray[np.uint32]:
@@ -121,7 +125,8 @@ class FingerprintFrequencies:
         counts = self._num_holders(prints)
         if len(prints) > max_asked and (is_held := counts > 0).any():
             prints, counts = prints[is_held], counts[is_held]
-        order = np.argsort(counts, kind="stable")
+        # Numbers of 16 bits are sorted in a tenth of the time.
+        order = np.argsort(np.minimum(counts, _MOST_COUNTED).astype(np.uint16), kind="stable")
         postings = np.cumsum(counts[order], dtype=np.int64)
         num_asked = max(min_asked, int(np.searchsorted(postings, max_postings, side="right")))
         asked = np.sort(prints[order[:num_asked]])
@@ -161,6 +166,13 @@ def _sliding_minima(hashes: NDArray[np.uint32], window: int) -> NDArray[np.uint3
         width *= 2
     rest = window - width
     return np.minimum(minima[:-rest], minima[rest:]) if rest else minima
+
+
+def _without_repeats(numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Leave out those that equal the one before: of sorted numbers in a twentieth of `np.unique`'s time."""
+    is_first = np.ones(len(numbers), dtype=np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=is_first[1:])
+    return numbers[is_first]
 
 
 def _buckets(prints: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

@@ -29,6 +29,7 @@ _PARTS: Final = 8  # a power of two
 _YOUNG: Final = 1 << 14  # postings that are sorted again with each prompt
 _GROWTH: Final = 4  # times, at least, by which an array is larger than the next; more in each further part,
 # so that the parts do not merge their largest arrays at the same time
+_SPARSE: Final = 8  # times as many prompts as places that a search finds: then the places are sorted
 _FORGOTTEN: Final = -1  # in place of a prompt's id
 
 
@@ -83,7 +84,7 @@ class Postings:
         owner = self._numbers.get(namespace)
         if owner is None or not limit:
             return []
-        places, counts = np.unique(self._holders(np.sort(prints).astype(np.uint64)), return_counts=True)
+        places, counts = self._counted(self._holders(np.sort(prints).astype(np.uint64)))
         own = (self._owners[places] == owner) & (self._ids[places] != _FORGOTTEN)
         ranked = counts[own].astype(np.uint64) << _HIGH | places[own].astype(np.uint64)
         if len(ranked) > limit:
@@ -150,6 +151,14 @@ class Postings:
             asked = prints[parts == number]
             found += [_places(run, asked) for run in runs if len(asked)]
         return np.concatenate(found)
+
+    def _counted(self, places: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each of the places once, ascending, and how often it is among them."""
+        if self._num_places > _SPARSE * len(places):
+            return np.unique(places.astype(np.int64), return_counts=True)
+        counts = np.bincount(places)
+        found = np.flatnonzero(counts)
+        return found, counts[found]
 
     def _hit(self, ranked: int) -> tuple[str, Hit]:
         place = ranked & int(_LOW)

@@ -49,6 +49,8 @@ class QdrantEdgeIndex(VectorIndex):
     that reason finds nothing until `resume` opens it.
     """
 
+    is_own = True  # they are in this process's memory
+
     def __init__(
         self,
         schema: IndexSchema,

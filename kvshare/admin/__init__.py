@@ -1,5 +1,5 @@
 """
-What administrators ask of a store and change in it, on a running server or the metadata of a stopped one.
+Administrators' queries and commands, on the store of a running server or the metadata of a stopped one.
 
     questions.py   how much is stored, how prompts hang together, what differs between two
     commands.py    evict, pin, unpin

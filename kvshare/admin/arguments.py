@@ -55,18 +55,18 @@ def checked(kind: type[KindT], arguments: Mapping[str, Any]) -> KindT:
     None is the same as absent.
     Raises:  RequestError that names the argument which is missing, wrong or unknown
     """
-    known = [field.name for field in fields(kind)]
-    given = {name: value for name, value in arguments.items() if value is not None or name not in known}
+    names = [field.name for field in fields(kind)]
+    values = {name: value for name, value in arguments.items() if value is not None or name not in names}
     adapter: TypeAdapter[KindT] = _adapter(kind)
     try:
-        return adapter.validate_python(given)
+        return adapter.validate_python(values)
     except ValidationError as exc:
         wrong = exc.errors(include_url=False)[0]
         param = str(wrong["loc"][0])
         problem = f"{wrong['msg'].replace('Input should be', 'expected')}, got {wrong['input']!r}"
-        if param not in known:
-            problem = f"unknown argument; expected one of: {', '.join(known)}"
-        elif param not in given:
+        if param not in names:
+            problem = f"unknown argument; expected one of: {', '.join(names)}"
+        elif param not in values:
             problem = "is required"
         raise RequestError(f"{param}: {problem}", param=param) from exc
 
@@ -77,7 +77,6 @@ def _adapter(kind: type[KindT]) -> TypeAdapter[KindT]:
 
 
 def node_of(tree: DeltaTree, name: str, node_id: int) -> Node:
-    """The node that the argument `name` names."""
     node = tree.get(NodeId(node_id))
     if node is None:
         raise not_found(name, node_id)
@@ -109,7 +108,6 @@ def chosen(
 
 
 def nodes_of(tree: DeltaTree, namespaces: frozenset[str] | None) -> tuple[Node, ...]:
-    """All nodes of these namespaces; None: all."""
     return tuple(node for node in tree.nodes() if namespaces is None or node.namespace in namespaces)
 
 

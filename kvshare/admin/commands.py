@@ -1,5 +1,5 @@
 """
-What an administrator may change: evict prompts, protect them from eviction, and allow it again.
+Administrators' commands: evict prompts, protect them from eviction, and end the protection.
 
 A command changes the tree only. Its result names what else must change: the caller drops the KV and the index
 entries of what was evicted, and pins if there is memory enough.
@@ -151,7 +151,6 @@ def _check_one_of(**given: object) -> None:
 
 
 def _one_or_all(command: Pin | Unpin, tree: DeltaTree, tenants: Tenants) -> Collection[Node]:
-    """The node, or all of the namespaces, that a command names."""
     if command.node is not None:
         return (node_of(tree, "node", command.node),)
     return nodes_of(tree, chosen(tree, tenants, namespace=command.namespace, tenant=command.tenant))

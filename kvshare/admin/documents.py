@@ -161,7 +161,7 @@ class EditsDocument(TypedDict):
 
 
 class PieceDocument(TypedDict):
-    """Where the KV of a stretch lies; a shift is how far it is from where it was computed."""
+    """The place of a stretch's KV. A shift is the distance to the position at which it was computed."""
 
     start: int
     end: int
@@ -180,8 +180,8 @@ class SharedTokens(TypedDict):
 
 class NodeDocument(NodeSummary):
     """
-    Of its children, and of those that it shares KV with, 100 at most, and how many there are: of the latter
-    at least so many.
+    One prompt. It lists at most 100 children, and at most 100 prompts that share KV with it. `num_children`
+    is exact; `num_shared_with` is a lower bound.
     """
 
     parents: list[int]
@@ -211,7 +211,7 @@ class EvictionDocument(TypedDict):
 
 
 class PinDocument(TypedDict):
-    """How many prompts, and the KV that they point to; some of it may be other prompts' as well."""
+    """The number of prompts, and the KV that they point to, part of which other prompts may share."""
 
     num_nodes: int
     num_bytes: int

@@ -34,7 +34,7 @@ def summary_of(tree: DeltaTree, tenants: Tenants, node: Node) -> NodeSummary:
 
 
 def _num_bytes(tree: DeltaTree, node: Node) -> int:
-    """Of the KV that a node points to. A segment may be gone: the node was evicted meanwhile."""
+    """Count the KV that a node points to. A segment may be gone: the node was evicted meanwhile."""
     lengths: Counter[SegmentId] = Counter()
     for _, segment_id, _, length in node.pieces.rows():
         lengths[segment_id] += length

@@ -1,6 +1,6 @@
 """
-What an administrator may ask of a store: how much it holds, how prompts hang together, what differs between
-two. A question changes nothing; see `kvshare.admin.commands` for what does.
+Administrators' queries: how much a store holds, how prompts are related, what differs between two of them.
+A question changes nothing; see `kvshare.admin.commands` for what does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StoreQuestion(Protocol[DocumentT_co]):
 
 @dataclass(frozen=True, slots=True)
 class StatsQuestion:
-    """How much is stored, in all, per namespace and per tenant."""
+    """Totals of what is stored, also per namespace and per tenant."""
 
     __pydantic_config__ = STRICT
     namespace: Digest | None = None
@@ -146,7 +146,6 @@ class TreeQuestion:
         return entries
 
     def _page(self, tree: DeltaTree, siblings: Sequence[Node], skip: int | None) -> Sequence[Node]:
-        """Sort siblings, and return at most `limit` of those after the first `skip`."""
         first = skip or 0
         last = None if self.limit is None else first + self.limit
         return sorted(siblings, key=self._weight(tree, siblings), reverse=True)[first:last]
@@ -250,7 +249,6 @@ def _sum(rows: Iterable[StoredTotals]) -> StoredTotals:
 
 
 def _roots(tree: DeltaTree, namespaces: Collection[str] | None) -> Sequence[Node]:
-    """The prompts without a parent, of these namespaces; None: of all."""
     if namespaces is None:
         return tree.roots()
     return [node for namespace in sorted(namespaces) for node in tree.roots(namespace)]

@@ -23,7 +23,7 @@ class Check:
 
 
 class Checked(StrEnum):
-    """What is looked at. What is not well comes with a remedy."""
+    """The subjects of checks. A check that is not ok comes with a remedy."""
 
     # This machine, the config, and what they store.
     PYTHON = auto()
@@ -69,9 +69,7 @@ class Checked(StrEnum):
         return Check(self.value, CheckState.OK, str(detail), remedy)
 
     def warn(self, detail: object, remedy: str) -> Check:
-        """It serves, but not as it could."""
         return Check(self.value, CheckState.WARN, str(detail), remedy)
 
     def fail(self, detail: object, remedy: str) -> Check:
-        """It does not serve."""
         return Check(self.value, CheckState.FAIL, str(detail), remedy)

@@ -1,5 +1,5 @@
 """
-What `kvshare doctor` looks at: one small function per question, each answering with a `Check`.
+The checks of `kvshare doctor`: one small function per question, which answers with a `Check`.
 
 Here: the machine, the config and the model. `store_checks`, `server_checks` (of vLLM) and `running_checks`
 (of ours) ask the rest. No check loads weights, talks to the internet or leaves a file behind.
@@ -93,7 +93,7 @@ def check_pages(settings: Settings) -> Check:
         if asks_for_keys:
             return Checked.PAGES.ok("may call it from any origin, with a key")
         return Checked.PAGES.warn(
-            "every web page may use the server from a browser that reaches it, as no key is asked",
+            "every web page may use the server from a browser that reaches it, as no key is needed",
             "list the origins in server.cors_origins, or configure auth.keys",
         )
     if origins:
@@ -151,7 +151,7 @@ def check_geometry(settings: Settings) -> Check:
     if not model.can_share:
         return Checked.GEOMETRY.warn(
             f"nothing is shared: {model.unsupported_reason}",
-            "it is served all the same; docs/models.md lists what is shared of which",
+            "it is served unshared; docs/models.md lists what is shared of which",
         )
     if model.unsupported_reason:
         return Checked.GEOMETRY.warn(
@@ -197,5 +197,4 @@ def _smallest(config: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -93,7 +93,6 @@ def _described(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _short(value: object) -> str:
-    """A value in one cell; of a list of entries their number."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
     return json.dumps(value)

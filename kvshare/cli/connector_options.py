@@ -1,4 +1,4 @@
-"""What `kvshare vllm` tells KVShare's connector, in the words of `vllm serve`. Imports no vLLM."""
+"""Options of `kvshare vllm` as settings of the connector, in the form `vllm serve` takes. Imports no vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ def parse_bytes(text: object) -> int:
 
 def parse_connector(text: object) -> dict[str, Any]:
     """Settings of another connector, as in vLLM's --kv-transfer-config. Raises a usage error."""
-    found: object = None
+    connector: object = None
     with suppress(ValueError):
-        found = json.loads(str(text))
-    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
+        connector = json.loads(str(text))
+    if not isinstance(connector, dict) or not isinstance(connector.get("kv_connector"), str):
         raise typer.BadParameter(
             'expected one connector as in --kv-transfer-config, {"kv_connector": "OffloadingConnector", '
             f'"kv_connector_extra_config": {{"cpu_bytes_to_use": 8000000000}}}} say; got {str(text)!r}'
         )
-    return {"kv_role": "kv_both", **found}
+    return {"kv_role": "kv_both", **connector}
 
 
 def disk_settings(
@@ -59,35 +59,35 @@ def parse_shared_tier(text: object) -> dict[str, Any]:
     """
     from kvshare.settings import load_settings
 
-    given: object = {"url": str(text)}
+    tier: object = {"url": str(text)}
     if str(text).lstrip().startswith("{"):
         try:
-            given = json.loads(str(text))
+            tier = json.loads(str(text))
         except ValueError:
-            given = None
-    if not isinstance(given, dict) or not isinstance(given.get("url"), str):
+            tier = None
+    if not isinstance(tier, dict) or not isinstance(tier.get("url"), str):
         raise typer.BadParameter(
             "expected redis://HOST:PORT/NUMBER, rediss:// for TLS, or JSON with settings of shared_tier, as "
             '{"url": ..., "ca_file": ...}'
         )
-    for name, value in given.items():
+    for name, value in tier.items():
         if name.endswith("_file") and isinstance(value, str):
-            given[name] = str(Path(value).absolute())
-    overrides = {f"shared_tier.{name}": value for name, value in given.items()}
+            tier[name] = str(Path(value).absolute())
+    overrides = {f"shared_tier.{name}": value for name, value in tier.items()}
     try:
         return load_settings(overrides=overrides).shared_tier.model_dump()
     except ConfigError as exc:
         raise typer.BadParameter(str(exc)) from None
 
 
-def shared_settings(given: Mapping[str, Any] | None, *, kv_bytes: int) -> Mapping[str, object]:
-    """Of the connector. Raises a usage error for what would be seen only when the model is loaded."""
-    if given is None:
+def shared_settings(tier: Mapping[str, Any] | None, *, kv_bytes: int) -> Mapping[str, object]:
+    """Make the connector's settings. Raises a usage error, before vLLM loads the model."""
+    if tier is None:
         return {}
     from kvshare.settings import SharedTierSettings
     from kvshare.tiers.shared_start import checked_seal
 
-    chosen = SharedTierSettings.model_validate(given)
+    chosen = SharedTierSettings.model_validate(tier)
     try:
         checked_seal(chosen)
     except (ConfigError, MissingExtraError) as exc:
@@ -97,7 +97,7 @@ def shared_settings(given: Mapping[str, Any] | None, *, kv_bytes: int) -> Mappin
             f"max_bytes is {chosen.max_bytes}; expected at least --kv-bytes, {kv_bytes}",
             param_hint="--shared-tier",
         )
-    return {"shared_tier": given}
+    return {"shared_tier": tier}
 
 
 def connector_options(
@@ -118,14 +118,14 @@ def connector_options(
     """
     from kvshare.vllm_protocol.messages import WORKER_CLASS
 
-    own: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes, **below}
+    settings: dict[str, Any] = {"control_host": host, "control_port": port, "max_bytes": max_bytes, **below}
     if ranks > 1:
-        own["data_parallel_size"] = ranks
+        settings["data_parallel_size"] = ranks
     transfer = {
         "kv_connector": "KVShareConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",  # if KV is gone by then, the request does not fail
-        "kv_connector_extra_config": {"kvshare": own},
+        "kv_connector_extra_config": {"kvshare": settings},
     }
     if beside is not None:
         transfer = {

@@ -1,4 +1,4 @@
-"""What a server has measured and what it assumes, in words: for `kvshare stats` and `kvshare doctor`."""
+"""A server's measured and assumed costs in words, for `kvshare stats` and `kvshare doctor`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_words(costs: object) -> SaidCosts | None:
 
 def disk_break_even(costs: object) -> int | None:
     """
-    From how many tokens on reading KV from disk is faster than computing it; None if no length is.
+    Return the number of tokens from which reading KV from disk is faster than computing it; None: never.
 
     Raises:  KeyError for a server without a disk tier, or of another version
     """

@@ -83,17 +83,17 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
 
     settings, readable = checks.check_config(config)
     python = Checked.PYTHON.ok(platform.python_version())
-    found = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
+    results = [python, checks.check_sqlite(sqlite3.sqlite_version_info), readable]
     if settings is None:
-        return found
+        return results
     if not missing_modules("embeddings"):
-        found.append(checks.check_torch())
+        results.append(checks.check_torch())
     missing = missing_modules("embedded", embeds=settings.index.dense)
     if settings.engine.kind == "vllm":
-        found += server_checks.check_replicas(settings.vllm.replicas)
-        found.append(server_checks.check_formats())
+        results += server_checks.check_replicas(settings.vllm.replicas)
+        results.append(server_checks.check_formats())
     elif missing:
-        found.append(
+        results.append(
             Checked.LIBRARIES.fail(
                 f"the embedded engine needs libraries that are not installed: {', '.join(missing)}",
                 "pip install 'kvshare[embedded]', or serve in front of vLLM: engine.kind: vllm",
@@ -101,7 +101,7 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
         )
     else:
         of_model = (checks.check_model, checks.check_tokenizer, checks.check_geometry)
-        found += [check(settings) for check in of_model]
+        results += [check(settings) for check in of_model]
     of_store = (
         store_checks.check_store,
         store_checks.check_disk,
@@ -109,8 +109,8 @@ def run_checks(config: Path | None, url: str | None = None) -> list[Check]:
         store_checks.check_index,
         store_checks.check_embedder,
     )
-    found += [check(settings) for check in of_store]
-    return [*found, *checks.check_ports(settings, url), checks.check_pages(settings)]
+    results += [check(settings) for check in of_store]
+    return [*results, *checks.check_ports(settings, url), checks.check_pages(settings)]
 
 
 def run_vllm_checks(url: str, control_url: str | None, data_parallel_size: int = 1) -> list[Check]:

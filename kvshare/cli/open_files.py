@@ -1,4 +1,4 @@
-"""How many connections and files this process may have open at once."""
+"""The limit on the connections and files that this process has open at once."""
 
 import logging
 import resource

@@ -1,16 +1,21 @@
 """
-How a command answers and ends: stdout is data, as JSON or through its view; stderr is for people; exit codes.
+Output and exit codes of commands. stdout has data, as JSON or through a view; stderr is for people.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvshare.cli.options import OutputFormat
 from kvshare.errors import ConfigError, KVShareError, MissingExtraError, UnreachableError
+
+if TYPE_CHECKING:
+    from kvshare.cli.views import View
 
 _quiet = False
 
@@ -26,7 +31,6 @@ class ExitCode(IntEnum):
 
 
 def exit_code(error: KVShareError) -> ExitCode:
-    """The exit code of a command that ended with this error."""
     if isinstance(error, UnreachableError):
         return ExitCode.UNREACHABLE
     is_usage = isinstance(error, ConfigError | MissingExtraError)
@@ -43,8 +47,8 @@ def is_quiet() -> bool:
     return _quiet
 
 
-def show(view: str, document: Mapping[str, Any], output_format: OutputFormat) -> None:
-    """Write the document to stdout; `view`: one of `kvshare.cli.views.VIEWS`."""
+def show(view: str | View, document: Mapping[str, Any], output_format: OutputFormat) -> None:
+    """Write the document to stdout. `view`: the name of one of `kvshare.cli.views.VIEWS`, or a view."""
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return

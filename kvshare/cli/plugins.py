@@ -36,11 +36,11 @@ class CommandGroup(TyperGroup):
         return list(dict.fromkeys([*super().list_commands(ctx), *sorted(_entry_points())]))
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None and not isinstance(own, _Missing):
-            return own
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and not isinstance(command, _Missing):
+            return command
         entry_point = _entry_points().get(cmd_name)
-        return own if entry_point is None else _Found(entry_point)
+        return command if entry_point is None else _Found(entry_point)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         """The command that is about to run: only now is code of another distribution imported."""
@@ -50,7 +50,6 @@ class CommandGroup(TyperGroup):
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """Return the entry points of our group by name."""
     return {entry_point.name: entry_point for entry_point in entry_points(group=GROUP)}
 
 

@@ -73,7 +73,7 @@ def run(
     as_json: options.ReplayJson = False,
 ) -> None:
     """
-    What sharing would save on your traffic, from a log file: no GPU, no model, no server.
+    Show what sharing would save on your traffic, from a log file: no GPU, no model, no server.
 
     Shows every request of the log to several cache policies and counts the tokens that each need not
     compute. The report is OUT/report.html. `kvshare replay diff A B` compares two runs.
@@ -167,7 +167,6 @@ def _chosen(
 
 
 def _drawn(out: Path) -> Path:
-    """The page that shows the results in a folder, written now."""
     from kvshare.replay.report import write_report
 
     return write_report(out)

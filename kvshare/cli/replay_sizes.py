@@ -1,4 +1,4 @@
-"""What `kvshare replay` knows of stores: --capacity, --tier, --eviction."""
+"""The options of `kvshare replay` that describe stores: --capacity, --tier, --eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_capacities(texts: list[str], bytes_per_token: int) -> tuple[int, ...]:
 
 
 def _tokens(word: str, bytes_per_token: int) -> int:
-    """Of "500k" tokens, or "4GB" or "4GiB" bytes."""
+    """Parse "500k" tokens, or "4GB" or "4GiB" bytes."""
     is_bytes = word.lower().endswith("b")
     try:
         amount = parse_bytes(word if is_bytes else f"{word}b")

@@ -49,28 +49,25 @@ def requests(
 
 
 def listed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the view of the latest requests shows."""
     return {"rows": [_row(request) for request in document["requests"]]}
 
 
 def detailed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the view of one request shows. Stages that it did not have are left out."""
+    """Return the view's document of one request. Stages that it did not have are left out."""
     took = {stage: seconds for stage, seconds in document["seconds"].items() if seconds is not None}
     stored = [entry["node"] for entry in document.get("stored", ()) if entry["node"] is not None]
     return {**document, **_row(document), "id": document["id"], "took": took, "stored_as": stored}
 
 
-def _whole_id(asked: Any, given: str) -> str:
+def _whole_id(asked: Any, prefix: str) -> str:
     """The id that begins so. Raises a usage error where several do; what no id begins with is returned."""
-    if len(given) >= _WHOLE:
-        return given
+    if len(prefix) >= _WHOLE:
+        return prefix
     known = asked.call("/admin/requests", query={"limit": MOST_REQUESTS})["requests"]
-    found = [request["id"] for request in known if request["id"].startswith(given)]
-    if len(found) > 1:
-        raise typer.BadParameter(
-            f"{len(found)} requests have an id that begins with {given}: give more of it"
-        )
-    return str(found[0]) if found else given
+    ids = [request["id"] for request in known if request["id"].startswith(prefix)]
+    if len(ids) > 1:
+        raise typer.BadParameter(f"{len(ids)} requests have an id that begins with {prefix}: give more of it")
+    return str(ids[0]) if ids else prefix
 
 
 def _row(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def _row(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(request: Mapping[str, Any]) -> str:
-    """What was shared and why not more; or that it failed, or is not answered yet."""
+    """Say what was shared and why not more; or that the request failed, or is not answered yet."""
     if request["status"] is None:
         return "under way"
     if request["status"] >= 400:

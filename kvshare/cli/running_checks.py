@@ -77,7 +77,7 @@ def check_control(url: str, key: str | None) -> Check:
         control = AdminClient(url, key=key, timeout_s=_TIMEOUT_S).stats()["control"]
         share, loads = control["unshared_share"], control["loads"]
         reduced = [_reduced(load) for load in loads if load["rung"]]
-        known = [_known(load) for load in loads if not load["rung"] and load["slower"] is not None]
+        loads_said = [_known(load) for load in loads if not load["rung"] and load["slower"] is not None]
     except (KVShareError, KeyError, TypeError):  # `check_costs` says why it does not answer
         return Checked.CONTROLLER.ok(
             f"unknown: only a running server compares, and {url} does not say", _GIVE_URL
@@ -92,7 +92,7 @@ def check_control(url: str, key: str | None) -> Check:
             "nothing is broken, and it returns when it pays again; `kvshare stats` shows the figures. "
             "Longer or more similar prompts save more; docs/operating.md says what makes sharing slow",
         )
-    said = "; ".join(known) or "too little yet to say more"
+    said = "; ".join(loads_said) or "too little yet to say more"
     return Checked.CONTROLLER.ok(
         f"all loads share everything; {share:.0%} of the time is served without, to compare: {said}"
     )

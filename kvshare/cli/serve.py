@@ -53,7 +53,7 @@ def serve(
     from kvshare import safe_logging
     from kvshare.settings import SettingsSource
 
-    given = {
+    options_by_path = {
         "vllm.replicas": _replicas(vllm_url, vllm_control_url, vllm_data_parallel_size),
         "server.host": host,
         "server.port": port,
@@ -64,7 +64,7 @@ def serve(
         "model.dtype": dtype,
         "engine.kind": engine,
     }
-    overrides = {path: value for path, value in given.items() if value is not None}
+    overrides = {path: value for path, value in options_by_path.items() if value is not None}
     source = SettingsSource(config, overrides)
     settings = source.load()
     if served_name is not None and settings.engine.kind == "vllm":

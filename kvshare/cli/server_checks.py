@@ -75,11 +75,11 @@ def check_vllm(url: str, control_urls: Sequence[str]) -> list[Check]:
     return checks
 
 
-def _check_ranks(size: int, known: int) -> Iterator[Check]:
+def _check_ranks(size: int, num_configured: int) -> Iterator[Check]:
     """Check whether all ranks are looked at; one too many has been found silent."""
-    if size > known:
+    if size > num_configured:
         yield Checked.RANKS.warn(
-            f"this vLLM has {size} data-parallel ranks, {known} of them are looked at: the others would get "
+            f"this vLLM has {size} data-parallel ranks, {num_configured} are checked: the others would get "
             "no requests",
             f"give --vllm-data-parallel-size {size}, here and for `kvshare serve`, or "
             f"data_parallel_size: {size} in vllm.replicas",

@@ -1,4 +1,4 @@
-"""Where the commands about a store get their documents from."""
+"""The source of the store commands' documents: a running server, or a stopped one's files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -98,7 +98,7 @@ class StoppedStore:
         return result.document
 
     def pin(self, which: Chosen) -> Document:
-        raise StoreError("how much may be pinned is known to a running server only: ask it with --url")
+        raise StoreError("only a running server knows how much may be pinned: ask it with --url")
 
     def unpin(self, which: Chosen) -> PinDocument:
         command = checked(Unpin, which.arguments)

@@ -68,12 +68,12 @@ def summary(status: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) ->
     now, span_s = status["now"], _WINDOW_S
     if len(requests) >= _MOST_REQUESTS:  # older ones are not listed
         span_s = min(span_s, max(now - requests[-1]["at"], 1e-3))
-    recent = [each for each in requests if each["at"] >= now - span_s]
+    recent = [request for request in requests if request["at"] >= now - span_s]
     by_tenant: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for each in recent:
-        by_tenant[each["tenant"]].append(each)
+    for request in recent:
+        by_tenant[request["tenant"]].append(request)
     tenants = [{"tenant": name, **_figures(some, span_s)} for name, some in by_tenant.items()]
-    slowest = sorted(map(_lookup, recent), key=lambda each: -each["lookup_s"])
+    slowest = sorted(map(_lookup, recent), key=lambda request: -request["lookup_s"])
     names = ("version", "model", "num_running", "num_waiting", "num_nodes", "kv_bytes", "kv_budget_bytes")
     return {
         **{name: status[name] for name in names},
@@ -81,8 +81,8 @@ def summary(status: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) ->
         "window_s": span_s,
         **_figures(recent, span_s),
         "num_tenants": len(tenants),
-        "tenants": sorted(tenants, key=lambda each: -each["requests"])[:_MOST_TENANTS],
-        "slowest_lookups": [each for each in slowest if each["lookup_s"] > 0][:_MOST_SLOW],
+        "tenants": sorted(tenants, key=lambda request: -request["requests"])[:_MOST_TENANTS],
+        "slowest_lookups": [request for request in slowest if request["lookup_s"] > 0][:_MOST_SLOW],
         "not_well": [part for part in status["parts"] if part["state"] != "ok"],
     }
 

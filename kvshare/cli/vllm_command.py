@@ -60,9 +60,9 @@ def vllm(
     if arguments[0] in _HELP:
         typer.echo(context.get_help())
         return
-    given = given_options(arguments)
-    port = control_port if control_port is not None else _next_port(given.get("port", _VLLM_PORT))
-    ranks = _num_ranks(given, port)
+    vllm_options = given_options(arguments)
+    port = control_port if control_port is not None else _next_port(vllm_options.get("port", _VLLM_PORT))
+    ranks = _num_ranks(vllm_options, port)
     settings = connector_options(
         host=control_host,
         port=port,
@@ -74,13 +74,13 @@ def vllm(
         },
         beside=beside,
     )
-    _check_options(given, settings, control_host)
+    _check_options(vllm_options, settings, control_host)
     _check_version()
-    if not any(name.endswith(_RENDERS.removeprefix("--")) for name in given):
+    if not any(name.endswith(_RENDERS.removeprefix("--")) for name in vllm_options):
         settings.append(_RENDERS)
     # A model goes right after `serve`; ours go before the rest, so that what the user says comes last.
     num_models = 0 if arguments[0].startswith("-") else 1
-    if _has_some_windows(arguments[0] if num_models else given.get("model", ""), given):
+    if _has_some_windows(arguments[0] if num_models else vllm_options.get("model", ""), vllm_options):
         settings.append(_ONE_GROUP)
         note(f"{_ONE_GROUP}: KV is shared only if vLLM retains that of windowed layers, too")
     command = [*program(), "serve", *arguments[:num_models], *settings, *arguments[num_models:]]
@@ -88,7 +88,7 @@ def vllm(
         typer.echo(shlex.join(command))
         return
     _note_ports(control_host, port, ranks)
-    _check_ports(given, control_host, range(port, port + ranks))
+    _check_ports(vllm_options, control_host, range(port, port + ranks))
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -108,19 +108,19 @@ def _note_ports(control_host: str, port: int, ranks: int) -> None:
         )
 
 
-def _has_some_windows(model: object, given: Mapping[str, Any]) -> bool:
+def _has_some_windows(model: object, vllm_options: Mapping[str, Any]) -> bool:
     """
     Return whether some layers of a model see all earlier tokens and the others a window.
 
     By default vLLM manages the KV of such layers apart and frees what is outside the window. Of a model whose
     configuration cannot be read vLLM reports the error.
     """
-    if any(name.endswith(_ONE_GROUP.removeprefix("--")) for name in given):
+    if any(name.endswith(_ONE_GROUP.removeprefix("--")) for name in vllm_options):
         return False
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(model), revision=given.get("revision"))
+        config = AutoConfig.from_pretrained(str(model), revision=vllm_options.get("revision"))
     except Exception:  # noqa: BLE001  vLLM will say what is wrong with it
         return False
     own = config.get_text_config()  # a multimodal model has its layer types there
@@ -134,12 +134,12 @@ def given_options(arguments: Sequence[str]) -> dict[str, Any]:
     As vLLM reads them: dashes for underscores, and `--name.key` belongs to `name`. Of its short options only
     those for data parallelism count.
     """
-    given: dict[str, Any] = {}
+    vllm_options: dict[str, Any] = {}
     for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = each.partition("=")
         if each.startswith("--") or name in _SHORT:
-            given[_SHORT.get(name) or _name(name)] = value if equals else following
-    return {**_file_options(given.get("config")), **given}
+            vllm_options[_SHORT.get(name) or _name(name)] = value if equals else following
+    return {**_file_options(vllm_options.get("config")), **vllm_options}
 
 
 def _file_options(path: str | None) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def _name(option: str) -> str:
     return option.removeprefix("--").partition(".")[0].replace("_", "-")
 
 
-def _check_options(given: Mapping[str, Any], settings: Sequence[str], control_host: str) -> None:
+def _check_options(vllm_options: Mapping[str, Any], settings: Sequence[str], control_host: str) -> None:
     """Raises a usage error for what this command gives itself, and for what KVShare cannot follow."""
     from kvshare.loopback import is_loopback
     from kvshare.vllm_protocol.messages import TOKEN_VARIABLE
 
-    for name in given:
+    for name in vllm_options:
         # argparse takes an option's unambiguous beginning for the option
         if name and any(taken.startswith(name) for taken in _TAKEN):
             raise typer.BadParameter(
@@ -170,8 +170,8 @@ def _check_options(given: Mapping[str, Any], settings: Sequence[str], control_ho
                 f"yours in one:\n  vllm serve MODEL {shlex.join(settings)}"
             )
     # The proxy names a rank in a header, which counts where all ranks of a vLLM are behind one API.
-    named = [f"--{name}" for name in given if name in _SPREAD]
-    if given.get("data-parallel-backend") == "ray":
+    named = [f"--{name}" for name in vllm_options if name in _SPREAD]
+    if vllm_options.get("data-parallel-backend") == "ray":
         named.append("--data-parallel-backend ray")
     if named:
         raise typer.BadParameter(
@@ -209,16 +209,16 @@ def _next_port(port: object) -> int:
     )
 
 
-def _check_ports(given: Mapping[str, Any], control_host: str, control_ports: range) -> None:
+def _check_ports(vllm_options: Mapping[str, Any], control_host: str, control_ports: range) -> None:
     """Tries what vLLM and the connector would listen on only when the model is loaded."""
     from kvshare.addresses import check_port
 
-    text, other = str(given.get("port", _VLLM_PORT)), "stop what listens there, or give another"
-    has_own = text.isdecimal() and 0 < int(text) <= 65535 and not {"uds", "headless"} & given.keys()
+    text, other = str(vllm_options.get("port", _VLLM_PORT)), "stop what listens there, or give another"
+    has_own = text.isdecimal() and 0 < int(text) <= 65535 and not {"uds", "headless"} & vllm_options.keys()
     if has_own and int(text) in control_ports:
         raise typer.BadParameter(f"{text} is vLLM's own --port", param_hint="--control-port")
     if has_own:
-        host = str(given.get("host") or "0.0.0.0")  # as vLLM does
+        host = str(vllm_options.get("host") or "0.0.0.0")  # as vLLM does
         check_port(host, int(text), setting="vLLM's --port", remedy=f"{other} --port")
     for rank, port in enumerate(control_ports):
         which = f", which counts up to rank {rank}" if rank else ""

@@ -18,10 +18,10 @@ def version(distribution_name: str) -> str:
     try:
         return _version(distribution_name)
     except metadata.PackageNotFoundError:
-        found = installed_version() if distribution_name == "vllm" else None
-        if found is None:
+        installed = installed_version() if distribution_name == "vllm" else None
+        if installed is None:
             raise
-        return f"{found}+cpu"  # vLLM itself tells its builds apart by this
+        return f"{installed}+cpu"  # vLLM itself tells its builds apart by this
 
 
 if __name__ == "__main__":

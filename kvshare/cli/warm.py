@@ -41,7 +41,7 @@ def warm(
         document = warm(read_entries(files), chosen, lambda done: status.update(f"{done:,} finished"))
     show("warm", document, OutputFormat.JSON if as_json else OutputFormat.TERMINAL)
     if document["stored"] is None:
-        note("the server says what was stored to an admin key only: --admin-key or KVSHARE_ADMIN_KEY")
+        note("only an admin key may ask what was stored: --admin-key or KVSHARE_ADMIN_KEY")
     if document["evicted"]:
         note(f"{document['evicted']:,} of them were evicted since: the memory for KV is too small for all")
     if not document["complete"]:

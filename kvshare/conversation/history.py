@@ -106,9 +106,9 @@ def _string(fields: Mapping[str, Any], key: str, at: str) -> str:
     return value
 
 
-def _refuse(param: str, found: object, expected: str) -> NoReturn:
+def _refuse(param: str, value: object, expected: str) -> NoReturn:
     """Raises RequestError. It quotes short roles and types only: other values may be prompt text."""
-    is_name = param.endswith((".role", ".type")) and isinstance(found, str) and len(found) <= 32
-    shown = repr(found) if is_name else _KINDS.get(type(found), "an object")
+    is_name = param.endswith((".role", ".type")) and isinstance(value, str) and len(value) <= 32
+    shown = repr(value) if is_name else _KINDS.get(type(value), "an object")
     quoted = [shown] if is_name else []
     raise RequestError(f"'{param}': found {shown}; expected {expected}.", param=param, quoted=quoted)

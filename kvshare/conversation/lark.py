@@ -18,7 +18,7 @@ _ONE_LINE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separat
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must follow, in the Lark dialect of llguidance, as a `param` of the request asks."""
+    """A grammar for answers, in llguidance's Lark dialect. `param`: the request's field that asks for it."""
 
     lark: str
     param: str = "response_format"
@@ -39,7 +39,6 @@ class LarkGrammar:
         self._lines = ["ANY: /(?s:.*)/"]
 
     def start(self, expression: str) -> Grammar:
-        """The complete grammar, of answers that are `expression`."""
         return Grammar("\n".join([f"start: {expression}", *self._lines, ""]), self._param)
 
     def is_token(self, text: str) -> bool:
@@ -80,7 +79,6 @@ class LarkGrammar:
         return self._named("TEXT", _without(text, texts))
 
     def text_until(self, end: str, *, without: Sequence[str] = ()) -> str:
-        """Text up to the first `end`, and that `end`."""
         others = [text for text in without if text != end]
         if self.is_token(end):
             return f"{self.text_without([*others, end])} {self.literal(end)}"

@@ -50,7 +50,6 @@ class Parameters:
         return tuple(self._properties)
 
     def schema(self, name: str) -> dict[str, Any]:
-        """The schema of one parameter, with all definitions that it may refer to."""
         return {**_mapping(self._properties.get(name)), **self._definitions}
 
     def strings(self, name: str) -> tuple[str, ...]:
@@ -62,10 +61,10 @@ class Parameters:
         """JSON's names of the types that it may have; empty if the schema does not say."""
         return self._types(self._properties.get(name), depth=0)
 
-    def _types(self, given: object, *, depth: int) -> frozenset[str]:
+    def _types(self, schema_or_ref: object, *, depth: int) -> frozenset[str]:
         if depth > 8:  # a schema may refer to itself
             return frozenset()
-        schema = self._resolved(given)
+        schema = self._resolved(schema_or_ref)
         named = {name for name in _listed(schema.get("type")) if isinstance(name, str)}
         of_values = {_TYPE_NAMES[type(value)] for value in _values(schema) if type(value) in _TYPE_NAMES}
         branches = [branch for key in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(key))]

@@ -57,8 +57,8 @@ class AnswerParser:
         for part in self._steps:
             if part is None:
                 break
-            behind_first = self._one_call and self.num_calls > 0
-            if not behind_first or (isinstance(part, CallArguments) and part.number == 0):
+            is_after_first = self._one_call and self.num_calls > 0
+            if not is_after_first or (isinstance(part, CallArguments) and part.number == 0):
                 self.num_calls += isinstance(part, CallBegins)
                 parts.append(part)
         return joined(parts)
@@ -91,7 +91,7 @@ _TELLING = 3  # characters of a marker, by which it differs from text such as "5
 
 
 class _Tail:
-    """Whether text at the end of an answer, which may begin a call or its thoughts, is hidden."""
+    """Decides whether text at the end of an answer, which may begin a call or thoughts, is hidden."""
 
     def __init__(self, chat: Chat) -> None:
         self.cut = False
@@ -100,20 +100,19 @@ class _Tail:
         self._names = [str(tool["function"]["name"]) for tool in chat.tools]
 
     def hides_head(self, head: str, *, marked: bool) -> bool:
-        """Of a call that may have begun. `marked`: by a marker, not just a bracket, as other JSON does."""
+        """Return whether to hide what may be a call's head. `marked`: by a marker, not just a bracket."""
         return self._must_call or (self.cut and (marked or self._may_call(head)))
 
     def hides_marker(self, text: str, *, after_call: bool) -> bool:
-        """Of text that may become a marker."""
         num = len(text.strip())
         return self._must_call or (self.cut and num >= (1 if after_call else _TELLING))
 
     def _may_call(self, head: str) -> bool:
         """Return whether JSON that is cut off may be a call of one of the tools."""
-        found = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
-        if self._is_json or found is None:
+        match = re.search(r'"name"\s*:\s*"([^"]*)("?)', head)
+        if self._is_json or match is None:
             return not self._is_json
-        name, is_whole = found[1], bool(found[2])
+        name, is_whole = match[1], bool(match[2])
         return any(each == name if is_whole else each.startswith(name) for each in self._names)
 
 
@@ -192,17 +191,17 @@ def _text_before(cursor: Cursor, markers: Sequence[str], kind: type[Text | Reaso
     then before the text that was held back.
     """
     while True:
-        found = re.search("|".join(map(re.escape, markers)), cursor.text) if markers else None
-        certain = found.start() if found else _num_certain(cursor.text, markers)
+        match = re.search("|".join(map(re.escape, markers)), cursor.text) if markers else None
+        certain = match.start() if match else _num_certain(cursor.text, markers)
         if markers:
             certain = len(cursor.text[:certain].rstrip())
         if certain:
             yield kind(cursor.text[:certain])
             cursor.at = certain
             cursor.drop()
-        if found:
-            cursor.at = found.end() - certain
-            return found[0]
+        if match:
+            cursor.at = match.end() - certain
+            return match[0]
         if not (yield from cursor.more()):
             return None
 

@@ -1,6 +1,6 @@
 """
-Whether an answer that follows a JSON schema can end: a schema whose every answer contains another answer of
-the same schema has none that is finite.
+Finds JSON schemas whose answers cannot end: if every answer contains another answer of the same schema, none
+is finite.
 
 The schemas of a document and their references are a graph of conditions: all of some, or any of some, must
 be able to end. What can end is found from the leaves upwards (as in Horn clauses), in time linear in the
@@ -25,7 +25,7 @@ _Member = tuple[Any, bool]
 
 
 def can_end(schema: Mapping[str, Any]) -> bool:
-    """Whether some answer is finite. What is unclear, such as a reference to elsewhere, counts as yes."""
+    """Return whether some answer is finite. Unclear cases, such as references to elsewhere, count as yes."""
     graph = _Graph(schema)
     try:
         start = graph.conjunction([(schema, True)])
@@ -195,17 +195,16 @@ def _types(schemas: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """The types that a value of all these schemas may have. What is not a type counts as any."""
     types = _CONTAINERS | _SCALARS
     for schema in schemas:
-        given = schema.get("type")
-        if isinstance(given, str):
-            given = [given]
-        if isinstance(given, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, given)):
-            known = frozenset(map(str, given))
+        kinds = schema.get("type")
+        if isinstance(kinds, str):
+            kinds = [kinds]
+        if isinstance(kinds, list) and all(each in _CONTAINERS | _SCALARS for each in map(str, kinds)):
+            known = frozenset(map(str, kinds))
             types &= known | {"integer"} if "number" in known else known
     return types
 
 
 def _head_and_rest(schema: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The schemas of an array's first items, and that of all others."""
     head, items = schema.get("prefixItems"), schema.get("items", True)
     if isinstance(items, list):  # of drafts before 2020
         return items, schema.get("additionalItems", True)

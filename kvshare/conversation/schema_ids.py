@@ -1,6 +1,6 @@
 """
-Whether two schemas of a document have the same `$id`: llguidance takes the later one for the earlier, the
-whole document included, so that answers follow another schema.
+Finds schemas of a document with the same `$id`. llguidance takes the later one for the earlier, even for the
+whole document, so answers would follow another schema.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def has_equal_ids(schema: Mapping[str, Any]) -> bool:
     seen: set[str] = set()
     waiting: list[tuple[Any, str]] = [({"$id": "", **schema}, DOCUMENT)]
     while waiting:
-        each, base = waiting.pop()
-        if isinstance(each, dict):
-            if isinstance(each.get("$id"), str):
-                base = resolved(each["$id"], base).partition("#")[0]
+        schema_part, base = waiting.pop()
+        if isinstance(schema_part, dict):
+            if isinstance(schema_part.get("$id"), str):
+                base = resolved(schema_part["$id"], base).partition("#")[0]
                 if base in seen:
                     return True
                 seen.add(base)
-            waiting += [(value, base) for key, value in each.items() if key not in NO_SCHEMAS]
-        elif isinstance(each, list):
-            waiting += [(value, base) for value in each]
+            waiting += [(value, base) for key, value in schema_part.items() if key not in NO_SCHEMAS]
+        elif isinstance(schema_part, list):
+            waiting += [(value, base) for value in schema_part]
     return False

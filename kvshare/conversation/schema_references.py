@@ -1,5 +1,5 @@
 """
-What references in a JSON schema point to. They are resolved as URIs: an `$id` gives a schema an address of
+Resolves references in a JSON schema. They are URIs: an `$id` gives a schema an address of
 its own, which is the base of all addresses inside it.
 """
 
@@ -34,31 +34,31 @@ class References:
         """Return what the references of this object point to in this document; it may be any value."""
         if id(schema) not in self._targets:
             base = self._bases.get(id(schema), DOCUMENT)
-            found = self._targets[id(schema)] = []
+            targets = self._targets[id(schema)] = []
             for reference in (schema.get(keyword) for keyword in KEYWORDS):
                 if isinstance(reference, str):
                     with suppress(_NoTargetError):
-                        found.append(self._target(reference, base))
+                        targets.append(self._target(reference, base))
         return self._targets[id(schema)]
 
     def _find_addresses(self, root: Mapping[str, Any]) -> None:
         waiting: list[tuple[Any, str, bool]] = [(root, DOCUMENT, True)]
         while waiting:
-            each, base, has_schemas = waiting.pop()
-            if isinstance(each, dict):
-                own = each.get(self._id_keyword)
-                if has_schemas and isinstance(own, str):
-                    base = resolved(own, base).partition("#")[0]
-                    self._addressed.setdefault(resolved(own, base).removesuffix("#"), each)
+            part, base, has_schemas = waiting.pop()
+            if isinstance(part, dict):
+                schema_id = part.get(self._id_keyword)
+                if has_schemas and isinstance(schema_id, str):
+                    base = resolved(schema_id, base).partition("#")[0]
+                    self._addressed.setdefault(resolved(schema_id, base).removesuffix("#"), part)
                 for keyword in _ANCHORS:
-                    if has_schemas and isinstance(each.get(keyword), str):
-                        self._addressed.setdefault(f"{base}#{each[keyword]}", each)
-                self._bases[id(each)] = base
+                    if has_schemas and isinstance(part.get(keyword), str):
+                        self._addressed.setdefault(f"{base}#{part[keyword]}", part)
+                self._bases[id(part)] = base
                 waiting += [
-                    (value, base, has_schemas and name not in NO_SCHEMAS) for name, value in each.items()
+                    (value, base, has_schemas and name not in NO_SCHEMAS) for name, value in part.items()
                 ]
-            elif isinstance(each, list):
-                waiting += [(value, base, has_schemas) for value in each]
+            elif isinstance(part, list):
+                waiting += [(value, base, has_schemas) for value in part]
 
     def _target(self, reference: str, base: str) -> Any:
         address = resolved(reference, base).removesuffix("#")
@@ -67,10 +67,10 @@ class References:
         document, _, fragment = address.partition("#")
         if document not in self._addressed or not fragment.startswith("/"):
             raise _NoTargetError(reference)
-        found = self._addressed[document]
+        target = self._addressed[document]
         for part in unquote(fragment).split("/")[1:]:
-            found = _member(found, part.replace("~1", "/").replace("~0", "~"))
-        return found
+            target = _member(target, part.replace("~1", "/").replace("~0", "~"))
+        return target
 
 
 def resolved(reference: str, base: str) -> str:

@@ -47,7 +47,6 @@ def tool_format(chat_template: ChatTemplate) -> ToolFormat:
 
 
 def takes_tools(chat_template: ChatTemplate) -> bool:
-    """Return whether the template puts `tools` into the prompt."""
     return _reads_tools(_for_tools(chat_template))
 
 
@@ -141,7 +140,6 @@ def _short_id(call_id: str) -> str:
 
 
 def _for_tools(chat_template: ChatTemplate) -> str:
-    """The template that Hugging Face uses for chats with tools."""
     if isinstance(chat_template, Mapping):
         return chat_template.get("tool_use") or chat_template.get("default") or ""
     return chat_template or ""

@@ -10,6 +10,7 @@ The embedded engine: torch and transformers in the proxy's own process, on CPU o
     exchange_state.py  the names of these prompts in the shared store, and why they are not exchanged now
     task.py            a request while it is computed
     scheduler.py       advances all tasks in turn, one chunk of prefill or one token at a time
+    turns.py           which task is next: equal shares for tenants
     chunks.py          how many tokens of a prefill are computed before others have their turn
     prefill.py         a prompt, pass by pass; repairs are chosen on the way
     ahead_prefill.py   the beginning of a prompt, while the KV of what comes after it is read from disk

@@ -84,7 +84,6 @@ class StopMatcher:
         return shown
 
     def _overlap(self, stop: str) -> int:
-        """Return the length of the longest suffix of the held text with which `stop` begins."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
@@ -124,7 +123,7 @@ class Choice:
         self.logprobs = HeldLogprobs()
         stops = frozenset(sampling.stop_token_ids)
         ends = stops | decoding.eos_token_ids
-        self._ends = stops if sampling.ignore_eos else ends  # tokens that end the text, and are no part of it
+        self._ends = stops if sampling.ignore_eos else ends  # they end the text, and do not belong to it
         self._max_tokens = decoding.max_tokens
         self._constraint = None if decoding.constraint is None else decoding.constraint.choice(index)
         self.is_pending = False  # it is not known yet whether the last token completes the answer
@@ -185,7 +184,6 @@ class Choice:
         return held
 
     def _emittable(self, text: str) -> tuple[str, bool]:
-        """Return the part of new text that can be emitted, and whether a stop string ends it."""
         self.num_decoded += len(text)
         if len(self.generated) <= self._sampling.min_tokens:  # stop strings are ignored
             return text, False

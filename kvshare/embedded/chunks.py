@@ -1,8 +1,8 @@
 """
-How many tokens of a prefill are computed in one go, before other requests have their turn.
+The size of a prefill's chunks: the tokens that are computed before other requests have their turn.
 
 Alone a prompt gets whole chunks. While other requests decode, a quarter: a long prompt delays their answers
-less. For some seconds after another tenant was served, at most a few hundredths of a second, down to an
+less. For some seconds after another tenant was served, at most some hundredth of a second, down to an
 eighth: that tenant's next request waits for the chunk that is being computed when it comes.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _SHARED_S = 5.0  # so long after it was served another tenant is expected to come again
-_SHORT_S = 0.025  # that its request may wait for a chunk, as far as an eighth allows
+_SHORT_S = 0.015  # that its request may wait for a chunk, as far as an eighth allows
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
     @property
     @abstractmethod
     def unsupported_reason(self) -> str:
-        """Why not everything can be shared; empty if it can."""
+        """The reason why not everything can be shared; empty if it can."""
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +78,7 @@ class DecoderModel(ABC, Generic[SequenceT]):
 
     @property
     def can_listen(self) -> bool:
-        """Whether repairs can be chosen after a probe pass."""
+        """Repairs can be chosen after a probe pass."""
         return False
 
     @abstractmethod
@@ -195,7 +195,6 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 
 def _sampling_defaults(network: PreTrainedModel) -> dict[str, float]:
-    """The sampling parameters in the generation config."""
     config = network.generation_config
     values = {} if config is None else config.to_diff_dict()
     return {name: values[name] for name in DRAW_FIELDS if values.get(name) is not None}

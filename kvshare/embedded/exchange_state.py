@@ -23,7 +23,6 @@ class ExchangedNames:
         self._nodes[name] = node_id
 
     def forget(self, node_id: NodeId) -> str | None:
-        """Forget a node. Returns its name, or None."""
         name = self._names.pop(node_id, None)
         if name is not None:
             self._nodes.pop(name, None)
@@ -57,7 +56,6 @@ class ExchangeProblem:
         self._reason = reason
 
     def note_fault(self, exc: Exception | None) -> None:
-        """Note an unexpected error; None: there was none."""
         was, self._fault = self._fault, None if exc is None else classes_and_places(exc)
         if self._fault is not None and was is None:
-            log.error("prompts are not exchanged, which is tried again; please report this: %s", self._fault)
+            log.error("prompts are not exchanged; this is tried again, please report it: %s", self._fault)

@@ -79,7 +79,6 @@ class Constraint:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that follows the grammar."""
         return self._matcher.pid
 
     def choice(self, number: int) -> ConstrainedChoice:
@@ -121,7 +120,6 @@ class ConstrainedChoice:
         return self._forbidden
 
     def take(self, token_id: int) -> None:
-        """Advance by a token that was not forbidden."""
         self._forbidden, self._is_pending = None, True
         self._matcher.take(self._number, token_id)
 

@@ -83,7 +83,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
 
     @property
     def unsupported_reason(self) -> str:
-        """Why rows of some layer cannot be moved; empty if all can."""
+        """The reason why rows of some layer cannot be moved; empty if all can."""
         problem = why_not_movable(self.verifications)
         return (frequency_tables(self.network)[1] or problem) if problem else ""
 
@@ -162,15 +162,15 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         """
         tokens = self.probe_tokens()
         current = PartialPass(self.new_sequence(len(tokens)), (Span(0, len(tokens)),))
-        found = self.logits(current, tokens, keep=len(tokens))
+        logits = self.logits(current, tokens, keep=len(tokens))
         if missing := set(range(self.layout.num_layers)) - set(current.forms):
             raise UnshareableError(f"{self.name}: layer {min(missing)} does not use the registered attention")
-        error = relative_error(found, expected)
+        error = relative_error(logits, expected)
         if (
             self.tolerance < error <= _MOST_ROUNDING
             and next(self.network.parameters()).dtype != torch.float32
         ):
-            error = min(error, self._error_of_fused(found))
+            error = min(error, self._error_of_fused(logits))
         self.attention_error = error
         if not error <= self.tolerance:
             raise UnshareableError(
@@ -178,7 +178,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
                 f"expected at most {self.tolerance:.2g}; its attention is not supported"
             )
 
-    def _error_of_fused(self, found: torch.Tensor) -> float:
+    def _error_of_fused(self, logits: torch.Tensor) -> float:
         """
         The error of these logits relative to the model with its fused attention (SDPA), which keeps sums in
         float32 as ours does. In bfloat16 the eager one rounds scores, which large biases of keys amplify:
@@ -189,7 +189,7 @@ class EmbeddedModel(DecoderModel[SequenceKV]):
         except (ImportError, ValueError):  # the model has none
             self.network.set_attn_implementation(ATTENTION)
             return float("inf")
-        return relative_error(found, expected)
+        return relative_error(logits, expected)
 
     def _verify_movements(self) -> list[tuple[Verification, Verification]]:
         """
@@ -230,16 +230,16 @@ def _rows(stored: torch.Tensor) -> tuple[int, int]:
 def _short_reach(model: PreTrainedModel) -> Iterator[None]:
     """Set windows and chunks to a few tokens inside the context, so that the probe prompt is longer."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    found = [
+    windows = [
         (config, name, size)
         for config in configs.values()
         for name in ("sliding_window", "attention_chunk_size")
         if isinstance(size := getattr(config, name, None), int) and size > _SHORT_REACH
     ]
-    for config, name, _ in found:
+    for config, name, _ in windows:
         setattr(config, name, _SHORT_REACH)
     try:
         yield
     finally:
-        for config, name, size in found:
+        for config, name, size in windows:
             setattr(config, name, size)

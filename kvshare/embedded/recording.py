@@ -1,4 +1,4 @@
-"""What the first tokens of an answer were drawn from, to be compared with a full prefill (`shadows.py`)."""
+"""Records distributions of an answer's first tokens, for comparison with a full prefill (`shadows.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """Of the first tokens of an answer: their ids, and log-probabilities (V,) of each, on the host."""
+    """The ids of an answer's first tokens, and log-probabilities (V,) for each of them, on the host."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)

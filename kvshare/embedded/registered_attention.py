@@ -1,5 +1,5 @@
 """
-What connects a model of transformers to KVShare, unmodified: a cache object whose `update` writes into the
+Connects an unmodified model of transformers to KVShare by a cache object whose `update` writes into the
 slots of a sequence, and a registered attention function that calls `PartialPass.attend`.
 """
 

@@ -64,10 +64,10 @@ class Retention:
             if not self._is_wanted or task.error is not None or not task.prefilled:
                 return
             self._note_owner()
-            node, found = await runtime.write(self._complete, task)
-            self.stored.node = None if found is None else int(found.node_id)
-            if found is not None and self._server.shared_prompts is not None:
-                self._server.shared_prompts.note(found)
+            node, stored = await runtime.write(self._complete, task)
+            self.stored.node = None if stored is None else int(stored.node_id)
+            if stored is not None and self._server.shared_prompts is not None:
+                self._server.shared_prompts.note(stored)
             if node is None:
                 # It was stored already, or did not fit; other prompts may have been evicted anyway.
                 await runtime.sharing.indexing.forget_evicted()

@@ -7,12 +7,14 @@ A quantum is a prefill chunk (`chunks.py`) or one token of each choice.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
 from kvshare.embedded.chunks import PrefillChunks
+from kvshare.embedded.turns import TenantTurns
 from kvshare.errors import RequestError
 from kvshare.safe_logging import classes_and_places
 from kvshare.sharing.cost import CostModel
@@ -24,8 +26,9 @@ class Advancing(Protocol):
     """
     A request (`Task`), or an answer that is computed once more (`Shadow`).
 
-    `prefilled`: its prompt is computed. `cancelled`: it ends after the quantum in progress. `is_pending`: a
-    grammar has yet to say if its last token completes the answer, which `settle` asks.
+    `prefilled`: its prompt is computed; until then `num_remaining` tokens are left. `cancelled`: it ends
+    after the quantum in progress. `is_pending`: a grammar has yet to say if its last token completes the
+    answer, which `settle` asks.
     """
 
     @property
@@ -34,6 +37,8 @@ class Advancing(Protocol):
     def cost(self) -> CostModel: ...
     @property
     def prefilled(self) -> bool: ...
+    @property
+    def num_remaining(self) -> int: ...
     @property
     def cancelled(self) -> bool: ...
     @property
@@ -46,7 +51,8 @@ class Advancing(Protocol):
 
 class Scheduler:
     """
-    Round-robin over tasks: after its quantum a task goes to the end of the worker's queue, or is released.
+    Tasks of a tenant take turns, and tenants get equal shares (`turns.py`): after its quantum a task waits
+    for its next turn, or is released.
 
     While a grammar's process takes a token of one task, the next task has its quantum. After that the first
     task ends if its token completed the answer; it need not wait for its next turn.
@@ -59,6 +65,7 @@ class Scheduler:
     ) -> None:
         self._chunks = PrefillChunks(chunk_tokens)
         self._on_release = on_release
+        self._turns = TenantTurns[Advancing](lambda task: task.tenant, _left)
         self._tasks: set[Advancing] = set()
         self._pending: set[Advancing] = set()  # tasks whose last token may have completed the answer
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvshare-compute")
@@ -72,7 +79,18 @@ class Scheduler:
     def submit(self, task: Advancing) -> None:
         """Raises RuntimeError after `stop`."""
         self._tasks.add(task)
-        self._worker.submit(self._advance, task)
+        self._wait_for_turn(task)
+
+    def _wait_for_turn(self, task: Advancing) -> None:
+        self._turns.add(task)
+        self._worker.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Run the quantum of one ready task: the worker is called once for each."""
+        task = self._turns.take()
+        began = time.perf_counter()
+        self._advance(task)
+        self._turns.note(task.tenant, time.perf_counter() - began)
 
     def _advance(self, task: Advancing) -> None:
         if task not in self._tasks:  # its answer was settled in another task's turn
@@ -80,7 +98,7 @@ class Scheduler:
         self._pending.discard(task)
         if self._has_more(task, lambda: task.advance(max_queries=self._chunk_of(task))):
             with suppress(RuntimeError):  # `stop` was called meanwhile: it releases the task
-                self._worker.submit(self._advance, task)
+                self._wait_for_turn(task)
         for other in tuple(self._pending):
             if not self._has_more(other, other.settle) or not other.is_pending:
                 self._pending.discard(other)
@@ -108,3 +126,7 @@ class Scheduler:
         return self._chunks.next(
             task.tenant, others_decode=others_decode, seconds=lambda number: task.cost.rates.full_s(number)
         )
+
+
+def _left(task: Advancing) -> int | None:
+    return None if task.prefilled else task.num_remaining

@@ -87,7 +87,6 @@ class EmbeddedServer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
         return self.model.eos_token_ids(self.encoder.eos_token_id)
 
     @property

@@ -44,6 +44,11 @@ class Shadow:
     _kv: RunningSequence | None = None
     _running: RunningPrefill | None = None
 
+    @property
+    def num_remaining(self) -> int:
+        """As a prompt that has just begun: the shorter ones of requests go first."""
+        return len(self.prompt)
+
     def advance(self, *, max_queries: int) -> bool:
         """Compute a chunk of the prompt, or a token of the answer. Returns whether there is more to do."""
         if self._kv is None or self._running is None:

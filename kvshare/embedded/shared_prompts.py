@@ -71,7 +71,6 @@ class SharedPrompts:
         return len(self._waiting)
 
     def note(self, node: Node) -> None:
-        """Note that a prompt was stored, or has become longer."""
         self._waiting[node.node_id] = None
         while len(self._waiting) > _MOST_WAITING:
             self._waiting.popitem(last=False)
@@ -136,10 +135,10 @@ class SharedPrompts:
     async def _take_in(self, reported: Sequence[Reported], runtime: Served) -> None:
         """Take in reports one at a time, so that the writer stores ending requests in between."""
         nodes = []
-        for each in reported:
-            if each.prompt is None:
-                await self._revoke(each.name, runtime)
-            elif (node := await runtime.write(self._adopt, each.name, each.prompt)) is not None:
+        for report in reported:
+            if report.prompt is None:
+                await self._revoke(report.name, runtime)
+            elif (node := await runtime.write(self._adopt, report.name, report.prompt)) is not None:
                 nodes.append(node)
         if reported:
             await runtime.sharing.indexing.forget_evicted()
@@ -152,7 +151,9 @@ class SharedPrompts:
                 await runtime.evict(self._evict_revoked, node_id)
             except DeltaTreeError as exc:
                 if name not in self._to_revoke:
-                    log.warning("what another server deleted stays for now; it is tried again: %s", exc)
+                    log.warning(
+                        "what another server deleted stays for now; the deletion is tried again: %s", exc
+                    )
                 self._to_revoke[name] = None
                 return
             self._names.forget(node_id)
@@ -256,9 +257,7 @@ class SharedPrompts:
         Handle a store that has lost its content, in the writer's thread: write again what memory has. Prompts
         that need the store are evicted when they are used.
         """
-        log.warning(
-            "the shared store has lost what it had: prompts are computed again where that was all of their KV"
-        )
+        log.warning("the shared store has lost its data: prompts whose KV was only there are computed again")
         self._tier.drop(segment.segment_id for segment in self._keeper.tree.segments())
         stack = self._keeper.tier
         if isinstance(stack, TierStack) and not isinstance(self._below, DiskAndShared):

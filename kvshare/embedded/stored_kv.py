@@ -67,12 +67,10 @@ class StoredKV:
 
     @property
     def reads_below(self) -> bool:
-        """Return whether KV may be read from disk, or from a shared store."""
         return self._uses_disk or (self._layout is not None and self._shared is not None)
 
     @property
     def _uses_disk(self) -> bool:
-        """Whether the settings want KV on disk."""
         return (
             self._layout is not None and self._settings.path is not None and self._settings.max_disk_bytes > 0
         )

@@ -18,7 +18,6 @@ from kvshare.kv.parameters import frequency_tables, is_norm, model_fingerprint
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the dimensions of a head, from a model's configuration."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -67,10 +66,10 @@ def _weight_files(path: str) -> list[Path]:
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:
         names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    found = [_find(path, name) for name in names]
-    if None in found:
+    files = [_find(path, name) for name in names]
+    if None in files:
         raise FileNotFoundError(f"{path}: no weights in safetensors are on this machine")
-    return [file for file in found if file is not None]
+    return [file for file in files if file is not None]
 
 
 def _find(path: str, name: str) -> Path | None:

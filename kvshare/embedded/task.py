@@ -138,7 +138,7 @@ class Task:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the grammar of a choice has yet to say if its last token completes the answer."""
+        """Return whether a choice's grammar has yet to say if its last token completes the answer."""
         return any(choice.is_pending for choice in self._choices)
 
     def settle(self) -> bool:
@@ -221,7 +221,6 @@ class Task:
             self.emit(Delta(choice.index, text, 0, logprobs, choice.finish_reason, choice.stops.met))
 
     def _next_logits(self, choice: Choice) -> torch.Tensor:
-        """Return the logits after its last token, which may have been computed in an earlier quantum."""
         if (logits := self._unused_logits.pop(choice.index, None)) is not None:
             return logits
         position = len(self._prompt) + len(choice.generated) - 1

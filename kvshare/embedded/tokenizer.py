@@ -65,7 +65,6 @@ class PromptEncoder:
 
     @property
     def backend(self) -> Tokenizer:
-        """The Rust tokenizer."""
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         return backend
 
@@ -83,7 +82,6 @@ class PromptEncoder:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """The format of the model's tool calls, detected in its chat template."""
         return tool_format(self._tokenizer.chat_template)
 
     @property

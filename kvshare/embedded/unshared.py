@@ -101,12 +101,12 @@ class UnsharedModel(DecoderModel[OwnCache]):
         first = max(1, len(tokens) - _CONTINUED)
         kv = OwnCache()
         try:
-            found = [self.append(kv, tokens[:first], 0)]
-            found += [self.append(kv, [tokens[at]], at) for at in range(first, len(tokens))]
+            logits = [self.append(kv, tokens[:first], 0)]
+            logits += [self.append(kv, [tokens[at]], at) for at in range(first, len(tokens))]
             expected = [self.append(OwnCache(), tokens[:end], 0) for end in range(first, len(tokens) + 1)]
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
             raise ModelError(f"{self.name} cannot compute: {type(exc).__name__}: {exc}") from exc
-        error = relative_error(torch.cat(found), torch.cat(expected))
+        error = relative_error(torch.cat(logits), torch.cat(expected))
         if not (kv.arguments and error <= self.tolerance):
             raise ModelError(
                 f"{self.name}: logits with and without its own cache differ by {error:.2g} of the largest, "

@@ -200,7 +200,6 @@ class VllmClient(_Client):
         return ServedModels(tuple(str(entry.get("id")) for entry in base), min(lengths, default=0))
 
     async def tokenize(self, body: Mapping[str, Any]) -> TokenList:
-        """The token ids of a body, from vLLM's `/tokenize`."""
         entries = await self._entries("/tokenize", "tokens", body=body)
         if len(entries) != 1:
             raise self._failed("/tokenize", f"expected one object, got {len(entries)}")

@@ -47,6 +47,7 @@ from kvshare.sharing.rates import BLOCKS, MEMORY
 from kvshare.status import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.tenants import Tenants
 from kvshare.vllm_protocol.messages import PROTOCOL
+from kvshare.vllm_protocol.places import READ_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +163,8 @@ class VllmEngine(ServedEngine[FleetServer]):
         ]
         if silent:
             log.warning(
-                "waiting for replica %s, which had KV on a disk or in a store: until it has said all that "
-                "is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
+                "waiting for replica %s, which had KV on a disk or in a store: until it has reported all "
+                "that is there, prompts whose KV no replica holds stay. Start that vLLM, or remove it from "
                 "vllm.replicas",
                 ", ".join(silent),
             )
@@ -251,6 +252,7 @@ def _runtime(
             bytes_per_token=0,
             num_extra_passes=1,
             computes_ahead=True,
+            read_parts=READ_PARTS,
             places=(MEMORY, BLOCKS),
         ),
         tenants=tenants,
@@ -258,7 +260,6 @@ def _runtime(
 
 
 async def _all_within(timeout_s: float, events: Sequence[asyncio.Event]) -> None:
-    """Wait for all events, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(None if math.isinf(timeout_s) else timeout_s):
             for event in events:

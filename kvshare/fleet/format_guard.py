@@ -48,7 +48,6 @@ class FormatGuard:
             log.warning("xgrammar is not installed here: formats of answers are tried with llguidance only")
 
     def close(self) -> None:
-        """End the processes that compile."""
         self._pool.close()
 
     async def check(self, formats: Sequence[AnswerFormat], *, key: str) -> None:
@@ -88,12 +87,12 @@ def _digest(formats: Sequence[AnswerFormat], backends: Sequence[str]) -> bytes:
 
 def _check_values(formats: Sequence[AnswerFormat]) -> None:
     """Check what can be seen without compiling. Raises UnsupportedFormatError."""
-    size = sum(len(each.text) for each in formats)
+    size = sum(len(answer_format.text) for answer_format in formats)
     if size > _MAX_CHARS:
         reason = f"the formats of this request have {size} characters, expected at most {_MAX_CHARS}"
         raise UnsupportedFormatError(reason, formats[0].param)
-    for each in formats:
-        if each.kind == "json":
-            schema = json.loads(each.text)
+    for answer_format in formats:
+        if answer_format.kind == "json":
+            schema = json.loads(answer_format.text)
             if isinstance(schema, dict) and not can_end(schema):
-                raise UnsupportedFormatError(NO_END, each.param)
+                raise UnsupportedFormatError(NO_END, answer_format.param)

@@ -60,7 +60,6 @@ class InFlight:
             self.arrivals.end(request.routed.arrival, stored=stored)
 
     def find(self, ticket_id: str, replica: str) -> RoutedRequest | None:
-        """The unreported request with this ticket at this replica, or None."""
         request = self._by_ticket_id.get(ticket_id)
         if request is None or request.replica != replica or request.progress.is_reported:
             return None
@@ -124,7 +123,6 @@ class InFlight:
 
 
 def _is_next_turn(token_ids: TokenIds, earlier: Prompt | None) -> bool:
-    """Return whether a prompt begins with an earlier, shorter one, up to the header of the answer."""
     if earlier is None or len(token_ids) <= earlier.num_tokens:
         return False
     equal = common_prefix_length(earlier.token_ids, token_ids)

@@ -1,5 +1,5 @@
 """
-Which replicas have a disk, over restarts of the proxy: a file next to the metadata store.
+Remembers over restarts of the proxy which replicas have a disk, in a file next to the metadata store.
 
 Both may be restarted at once, and a vLLM that loads a large model answers much later than the proxy. What
 its disk has is waited for as long as that takes. Without the file, `vllm.lost_after_s` decides. All methods
@@ -45,7 +45,9 @@ class KnownDisks:
         try:
             write_whole(self._path, json.dumps(sorted(names)).encode())
         except OSError as exc:
-            log.warning("which replicas have a disk is not kept: %s", exc.strerror or class_and_place(exc))
+            log.warning(
+                "cannot remember which replicas have a disk: %s", exc.strerror or class_and_place(exc)
+            )
 
     def _read(self) -> frozenset[str]:
         """Nothing, if the file is missing or damaged."""

@@ -31,7 +31,6 @@ class Orphans:
         self.note(replica, held)
 
     def note(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
-        """Some of these may be orphans."""
         self._due.setdefault(replica, deque()).append((time.monotonic() + GRACE_S, tuple(segment_ids)))
 
     async def tidy(self, replica: str) -> None:

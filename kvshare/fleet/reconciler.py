@@ -67,8 +67,8 @@ class Reconciler:
 
     async def close(self) -> None:
         """
-        Called after all watchers have stopped. Drops that were not sent are sent by the next run, but a store
-        keeps what they named until it ends by itself.
+        Called after all watchers have stopped. The next run sends the drops that were not sent; until then a
+        store keeps the segments that they name, at most until these expire.
         """
         self._is_closed = True
         self._keeper.tier.call_on_drop(None)
@@ -83,8 +83,8 @@ class Reconciler:
         is_new: bool,
     ) -> None:
         """
-        The connector holds exactly these segments, some of them on disk only. `is_new`: its process was
-        restarted.
+        Bring tree and index in line with what the connector holds: exactly these segments, some of them on
+        disk only. `is_new`: its process was restarted.
         """
         replica.in_blocks.clear()
         if is_new:
@@ -113,13 +113,13 @@ class Reconciler:
         self._measurement.want()
 
     def _use_model_of(self, info: ReplicaInfo) -> None:
-        """All replicas serve one model. Plans are what each of those that share can carry out."""
-        known = self._sharing_infos()
+        """Use the replicas' common model. Plans have only what all sharing replicas can carry out."""
+        infos = self._sharing_infos()
         model = ModelTraits(
             info.fingerprint,
-            can_move_keys=all(one.can_move_keys for one in known),
-            can_probe=all(one.can_choose for one in known),
-            has_eight_bits=any(one.has_eight_bits for one in known),
+            can_move_keys=all(one.can_move_keys for one in infos),
+            can_probe=all(one.can_choose for one in infos),
+            has_eight_bits=any(one.has_eight_bits for one in infos),
         )
         self._sharing.use_model(model, bytes_per_token=info.bytes_per_token)
         if info.fingerprint != self._fingerprint:
@@ -127,7 +127,7 @@ class Reconciler:
             log_calibration(self._sharing.limits.calibration, info.fingerprint)
 
     def _sharing_infos(self) -> list[ReplicaInfo]:
-        """Return the infos of the replicas that share, in the order of the settings. Others say less."""
+        """Return the infos of the replicas that share, in the order of the settings."""
         infos = (each.info for each in self._replicas.values())
         return [info for info in infos if info is not None and info.shares]
 
@@ -153,8 +153,9 @@ class Reconciler:
 
     async def evict_replica(self, replica: Replica) -> str:
         """
-        Evict all prompts of a replica that has been silent for too long, unless they are on its disk, too, or
-        in a store: it will say what is still there. What another one finds in this store stays as that one's.
+        Evict all prompts of a replica that has been silent for too long. Prompts stay that are on its disk,
+        or may be in its store: it will report what is still there. So do those that another replica has found
+        in this store.
 
         Returns: what happens to its prompts, in words
         """
@@ -170,10 +171,10 @@ class Reconciler:
         self._update_index(self._forget_evicted())
         return what
 
-    async def _adopt(self, replica: Replica, found: Mapping[SegmentId, int]) -> None:
-        """It has found segments of so many bytes in a store. Prompts of the last run may be whole now."""
-        self._orphans.note(replica.name, found)
-        claimed = await self._runtime.evict(self._keeper.adopt, replica.name, found)
+    async def _adopt(self, replica: Replica, num_bytes: Mapping[SegmentId, int]) -> None:
+        """Take in segments found in a store, by bytes: prompts of the last run may be whole now."""
+        self._orphans.note(replica.name, num_bytes)
+        claimed = await self._runtime.evict(self._keeper.adopt, replica.name, num_bytes)
         if claimed:
             await self._sharing.indexing.remember_all(claimed)
 
@@ -182,7 +183,6 @@ class Reconciler:
         return replica.shares_store and any(each.holder == replica.holder for each in others)
 
     async def tidy(self, replica: Replica) -> None:
-        """Expire overdue requests, and send drops to the replica."""
         self._keeper.telemetry.ticket(TicketEvent.EXPIRED, self._in_flight.expire())
         await self._orphans.tidy(replica.name)
         await self.send_drops(replica)

@@ -31,7 +31,6 @@ class ReplicaMemory:
         return segment_id in self.segments
 
     def remove(self, segment_id: SegmentId) -> bool:
-        """Returns whether it was held."""
         self.on_disk.discard(segment_id)
         num_bytes = self.segments.pop(segment_id, None)
         self.num_bytes -= num_bytes or 0
@@ -39,7 +38,7 @@ class ReplicaMemory:
 
 
 class _OnAnyDisk(Container[SegmentId]):
-    """What is on some replica's disk only."""
+    """The segments that are on some replica's disk only."""
 
     def __init__(self, memories: Collection[ReplicaMemory]) -> None:
         self._memories = memories
@@ -65,7 +64,6 @@ class RemoteTier:
     def note_places(
         self, replica: str, *, on_disk: Iterable[SegmentId] = (), in_memory: Iterable[SegmentId] = ()
     ) -> None:
-        """Note the places of segments that the replica holds, or will."""
         places = self.memories[replica].on_disk
         with self._lock:
             places.difference_update(in_memory)

@@ -51,16 +51,14 @@ class Replica:
 
     @property
     def speculates(self) -> bool:
-        """Return whether its vLLM decodes speculatively."""
         return self.info is not None and bool(self.info.speculation)
 
     @property
     def shares(self) -> bool:
-        """Return whether plans may be made for it."""
         return self.serves and self.is_connected and self.info is not None and self.info.shares
 
     def readings(self) -> Iterator[PartReading]:
-        """How it is, and its disk, if it has one."""
+        """Report the state of the replica, and of its disk if it has one."""
         yield self._reading()
         if self.info is not None and self.info.max_disk_bytes:
             of_disk, problem = self.info.disk_problem, PartProblem.DISK_REPLICA_NOT_WRITTEN
@@ -97,7 +95,6 @@ class Replica:
         return Queue(loading_s, computing_s, self.in_blocks)
 
     def note_disk(self, problem: DiskProblem) -> None:
-        """Whether its connector writes to its disk."""
         assert self.info is not None, "its journal is read when it is known"
         self.info = replace(self.info, disk_problem=problem)
 
@@ -135,12 +132,12 @@ class Replica:
 
     @property
     def shares_store(self) -> bool:
-        """Whether other replicas can read what it has stored."""
+        """Other replicas can read what it has stored."""
         return self.info is not None and bool(self.info.shared_store)
 
     @property
     def holder(self) -> str:
-        """Whose KV it reads: its own, or that of all who share its store."""
+        """The name under which its readable KV is held: its own, or that of all who share its store."""
         return self.info.shared_store if self.info is not None and self.info.shared_store else self.name
 
     def namespace(self, owner: Owner) -> Namespace:
@@ -168,12 +165,10 @@ class Fleet:
         return sorted((entry for entry in rotated if entry.serves), key=lambda entry: entry.num_inflight)
 
     def sharing(self) -> list[Replica]:
-        """The serving replicas that plans may be made for."""
         return [replica for replica in self.serving() if replica.shares]
 
     @property
     def why_none_shares(self) -> Reason:
-        """The reason of requests that find no replica that shares."""
         infos = [replica.info for replica in self.serving() if replica.info is not None]
         if any(info.passing and not info.refusals for info in infos):
             return Reason.SPECULATION
@@ -218,12 +213,12 @@ class Fleet:
         """Called when a connector is connected: warns if some of its ranks are not configured as replicas."""
         assert replica.info is not None, "called when it is known"
         size = replica.info.data_parallel_size
-        known = sum(other.vllm.url == replica.vllm.url for other in self.replicas)
-        if known < size:
+        num_configured = sum(other.vllm.url == replica.vllm.url for other in self.replicas)
+        if num_configured < size:
             log.warning(
                 "%s has %d data-parallel ranks, %d of them are replicas here: the others get no requests; "
                 "set data_parallel_size: %d in vllm.replicas, or give --vllm-data-parallel-size %d",
-                *(replica.vllm.url, size, known, size, size),
+                *(replica.vllm.url, size, num_configured, size, size),
             )
 
     def check_stores(self, replica: Replica) -> None:

@@ -160,7 +160,7 @@ class ReplicaKeeper(PromptKeeper[RemoteTier]):
             return self._claim(replica, self.tier.held_by(replica)) if self._unclaimed else []
 
     def _join_groups(self, replica: str, segment_ids: Iterable[SegmentId]) -> None:
-        """What a replica holds of stored prompts counts against its budget: these can leave for its own."""
+        """Count a replica's segments of stored prompts against its budget; they can leave to make room."""
         used = (entry for entry in segment_ids if self.tree.reference_count(entry))
         namespaces = {self.tree.segment(entry).namespace for entry in used}
         if self._unclaimed:  # they may be evicted when they are claimed

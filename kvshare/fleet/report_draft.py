@@ -1,4 +1,4 @@
-"""From the report of a replica to the node that is to be stored, once the report fits the request."""
+"""Drafts the node to store from a replica's report, once the report fits the request."""
 
 from __future__ import annotations
 

@@ -116,7 +116,6 @@ class RoutedRequest:
 
     @property
     def is_only_compared(self) -> bool:
-        """Return whether its ticket copies and stores nothing, and only asks for a report."""
         ticket = self.routed.ticket
         return ticket is not None and not (ticket.copies or ticket.store)
 

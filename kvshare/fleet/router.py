@@ -1,9 +1,9 @@
 """
 Chooses the replica of each request and plans the request there.
 
-KV does not move between replicas, so each replica has its own namespaces; those that share a store have them
-in common. A prompt is looked up in all of them and goes to the replica with the shortest expected prefill
-that is not overloaded; without donors, to the idlest replica.
+KV does not move between replicas, so each replica has its own namespaces; replicas that share a store have
+their namespaces in common. A prompt is looked up in all of them and goes to the replica with the shortest
+expected prefill that is not overloaded; without donors, to the idlest replica.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Router:
         namespace = replica.namespace(incoming.owner).digest
         memory = self._tier.memories[replica.name]
         queue = replace(replica.queue(self._sharing.cost.rates), on_disk=memory.on_disk)
-        found = await self._sharing.find_plan(
+        lookup = await self._sharing.find_plan(
             namespace,
             incoming.prompt,
             incoming.mode,
@@ -216,10 +216,10 @@ class Router:
             by_embedding=embed,
             queue=queue,
         )
-        if not replica.shares_store or not isinstance(found.plan, Plan):
-            return found
-        is_held = all(copy.segment_id in memory.segments for copy in found.plan.copies)
-        return found if is_held else replace(found, plan=NoPlan(Reason.KV_ELSEWHERE))
+        if not replica.shares_store or not isinstance(lookup.plan, Plan):
+            return lookup
+        is_held = all(copy.segment_id in memory.segments for copy in lookup.plan.copies)
+        return lookup if is_held else replace(lookup, plan=NoPlan(Reason.KV_ELSEWHERE))
 
     def _as_controlled(self, request: RoutedRequest, route: Route) -> Incoming:
         """Return the request as asked for, but stored only if the controller permits it."""

@@ -71,7 +71,6 @@ class StartMeasurement:
         self._num_sent = 0
 
     def want(self) -> None:
-        """A replica is connected."""
         if self._is_on and not self._is_known:
             self._is_wanted.set()
 
@@ -159,7 +158,6 @@ class StartMeasurement:
     async def _send(
         self, replica: Replica, tokens: TokenIds, plan: Plan | NoPlan, *, store: bool = False
     ) -> OwnAnswer:
-        """Send a request of our own when the replica is idle."""
         await self._idle([replica])
         self._num_sent += 1
         return await self.own_requests.send(replica, tokens, plan, store=store)

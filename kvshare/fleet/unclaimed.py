@@ -18,7 +18,6 @@ class Unclaimed(set[NodeId]):
         self._awaited: dict[str, set[NodeId]] = {}  # by replica
 
     def wait_for(self, replica: str, node_id: NodeId) -> None:
-        """This replica may find it."""
         self._awaited.setdefault(replica, set()).add(node_id)
         self.add(node_id)
 

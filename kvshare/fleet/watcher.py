@@ -53,7 +53,6 @@ class Watcher:
 
     @property
     def name(self) -> str:
-        """Return the name of the replica."""
         return self._replica.name
 
     async def watch_health(self) -> None:
@@ -221,7 +220,6 @@ def _log_connected(replica: Replica, info: ReplicaInfo) -> None:
 
 
 async def _pause(seconds: float, until: asyncio.Event) -> None:
-    """Sleep, or until the event is set, which is cleared."""
     with suppress(TimeoutError):
         await asyncio.wait_for(until.wait(), seconds)
     until.clear()

@@ -1,5 +1,5 @@
 """
-What a worker compiles with; each library is imported when it is first needed.
+The compilers of a worker. Each library is imported when it is first needed.
 
 The embedded engine's workers follow grammars with llguidance. A relay's workers only try what vLLM will do
 with a request: `vllm_formats.py`.
@@ -17,7 +17,7 @@ _REASON_CHARS = 200
 
 
 class UnsupportedGrammarError(Exception):
-    """What is to be followed cannot be; the message says why, for the client."""
+    """The requested format cannot be followed. The message says why, for the client."""
 
 
 class Matcher(Protocol):

@@ -1,5 +1,5 @@
 """
-What server and worker send each other over a socket: frames of a kind, a choice, and bytes.
+The messages between server and worker over a socket: frames of a kind, a choice, and bytes.
 
     server -> worker   COMPILE   JSON, what to compile
                        TAKE      the next token of a choice, 4 bytes

@@ -1,4 +1,4 @@
-"""How much memory the processes that follow answers hold: many answers of a key may wait and be under way."""
+"""Bounds the memory of processes that follow answers: a key may have many answers waiting or under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one grammar may cost. A process keeps these limits on itself; the server waits a little longer."""
+"""Limits on the cost of one grammar. A process keeps them itself; the server waits a little longer."""
 
 COMPILE_S = 8.0  # of wall-clock time
 MASK_S = 2.0  # of computing, to find which tokens may come next

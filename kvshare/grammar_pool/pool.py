@@ -146,8 +146,8 @@ def _look_at(starting: asyncio.Future[FirstProcess]) -> None:
 
 async def _answer(process: WorkerProcess, message: bytes, turn: CompileTurn, deadline: float) -> Frame | None:
     """
-    What came of compiling what `message` asks for, also if the process dies or is too slow. None if there
-    never was a process.
+    Compile what `message` asks for, and return the outcome, also if the process dies or is too slow. None if
+    there never was a process.
 
     Raises:  OverloadedError if so long a wait came before that it had less time than others
     """
@@ -175,7 +175,7 @@ async def _answer(process: WorkerProcess, message: bytes, turn: CompileTurn, dea
 async def _first_frame(
     loop: asyncio.AbstractEventLoop, process: WorkerProcess, message: bytes
 ) -> Frame | None:
-    """What came of a grammar; None if the process has ended without saying."""
+    """Return the outcome of a grammar; None if the process has ended without reporting it."""
     reader = FrameReader()
     with suppress(OSError):
         await loop.sock_sendall(process.connection, Frame(Kind.COMPILE, payload=message).packed())

@@ -1,5 +1,5 @@
 """
-Whose grammar is compiled now, and who waits.
+Decides whose grammar is compiled now, and who waits.
 
 A key has one grammar compiled at a time, and at most four waiting. So a key whose grammars never compile
 delays no other key's. All keys together have at most eight: beyond that the one under way for longest gives

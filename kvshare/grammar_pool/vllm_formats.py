@@ -207,12 +207,12 @@ def _objects(schema: str) -> Iterator[Mapping[str, Any]]:
     """All objects of a JSON text, from the outside."""
     waiting: list[Any] = [json.loads(schema)]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict):
-            yield each
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def leaves_xgrammar(schema: Mapping[str, Any]) -> bool:

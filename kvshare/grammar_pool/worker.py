@@ -60,7 +60,7 @@ def main() -> None:
 
 def _quiet_libraries() -> TextIO:
     """
-    What libraries print about a client's grammar does not reach the server's stderr; where they crash does.
+    Keep what libraries print about a client's grammar from the server's stderr, except the place of a crash.
 
     Returns that stderr.
     """

@@ -39,7 +39,6 @@ class Arena:
         self.clear()
 
     def clear(self) -> None:
-        """Free everything."""
         self._by_size: list[tuple[int, int]] = []  # (bytes, start), ascending
         self._by_start: dict[int, int] = {}  # start: end
         self._by_end: dict[int, int] = {}

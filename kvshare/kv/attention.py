@@ -144,7 +144,6 @@ class PartialPass:
 
     @cached_property
     def _listening(self) -> ListeningRows | None:
-        """The rows of this pass that the listener records."""
         return None if self.listener is None else self.listener.rows_of(placed(self.runs))
 
     def _groups(self, reach: Reach) -> tuple[_Group, ...]:
@@ -178,15 +177,15 @@ class PartialPass:
 
     def _group(self, rows: torch.Tensor | slice, slots: Span, reach: Reach) -> _Group:
         """Make the call for these rows, with an additive mask (N, len(slots)) if the kernel needs one."""
-        own = self.positions[rows, None]
-        is_whole = len(own) == slots.end and reach.size is None  # one run from the start of the prompt
-        if len(own) == 1 or is_whole:
-            return _Group(rows, slots, None, is_causal=len(own) > 1)
+        positions = self.positions[rows, None]
+        is_whole = len(positions) == slots.end and reach.size is None  # one run from the start of the prompt
+        if len(positions) == 1 or is_whole:
+            return _Group(rows, slots, None, is_causal=len(positions) > 1)
         layout = self.kv.layout
         at = torch.arange(slots.start, slots.end, device=layout.device)
-        hidden = at > own
+        hidden = at > positions
         if reach.size is not None:
-            hidden |= at < reach.firsts(own)
+            hidden |= at < reach.firsts(positions)
         mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device)
         return _Group(rows, slots, mask.masked_fill_(hidden, float("-inf")))
 

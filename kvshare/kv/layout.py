@@ -25,7 +25,7 @@ from kvshare.kv.movement import STAYS, Movement
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which slots a token sees, up to its own: all, the last `size`, or those in its chunk of `size`."""
+    """The slots that a token sees, up to its own: all, the last `size`, or those in its chunk of `size`."""
 
     size: int | None = None
     is_chunked: bool = False
@@ -60,7 +60,7 @@ ALL_EARLIER = Reach()
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm:
     """
-    How a layer's attention differs from softmax over all earlier slots.
+    The differences of a layer's attention from softmax over all earlier slots.
 
     `softcap`: tanh caps the scores at this value (Gemma 2). `sinks`: (H_q,) one more score for each head,
     which takes part in the softmax but has no value (gpt-oss).
@@ -177,7 +177,6 @@ class KVLayout:
         return replace(self, planes=tuple(planes))
 
     def seeing(self, reaches: Sequence[Reach]) -> Self:
-        """Return this layout with the reach of each layer."""
         return replace(self, reaches=tuple(reaches))
 
     def parts(self, computed: Sequence[Span] | None) -> Iterator[Part]:
@@ -206,7 +205,6 @@ class KVLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """The bytes of one token in all planes."""
         return sum(len(p.layers) * p.num_heads * p.dim for p in self.planes) * self.dtype.itemsize
 
     @cached_property
@@ -225,16 +223,17 @@ class KVLayout:
 
     @property
     def can_move(self) -> bool:
-        """Return whether the movement of all rows is known."""
         return all(movement is not None for plane in self.planes for movement in plane.movements)
 
     @property
     def rotation(self) -> Movement | None:
         """The rotation of the keys if all layers have the same one and values do not move; else None."""
-        found = {name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")}
-        if len(found["k"]) != 1 or found["v"] != {STAYS}:
+        movements = {
+            name: {m for p in self.planes if p.name == name for m in p.movements} for name in ("k", "v")
+        }
+        if len(movements["k"]) != 1 or movements["v"] != {STAYS}:
             return None
-        return next(iter(found["k"]))
+        return next(iter(movements["k"]))
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Allocate (L, T, H, D) for each plane, uninitialised, on the model's device."""

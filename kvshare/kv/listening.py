@@ -63,7 +63,6 @@ class Listener:
         return ListeningRows(rows, own, min(positions), max(positions) + 1, self._total)
 
     def note(self, layer: int, rows: ListeningRows) -> None:
-        """Note that these rows have been observed in a layer."""
         if layer + 1 == len(self._total):
             self._num_missing -= len(rows.indices)
             if not self._num_missing and self._when_complete is not None:

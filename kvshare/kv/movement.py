@@ -1,5 +1,5 @@
 """
-How stored rows move to other positions, and how that is determined and verified on the model itself.
+Moves stored rows to other positions, and determines and verifies on the model itself how they move.
 
 The row for position p + d is the row for position p rotated by d, with the model's own frequencies: rotations
 compose (RoFormer, arXiv:2104.09864, eq. 34; CacheBlend appendix A). A magnitude factor on cos and sin (YaRN)
@@ -247,11 +247,11 @@ def _distance(movement: Movement, observed: Iterable[Observed], *, off_by: int =
 
 def _distance_of_neighbours(movement: Movement, observed: Iterable[Observed]) -> float:
     """Return the distance to rows of the next head; with one head, to those of the next token."""
-    found = []
+    distances = []
     for pair in observed:
         axis = 1 if pair.here.shape[1] > 1 else 0
-        found.append(pair.distance_of(movement.moved(pair.here, pair.shift).roll(1, dims=axis)))
-    return max(found)
+        distances.append(pair.distance_of(movement.moved(pair.here, pair.shift).roll(1, dims=axis)))
+    return max(distances)
 
 
 def _is_same(one: Movement, other: Movement, dim: int) -> bool:

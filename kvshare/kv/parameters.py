@@ -1,5 +1,5 @@
 """
-What KVShare reads from a model's own parameters: rotary frequencies, and a fingerprint of the weights.
+Reads rotary frequencies, and a fingerprint of the weights, from a model's own parameters.
 
 `kvshare.kv.movement` finds which layer uses which frequencies.
 """
@@ -71,5 +71,4 @@ def model_fingerprint(named: Iterable[tuple[str, torch.Tensor]], *, num_layers: 
 
 
 def is_norm(name: str) -> bool:
-    """Return whether a parameter of this name may belong to a norm."""
     return "norm" in name

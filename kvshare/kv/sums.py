@@ -39,15 +39,15 @@ def copy_and_sum(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """
     if source.device != target.device:  # sums on the device take less time than many small copies
         source = source.contiguous()
-        found = sums(source.flatten(1), row_bytes=max(1, source[:1, :1].nbytes)).to(target.device)
+        totals = sums(source.flatten(1), row_bytes=max(1, source[:1, :1].nbytes)).to(target.device)
         target.copy_(source)
-        return found
+        return totals
     row_bytes = max(1, target[:1, :1].nbytes)
     if target.nbytes <= _CHUNK_BYTES:
         target.copy_(source)
         return sums(target.flatten(1), row_bytes=row_bytes)
     num_pieces, num_rows = target.shape[:2]
-    found = torch.zeros(num_pieces, dtype=torch.int64, device=target.device)
+    totals = torch.zeros(num_pieces, dtype=torch.int64, device=target.device)
     step = max(1, _CHUNK_BYTES // row_bytes)  # rows at once: of several pieces, or a part of one piece
     at_once = max(1, step // max(1, num_rows))
     for piece in range(0, num_pieces, at_once):
@@ -55,8 +55,8 @@ def copy_and_sum(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         for start in range(0, num_rows, step):
             part = target[pieces, start : start + step]
             part.copy_(source[pieces, start : start + step])
-            found[pieces] += sums(part.flatten(1), row_bytes=row_bytes)
-    return found
+            totals[pieces] += sums(part.flatten(1), row_bytes=row_bytes)
+    return totals
 
 
 def combined(of_pieces: torch.Tensor) -> int:

@@ -184,10 +184,10 @@ class MemoryTier(SegmentTable[_Stored]):
     ) -> Fetched:
         """The segments whose bytes still have their checksums; the others are missing."""
         wanted = frozenset(segment_ids)
-        found = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
+        entries = ((segment_id, self._entries.get(segment_id)) for segment_id in wanted)
         segments = {
             segment_id: entry.segment
-            for segment_id, entry in found
+            for segment_id, entry in entries
             if entry is not None and entry.segment.computed_checksum() == entry.checksum
         }
         self._num_hits += len(segments)

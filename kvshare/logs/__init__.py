@@ -32,7 +32,7 @@ _NUM_DETECT = 32
 @dataclass(frozen=True, slots=True)
 class Format:
     """
-    How the rows of one published format become requests. `convert` completes a request that has only the
+    Turns the rows of one published format into requests. `convert` completes a request that has only the
     place of its row, which is also its conversation where the log names none.
 
     It yields a `RowFault` for one of several requests of a row that cannot be read, and raises a RowError for
@@ -104,10 +104,10 @@ def _converted(chosen: Format, raw: Row | RowFault, blank: LoggedRequest) -> Ite
 
 
 def _why_nothing(source: str, format_name: str, num_rows: int, reasons: Mapping[RowFault, int]) -> str:
-    found = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
     rows = "its only row does not hold" if num_rows == 1 else f"none of its {num_rows} rows holds"
     return (
-        f"{source}: {rows} a request that can be read as {format_name} (reasons and how often: {found}); "
+        f"{source}: {rows} a request that can be read as {format_name} (reasons and how often: {counts}); "
         f"docs/replay.md says what each format must have; --format names another: one of {_OFFERED}, or "
         "plain:FIELD"
     )

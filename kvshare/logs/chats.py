@@ -91,7 +91,7 @@ def _asks(messages: Sequence[Message], num_messages: int) -> bool:
 
 
 def _times(said: Sequence[Mapping[str, Any]], row_time_s: float | None) -> Times:
-    """Of every message: its own time, else that of the message after it, else the row's."""
+    """Return a time for every message: its own, else that of the message after it, else the row's."""
     times: list[float | None] = []
     following = row_time_s
     for message in reversed(said):

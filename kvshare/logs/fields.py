@@ -32,15 +32,15 @@ def unpacked(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def parsed(value: object) -> object:
-    """What a JSON text holds if that is an object, or a list of objects; otherwise the value itself."""
+    """Parse a JSON text that holds an object or a list of objects; return any other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
         return value
     try:
-        found = json.loads(value)
+        document = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    is_list = isinstance(found, list) and all(isinstance(item, dict) for item in found)
-    return found if is_list or isinstance(found, dict) else value
+    is_list = isinstance(document, list) and all(isinstance(item, dict) for item in document)
+    return document if is_list or isinstance(document, dict) else value
 
 
 def optional(check: Callable[[object], _T], row: Mapping[str, Any], *names: str) -> _T | None:
@@ -58,13 +58,13 @@ def of_type(kind: type[_T], value: object) -> _T:
 
 def text(value: object) -> str:
     """Any string that can be written as UTF-8, empty or not."""
-    found = of_type(str, value)
-    if not found.isascii():
+    string = of_type(str, value)
+    if not string.isascii():
         try:
-            found.encode("utf-8")
+            string.encode("utf-8")
         except UnicodeEncodeError as exc:  # half a surrogate pair, written as an escape
             raise RowError(RowFault.BAD_UTF8) from exc
-    return found
+    return string
 
 
 def language(row: Mapping[str, Any]) -> str:

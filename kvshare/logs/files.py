@@ -67,7 +67,7 @@ def _unpacked(file: io.BufferedReader, magic: bytes) -> io.BufferedReader | gzip
 
 def _frames(file: IO[bytes]) -> Iterator[bytes]:
     """
-    What zstd frames hold. Not by zstandard's own reader: to it, a frame that breaks off is a quiet end.
+    Decompress zstd frames. zstandard's own reader would take a frame that breaks off for the end.
 
     Raises:  EOFError where the last frame breaks off, OSError where one is damaged
     """
@@ -184,8 +184,8 @@ def array_elements(stream: io.BufferedIOBase, *, max_bytes: int) -> Iterator[tup
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row | RowFault]]:
     """
-    What cannot be read costs no other row: a value costs its row, bytes that cannot be decoded the rest of
-    their row group, as pyarrow can skip no less.
+    Read the rows that can be read. An unreadable value costs its row; bytes that cannot be decoded cost the
+    rest of their row group, as pyarrow can skip no less.
     """
     require("replay", what="reading Parquet")
     from pyarrow import ArrowException

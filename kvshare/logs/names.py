@@ -1,6 +1,6 @@
 """
-What logs call the same thing. Of several fields of a row, the first that is not null (of names: nor empty)
-counts.
+The names that logs have for the same thing. Of several fields of a row, the first that is not null
+(for names: and not empty) counts.
 """
 
 from __future__ import annotations

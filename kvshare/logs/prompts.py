@@ -83,7 +83,7 @@ def _request_row(
 
 
 def _namespace(row: Row) -> str:
-    """What the log names, divided by the request's own `cache_salt` as the server would divide it."""
+    """Return the namespace that the log names, divided by the request's `cache_salt` as a server would."""
     named = fields.optional_id(row, *names.NAMESPACE) or "default"
     salt = fields.optional_id(row, "cache_salt")
     return joined((named,) if salt is None else (named, salt))
@@ -158,21 +158,21 @@ def refuse_azure(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow]:
 def is_body(row: Row) -> bool:
     if any(isinstance(row.get(name), Mapping) for name in names.BODIES):
         return True
-    given = row.get("input")
-    if isinstance(given, Mapping):
-        return "messages" in given
-    if isinstance(given, list) and given and isinstance(given[0], Mapping) and "role" in given[0]:
+    sent = row.get("input")
+    if isinstance(sent, Mapping):
+        return "messages" in sent
+    if isinstance(sent, list) and sent and isinstance(sent[0], Mapping) and "role" in sent[0]:
         return True
     return "model" in row and any(name in row for name in ("messages", "prompt", "input"))
 
 
 def body_of(row: Row) -> Row:
     """The body of the request that a row logs; the row itself where that is the body."""
-    found = next((row[name] for name in names.BODIES if row.get(name) not in (None, "", {})), None)
-    if found is None:
+    body_text = next((row[name] for name in names.BODIES if row.get(name) not in (None, "", {})), None)
+    if body_text is None:
         given = row.get("input")
         return given if isinstance(given, Mapping) else row
-    body = fields.unpacked(fields.of_type(dict, found))
+    body = fields.unpacked(fields.of_type(dict, body_text))
     inner = body.get("body")  # LiteLLM's callbacks log the request with its URL and headers
     return fields.unpacked(inner) if isinstance(inner, Mapping) else body
 
@@ -192,16 +192,16 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     write them there, in words that are not known here.
     """
     body = body_of(row)
-    known = _known(row, body)
-    answer = _answer(fields.first(known, *names.ANSWERS))
+    members = _known(row, body)
+    answer = _answer(fields.first(members, *names.ANSWERS))
     messages, prompt = _asked(body)
     if messages is None and prompt is not None:
         is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str)
 
-        def read(one: Any, own: LoggedRequest) -> LoggedRow:
+        def read(one: Any, request: LoggedRequest) -> LoggedRow:
             if isinstance(one, list):
-                return _request_row(known, own, answer=answer, token_ids=_tokens(one))
-            return _request_row(known, own, answer=answer, prompt=_full_text(one))
+                return _request_row(members, request, answer=answer, token_ids=_tokens(one))
+            return _request_row(members, request, answer=answer, prompt=_full_text(one))
 
         yield from _request_rows(prompt if is_several else [prompt], blank, read)
         return
@@ -209,16 +209,16 @@ def read_body(row: Row, blank: LoggedRequest) -> Iterator[LoggedRow | RowFault]:
     if tools := fields.first(body, "tools", "functions"):
         text = fields.text(json.dumps(tools, ensure_ascii=False, default=str))
         messages = ({"role": "system", "content": text}, *messages)
-    yield _request_row(known, blank, messages=_asking(messages), answer=answer)
+    yield _request_row(members, blank, messages=_asking(messages), answer=answer)
 
 
 def _known(row: Row, body: Row) -> dict[str, Any]:
-    """What is said of a request: next to its body, in it, or in its metadata."""
+    """Return all fields of a request: those next to its body, in it, and in its metadata."""
     metadata = body.get("metadata")
-    known = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
+    members = {**(metadata if isinstance(metadata, Mapping) else {}), **body, **row}
     own, *others = names.CONVERSATION
-    named = next((known[name] for name in others if known.get(name)), known.get(own))
-    return {**known, own: named if isinstance(named, str | int) else None}  # the API's is an object
+    named = next((members[name] for name in others if members.get(name)), members.get(own))
+    return {**members, own: named if isinstance(named, str | int) else None}  # the API's is an object
 
 
 def _asked(body: Row) -> tuple[Any, Any]:
@@ -243,10 +243,10 @@ def _messages_of_input(body: Row) -> tuple[Message, ...]:
 
 def _answer(response: object) -> str | None:
     """The text of the first choice, message or output; None if the log has none, or in another shape."""
-    found: Any = fields.parsed(response)
-    if isinstance(found, Mapping) and isinstance(found.get("body"), Mapping):
-        found = found["body"]
-    said = _said(found)
+    answer: Any = fields.parsed(response)
+    if isinstance(answer, Mapping) and isinstance(answer.get("body"), Mapping):
+        answer = answer["body"]
+    said = _said(answer)
     if said is None and isinstance(response, str):  # the text itself, which may be JSON
         return fields.text(response)
     return said
@@ -276,7 +276,6 @@ def _asking(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _full_text(value: object) -> str:
-    """A text that is not blank."""
     text = fields.text(value)
     if not text.strip():
         raise RowError(RowFault.EMPTY)
@@ -284,13 +283,11 @@ def _full_text(value: object) -> str:
 
 
 def _tokens(value: object) -> tuple[int, ...]:
-    """Token ids that fit 32 bits."""
     if not (ids := fields.of_type(list, value)):
         raise RowError(RowFault.EMPTY)
     return tuple(map(fields.int32, ids))
 
 
 def _milliseconds(row: Row, name: str) -> float | None:
-    """Return a member that is in milliseconds as seconds."""
     value = fields.optional(fields.seconds, row, name)
     return None if value is None else value / 1e3

@@ -1,4 +1,4 @@
-"""What the row of a log becomes: a logged request."""
+"""A logged request, which a row of a log becomes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Requester:
     conversation: str
 
     def is_other(self, requester: Self) -> bool | None:
-        """Whether these are two users; None: the log does not name both. A conversation has one user."""
+        """Return whether these are two users; None: the log lacks a name. A conversation has one user."""
         if self.user is not None and requester.user is not None:
             return self.user != requester.user
         return False if self.conversation == requester.conversation else None

@@ -1,6 +1,6 @@
 """
-What one row of a log is read as: a request, a conversation of which every user turn is a request, or a
-reason.
+A row of a log is read as a request, as a conversation of which every user turn is a request, or as a reason
+why it was not read.
 
 Rows that cannot be read are counted by file, line and one word, without their text.
 """
@@ -45,7 +45,7 @@ class LoggedRow:
         return (self.at(number) for number in range(self.num_requests))
 
     def turn_and_time(self, number: int) -> tuple[int | None, float | None]:
-        """Of request `number`, without making the request."""
+        """Return the turn and time of request `number`, without making the request."""
         return (number, self.turns[number].time_s) if self.turns else (self.request.turn, self.request.time_s)
 
     def at(self, number: int) -> LoggedRequest:
@@ -92,7 +92,6 @@ class ReadReport:
         self._reasons: Counter[RowFault] = Counter()
 
     def count_unreadable(self, source: str, line: int, reason: RowFault) -> None:
-        """A row, or a request of a row, cannot be read."""
         self._reasons[reason] += 1
         if len(self.examples) < NUM_SHOWN:
             self.examples.append(UnreadableLine(source=source, line=line, reason=reason))

@@ -83,7 +83,6 @@ def _ratio(sums: Table, name: str) -> Table:
 
 
 def _sums_by_conversation(rows: pa.Table) -> Table:
-    """(C, S): the sums of each conversation's requests."""
     sums = grouped(each_request(rows), rows["conversation"])
     return np.array([[own[name] for name in _SUMS] for own in sums.values()], np.float64)
 

@@ -109,7 +109,7 @@ def replay_live(
 
 @dataclass(slots=True)
 class Pace:
-    """When requests are due: at the log's distances, counted from the first request that has a time."""
+    """The times at which requests are due: at the log's distances from the first request that has a time."""
 
     speedup: float
     _start: tuple[float, float] | None = None  # by the clock, and by the log
@@ -199,13 +199,13 @@ def summarise(rows: Sequence[Row], policies: Sequence[str]) -> Document:
     """The figures of `live.json`; `policies` predicted."""
     served = [row for row in rows if row["error"] is None]
     counted = [row for row in served if row["num_prompt_tokens"]]
-    known = [row for row in counted if row["num_cached"] is not None]
-    shares = [row["num_cached"] / row["num_prompt_tokens"] for row in known]
-    num_prompt = sum(row["num_prompt_tokens"] for row in known)
-    num_cached = sum(row["num_cached"] for row in known)
+    reported = [row for row in counted if row["num_cached"] is not None]
+    shares = [row["num_cached"] / row["num_prompt_tokens"] for row in reported]
+    num_prompt = sum(row["num_prompt_tokens"] for row in reported)
+    num_cached = sum(row["num_cached"] for row in reported)
     by_share = []
     for low, high in pairwise(_SHARE_EDGES):
-        some = [row for row, share in zip(known, shares, strict=True) if low <= share < high]
+        some = [row for row, share in zip(reported, shares, strict=True) if low <= share < high]
         by_share.append({"from": low, **_ttft_ms(some), "num_requests": len(some)})
     return {
         "num_requests": len(rows),
@@ -214,7 +214,7 @@ def summarise(rows: Sequence[Row], policies: Sequence[str]) -> Document:
         "ttft_ms": _ttft_ms(served),
         "ttft_ms_by_cached_share": by_share,
         "reported": {
-            "num_requests": len(known),
+            "num_requests": len(reported),
             "num_prompt_tokens": num_prompt,
             "num_cached_tokens": num_cached,
             "token_hit_rate": num_cached / max(1, num_prompt),
@@ -225,7 +225,7 @@ def summarise(rows: Sequence[Row], policies: Sequence[str]) -> Document:
             "server": sum(row["num_prompt_tokens"] for row in counted),
             "num_unlike": sum(map(_is_unlike, counted)),
         },
-        "predicted": [_agreement(known, shares, policy) for policy in policies],
+        "predicted": [_agreement(reported, shares, policy) for policy in policies],
     }
 
 
@@ -238,12 +238,12 @@ def _is_unlike(row: Row) -> bool:
     return not -_MAX_LESS_PER_MESSAGE * num_messages <= more <= most
 
 
-def _agreement(known: Sequence[Row], shares: Sequence[float], policy: str) -> Document:
+def _agreement(reported: Sequence[Row], shares: Sequence[float], policy: str) -> Document:
     """A policy's predictions against what the server reported (`shares`), for the same requests."""
-    hits = np.array([row[f"predicted:{policy}"] for row in known], np.int64)
-    tokens = np.array([row["num_tokens"] for row in known], np.int64)
+    hits = np.array([row[f"predicted:{policy}"] for row in reported], np.int64)
+    tokens = np.array([row["num_tokens"] for row in reported], np.int64)
     off = np.abs(hits / np.maximum(1, tokens) - np.array(shares))
-    num = max(1, len(known))
+    num = max(1, len(reported))
     return {
         "arm": policy,
         "token_hit_rate": int(hits.sum()) / max(1, int(tokens.sum())),

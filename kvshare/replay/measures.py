@@ -42,20 +42,20 @@ RowsOf = Callable[[str], pa.Table]  # a policy's, with an infinite store
 
 def each_request(rows: pa.Table) -> pa.Table:
     """
-    What each request adds to the sums of the figures: `SUMMED`, "requests", and "with_50" if at least that
-    share of its tokens, and at least one, is reused.
+    Return what each request adds to the sums of the figures: `SUMMED`, "requests", and "with_50" if at least
+    that share of its tokens, and at least one, is reused.
     """
     tokens, hit = _tokens_and_hits(rows)
-    each = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
+    table = rows.select(SUMMED).append_column("requests", pa.array(np.ones(len(rows), np.int64)))
     for share in (0, *SHARES):
-        each = each.append_column(f"with_{share}", pa.array((hit > 0) & (100 * hit >= share * tokens)))
-    return each
+        table = table.append_column(f"with_{share}", pa.array((hit > 0) & (100 * hit >= share * tokens)))
+    return table
 
 
-def grouped(each: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
-    """The sums of the requests of each key, in the order in which the keys first come."""
-    names = each.column_names
-    table = each.append_column("key", keys).group_by("key", use_threads=False)
+def grouped(requests: pa.Table, keys: pa.Array | pa.ChunkedArray) -> dict[Any, Sums]:
+    """Sum up the requests of each key, in the order in which the keys first come."""
+    names = requests.column_names
+    table = requests.append_column("key", keys).group_by("key", use_threads=False)
     summed = table.aggregate([(name, "sum") for name in names]).rename_columns(["key", *names])
     return {row.pop("key"): row for row in summed.to_pylist()}
 
@@ -105,7 +105,7 @@ def _keys(rows: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
 def describe_data(
     rows: pa.Table, *, sha256: str, files: tuple[schema.LogFile, ...], unreadable: Unreadable
 ) -> schema.Data:
-    """What of the log was replayed; `rows` are those of any policy."""
+    """Describe what of the log was replayed; `rows` are those of any policy."""
     numbered = ("conversation", "user", "namespace")
     return schema.Data(
         files=files,
@@ -124,15 +124,15 @@ def policy_results(
     rows: pa.Table, store: schema.Store, tree: schema.Tree | None = None, *, prefill_tokens_per_s: float
 ) -> schema.PolicyResults:
     """Everything of one policy with one store that does not depend on a clock."""
-    each, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
+    requests, (tokens, hit) = each_request(rows), _tokens_and_hits(rows)
     final_bytes = pc.last(rows["num_stored_bytes"]).as_py() or 0
     by = {}
     for group, keys in _keys(rows).items():
-        sums_by_key = sorted(grouped(each, keys).items())
+        sums_by_key = sorted(grouped(requests, keys).items())
         by[group] = {key: _figures(sums, prefill_tokens_per_s) for key, sums in sums_by_key}
     return schema.PolicyResults(
         **dict(store),
-        **dict(_figures(_totals(each), prefill_tokens_per_s)),
+        **dict(_figures(_totals(requests), prefill_tokens_per_s)),
         coverage_histogram=tuple(np.bincount(100 * hit // np.maximum(tokens, 1), minlength=101).tolist()),
         num_copies=histogram(COUNT_EDGES, rows["num_copies"]),
         num_donors=histogram(COUNT_EDGES, rows["num_donors"]),
@@ -152,7 +152,7 @@ def policy_results(
 def policy_times(
     rows: pa.Table, *, prefill_tokens_per_s: float, embedding_s: float = 0.0
 ) -> schema.PolicyTimes:
-    """What depends on a clock. `embedding_s`: for one text; embeddings are made before the look-up."""
+    """Return the figures that depend on a clock. `embedding_s`: for one text, made before the look-up."""
     sums, num_requests = _totals(rows.select(["num_hit", "embedded", *_CLOCKS])), len(rows)
     spent_s = sums["lookup_s"] + sums["plan_s"] + sums["embedded"] * embedding_s
     net_s = sums["num_hit"] / prefill_tokens_per_s - spent_s
@@ -193,12 +193,12 @@ def similarity(families: Mapping[str, str], rows_of: RowsOf) -> schema.Similarit
 
 
 def waterfalls(families: Mapping[str, str], rows_of: RowsOf) -> tuple[schema.Waterfall, ...]:
-    """How the oracle's tokens are lost, for each kvshare policy with an infinite store."""
+    """Say how the oracle's tokens are lost, for each kvshare policy with an infinite store."""
     oracle = next((name for name, family in families.items() if family == "oracle"), None)
     if oracle is None:
         return ()
     covered = rows_of(oracle)["num_hit"].to_numpy()  # the oracle's tokens of each request
-    num_covered, found = int(covered.sum()), []
+    num_covered, results = int(covered.sum()), []
     for policy in (name for name, family in families.items() if family == "kvshare"):
         rows = rows_of(policy)
         sums = _totals(each_request(rows))
@@ -217,8 +217,8 @@ def waterfalls(families: Mapping[str, str], rows_of: RowsOf) -> tuple[schema.Wat
             "hit": sums["num_hit"],
         }
         parts = tuple(schema.Step(name=name, num_tokens=value) for name, value in steps.items())
-        found.append(schema.Waterfall(arm=policy, num_tokens=sums["num_tokens"], steps=parts))
-    return tuple(found)
+        results.append(schema.Waterfall(arm=policy, num_tokens=sums["num_tokens"], steps=parts))
+    return tuple(results)
 
 
 def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -227,7 +227,7 @@ def _tokens_and_hits(rows: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value occurs, in alphabetical order; null is not counted."""
+    """Count each value, in alphabetical order; null is not counted."""
     found = column.drop_null().value_counts().to_pylist()
     return dict(sorted((one["values"], one["counts"]) for one in found))
 

@@ -24,7 +24,7 @@ Report = Callable[[int, int | None], None]  # (requests done, all) or (requests 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, and how. `capacities_tokens`: finite stores, besides the infinite one."""
+    """The log to replay, and the policies. `capacities_tokens`: finite stores, besides the infinite one."""
 
     paths: Sequence[Path]
     out: Path
@@ -108,14 +108,14 @@ def describe_log(options: ReplayOptions, stream: RequestStream) -> Document:
 
 def versions() -> dict[str, str | None]:
     """The versions of everything that a figure may depend on; None: not installed."""
-    found: dict[str, str | None] = {"kvshare": kvshare.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"kvshare": kvshare.__version__, "python": platform.python_version()}
     for distribution in _LIBRARIES:
         name = distribution.lower().removesuffix("-py").replace("-", "_")
         try:
-            found[name] = metadata.version(distribution)
+            versions[name] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def _sha256(path: Path) -> str:

@@ -68,7 +68,7 @@ def replay_paper(
         total = len(stream)
 
         def first_turns(base: int) -> Iterator[list[TokenizedRequest]]:
-            """In batches, each reported when the caller is done with it."""
+            """Yield first turns in batches; a batch is reported when the caller is done with it."""
             requests = (one for one in tokenizer.tokenize(stream) if one.logged.turn == 0)
             for batch in batches(requests, _BATCH):
                 embeddings.prepare(batch)
@@ -103,7 +103,7 @@ def replay_paper(
 
 
 class _Neighbours:
-    """How far each prompt's nearest earlier one is, and which prompts have a near one before or after."""
+    """The distance of each prompt's nearest earlier one, and the prompts with a near one before or after."""
 
     def __init__(self) -> None:
         self.num_identical = 0
@@ -134,11 +134,11 @@ class _Neighbours:
         places = self._places[namespace]
         before = len(places)
         places += new
-        known = self._vectors.get(namespace, np.zeros((64, len(vectors[0])), np.float32))
-        known = self._vectors[namespace] = with_room(known, len(places))
-        known[before : len(places)] = vectors
+        vectors_before = self._vectors.get(namespace, np.zeros((64, len(vectors[0])), np.float32))
+        vectors_before = self._vectors[namespace] = with_room(vectors_before, len(places))
+        vectors_before[before : len(places)] = vectors
         # One product for all of them: one for each reads all vectors again, and takes several times as long.
-        products = known[before : len(places)] @ known[: len(places)].T
+        products = vectors_before[before : len(places)] @ vectors_before[: len(places)].T
         for row, (place, likenesses) in enumerate(zip(new, products, strict=True), start=before):
             distances = np.maximum(1.0 - likenesses[:row], 0.0)
             self._distances.append(float(distances.min(initial=2.0)))
@@ -173,13 +173,13 @@ def _figure_4(
             hits += [[policy.observe(request).num_hit for policy in policies] for request in batch]
     by_policy, num = np.array(hits, np.int64).reshape(-1, len(options.policies)).T, max(1, len(tokens))
     arms = []
-    for spec, own in zip(options.policies, by_policy, strict=True):
-        rates = own / np.maximum(np.array(tokens, np.int64), 1)
+    for spec, num_reused in zip(options.policies, by_policy, strict=True):
+        rates = num_reused / np.maximum(np.array(tokens, np.int64), 1)
         shares = np.bincount(buckets(OVERLAP_EDGES, rates), minlength=len(OVERLAP_EDGES)) / num
         arms.append(
             {
                 "arm": spec.text,
-                "token_hit_rate": int(own.sum()) / max(1, sum(tokens)),
+                "token_hit_rate": int(num_reused.sum()) / max(1, sum(tokens)),
                 "edges": list(OVERLAP_EDGES),
                 "shares": shares.tolist(),
                 "at_least": {str(share): int((100 * rates >= share).sum()) / num for share in SHARES},

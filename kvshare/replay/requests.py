@@ -1,4 +1,4 @@
-"""What passes through a replay: a logged request in tokens, and what a policy reused of it."""
+"""A logged request in tokens, and what a policy reused of it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class TokenizedRequest:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    What one policy would have reused of one request; most of its names are columns of `requests.parquet`.
+    The tokens that one policy would have reused of one request, mostly columns of `requests.parquet`.
 
     `hits` are the positions of the prompt that need no computing, ascending and disjoint. Only equal tokens
     count: a response cache's answer to another prompt is a `false_hit`.

@@ -32,7 +32,6 @@ SHARES: Final = (50, 70, 90)  # percent of a request's tokens: the paper's readi
 
 
 def finite(value: Any) -> Any:
-    """The number, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
@@ -59,7 +58,7 @@ class Saved(NetSaved):
 
 
 class Figures(ResultsPart):
-    """Of one policy over some requests. Rates are shares of 1."""
+    """The figures of one policy over some requests. Rates are shares of 1."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -79,7 +78,6 @@ class Figures(ResultsPart):
 
     @property
     def at_least(self) -> tuple[float | None, ...]:
-        """The request hit rates of `SHARES`."""
         return self.request_hit_rate_50, self.request_hit_rate_70, self.request_hit_rate_90
 
 
@@ -110,7 +108,7 @@ class StorageFigures(ResultsPart):
 
 
 class Tree(ResultsPart):
-    """How prompts build on earlier ones."""
+    """The tree of prompts that build on earlier ones."""
 
     depth: Histogram = Histogram()
     children: Histogram = Histogram()
@@ -122,7 +120,7 @@ class Tree(ResultsPart):
 
 
 class Store(ResultsPart):
-    """Which policy, with which store; capacity None: infinite."""
+    """A policy with a store; capacity None: infinite."""
 
     arm: str = "?"  # "kvshare:min_run=32"
     label: str = "?"  # the same, or with " @ 1,000,000 tokens"
@@ -172,7 +170,7 @@ class Step(ResultsPart):
 
 class Waterfall(ResultsPart):
     """
-    From the oracle's tokens down to the reused ones; the tokens of the steps add up.
+    The steps from the oracle's tokens down to the reused ones; their tokens add up.
 
     oracle, then losses: not_found; too_short (all that the oracle has of prompts that are not looked up);
     generation (rejected only for their generation); refused (by another threshold or the number of donors);
@@ -252,5 +250,5 @@ class Results(ResultsPart):
 
 
 def policy_label(policy: str, capacity_tokens: int | None) -> str:
-    """How results and reports call a policy with its store."""
+    """Return the name of a policy with its store in results and reports."""
     return policy if capacity_tokens is None else f"{policy} @ {capacity_tokens:,} tokens"

@@ -181,7 +181,6 @@ class Checkpoint:
         write_rows(path, rows, schema=SCHEMA.with_metadata(metadata))
 
     def join(self, path: Path) -> None:
-        """Write all parts, one after the other, into one file."""
         with whole(path) as partial, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer:
             for part in self._parts:
                 writer.write_table(pq.read_table(part))

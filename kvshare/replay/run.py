@@ -127,7 +127,7 @@ class _Run:
         return saved
 
     def _results(self, progress: Progress) -> schema.Results:
-        """From the rows, with those of one policy in memory at a time."""
+        """Compute results from the rows, with those of one policy in memory at a time."""
         rows_of = partial(read_policy, self.options.out / REQUESTS_FILE)
         prefill, embeddings = self.options.prefill_tokens_per_s, self.embeddings
         embedding_s = embeddings.seconds / max(1, embeddings.num_texts) if embeddings else 0.0

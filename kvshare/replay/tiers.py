@@ -109,7 +109,7 @@ class _Run:
         return {"arm": self.policy.name, "num_bytes": num_bytes, **self.counts.document()}
 
     def stacked(self, sizes: TierSizes, unlimited: Document) -> Document:
-        """What came from where. Shares are of what the same arm reuses with a store without limits."""
+        """Sum up reuse by tier. Shares are of what the same arm reuses with an infinite store."""
         stack, counts = self.policy.stack, self.counts
         assert stack is not None, "it has tiers"
         in_host = counts.num_exact - counts.num_exact_from_disk

@@ -71,7 +71,7 @@ class RequestTokenizer:
 
     @property
     def digest(self) -> str:
-        """Of the vocabulary and the template."""
+        """The digest of vocabulary and template."""
         if self._encoder is not None:
             return self._encoder.digest
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
@@ -149,7 +149,7 @@ def block_tokens(request: LoggedRequest, *, num_tokens: int) -> TokenIds:
 
 def embedder_text(request: LoggedRequest) -> str:
     """
-    What distinguishes the prompt, in as many characters as an embedder reads.
+    Return the text that distinguishes the prompt, in as many characters as an embedder reads.
 
     The last user turn, of a long one its head and tail; a short one is followed by the ends of the messages
     before it. The system prompt is left out.

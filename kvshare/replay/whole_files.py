@@ -14,7 +14,7 @@ from kvshare.replay.results import RESULTS_FILE, SCHEMA_VERSION, Document
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is to appear at `path`."""
+    """Yield the path at which to write a file that is to appear at `path`."""
     partial = path.with_suffix(".partial")
     yield partial
     partial.replace(path)
@@ -40,12 +40,12 @@ def read_results(folder: Path) -> Document:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError) as exc:
         raise cannot_be_read(folder, exc) from exc
-    found: Document = document if isinstance(document, dict) else {}
-    kind, version = found.get("kind"), found.get("schema_version")
+    results: Document = document if isinstance(document, dict) else {}
+    kind, version = results.get("kind"), results.get("schema_version")
     if kind != "replay" or version != SCHEMA_VERSION:
         expected = f"expected one of kind replay and schema version {SCHEMA_VERSION}"
         raise LogError(f"{path}: a document of kind {kind} and schema version {version}, {expected}")
-    return found
+    return results
 
 
 def cannot_be_read(folder: Path, exc: Exception, *, name: str = RESULTS_FILE) -> LogError:

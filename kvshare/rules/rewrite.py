@@ -1,5 +1,5 @@
 """
-What rules do to the body of a request: a pure function from one JSON document to another.
+Applies rules to the body of a request: a pure function from one JSON document to another.
 
 A rule acts on whole lines of one text each and never across texts, so never across roles. Its actions:
 
@@ -42,11 +42,11 @@ def apply_rules(rules: Sequence[RuleSettings], body: dict[str, Any], shape: Body
     after = dict(before)
     acted: list[str] = []
     for rule in rules:
-        own = [path for path, role in roles.items() if role in rule.roles]
+        paths = [path for path, role in roles.items() if role in rule.roles]
         if rule.action == "pin":
-            changed = _pinned(rule, after, own)
+            changed = _pinned(rule, after, paths)
         elif end is not None:
-            changed = _moved(rule, after, own, end.path)
+            changed = _moved(rule, after, paths, end.path)
         else:
             continue
         if any(after.get(path, "") != text for path, text in changed.items()):
@@ -59,10 +59,10 @@ def apply_rules(rules: Sequence[RuleSettings], body: dict[str, Any], shape: Body
     return Rewritten(body, tuple(acted))
 
 
-def _pinned(rule: RuleSettings, texts: Mapping[Path, str], own: Sequence[Path]) -> dict[Path, str]:
+def _pinned(rule: RuleSettings, texts: Mapping[Path, str], paths: Sequence[Path]) -> dict[Path, str]:
     """The texts that change."""
     changed = {}
-    for path in own:
+    for path in paths:
         lines = texts[path].split("\n")
         matching = _matching(rule, lines)
         for number in matching:
@@ -75,11 +75,13 @@ def _pinned(rule: RuleSettings, texts: Mapping[Path, str], own: Sequence[Path]) 
     return changed
 
 
-def _moved(rule: RuleSettings, texts: Mapping[Path, str], own: Sequence[Path], end: Path) -> dict[Path, str]:
+def _moved(
+    rule: RuleSettings, texts: Mapping[Path, str], paths: Sequence[Path], end: Path
+) -> dict[Path, str]:
     """The texts that change; the one at the `end` gets the lines that the others lose."""
     changed: dict[Path, str] = {}
     moved: list[str] = []
-    for path in own:
+    for path in paths:
         lines = texts[path].split("\n")
         matching = _matching(rule, lines)
         if matching:

@@ -1,5 +1,5 @@
 """
-Where the texts of a request's JSON body are, for every API that takes prompts.
+Finds the texts in a request's JSON body, for every API that takes prompts.
 
 A body that is not as its API says has fewer texts, or none; its route reports what is wrong with it.
 """
@@ -42,7 +42,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """Which members of an API's body hold text."""
+    """The members of an API's body that hold text."""
 
     texts: Mapping[str, Role]  # text, or a list of texts or text parts
     messages: str | None = None  # a list of messages, or one user message's text
@@ -59,7 +59,7 @@ SHAPES: Mapping[str, BodyShape] = {
 
 
 def shape_of(path: str) -> BodyShape | None:
-    """Of bodies sent to a route or below it, such as `/v1/messages/count_tokens`. None: it has no prompt."""
+    """Return the shape of the bodies of a route, also of one below it; None if they have no prompt."""
     return next(
         (shape for route, shape in SHAPES.items() if path == route or path.startswith(f"{route}/")), None
     )
@@ -67,16 +67,16 @@ def shape_of(path: str) -> BodyShape | None:
 
 def texts_of(body: Mapping[str, Any], shape: BodyShape) -> list[BodyText]:
     """All texts of systems, users and tools, in the order of the prompt, without those of the model."""
-    found: list[BodyText] = []
+    texts: list[BodyText] = []
     for name, role in shape.texts.items():
-        found += _texts(role, body.get(name), (name,))
+        texts += _texts(role, body.get(name), (name,))
     if shape.messages is not None:
         messages = body.get(shape.messages)
         if isinstance(messages, str):
-            found.append(BodyText("user", (shape.messages,), messages))
+            texts.append(BodyText("user", (shape.messages,), messages))
         for path, role, content in _contents(messages, shape.messages):
-            found += _texts(role, content, path)
-    return found
+            texts += _texts(role, content, path)
+    return texts
 
 
 def end_of(body: Mapping[str, Any], shape: BodyShape) -> End | None:
@@ -119,7 +119,7 @@ def with_text(body: Any, path: Path, text: str, *, new_part: str | None = None) 
 
 
 def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]]:
-    """Of each message that is not the model's: the path of its content, its role, and the content."""
+    """Yield path of the content, role and content of each message that is not the model's."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, Mapping):
             continue
@@ -131,7 +131,7 @@ def _contents(messages: object, name: str) -> Iterator[tuple[Path, Role, object]
 
 
 def _texts(role: Role, content: object, path: Path) -> Iterator[BodyText]:
-    """Of a text, or of a list of texts and parts."""
+    """Yield the texts of a text, or of a list of texts and parts."""
     if isinstance(content, str):
         yield BodyText(role, path, content)
     parts: Sequence[object] = content if isinstance(content, list) else ()

@@ -61,7 +61,7 @@ class Access(Section):
 
     @property
     def problem(self) -> str | None:
-        """What two entries may not have alike; None if nothing is wrong."""
+        """Return a problem of entries that are alike where they must differ; None if nothing is wrong."""
         for field in ("name", "sha256"):
             if _first_twice(getattr(key, field) for key in self.keys) is not None:
                 return f"two keys have the same {field}"

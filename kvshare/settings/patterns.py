@@ -1,5 +1,5 @@
 """
-Which regular expressions a rule may have.
+The regular expressions that a rule may have.
 
 Clients choose the text that is searched, so that no text may make a search slow. Python's `re` tries the ways
 in which a pattern can match one after the other, and cannot be interrupted. So patterns that can match in too
@@ -44,7 +44,7 @@ def checked_pattern(text: str) -> str:
 
 
 def _ways(sequence: Iterable[tuple[object, Any]]) -> int:
-    """In how many ways a parsed pattern can match from one place, at most; `MAX_WAYS` + 1 for more."""
+    """Count the ways in which a parsed pattern can match from one place; `MAX_WAYS` + 1 stands for more."""
     return min(MAX_WAYS + 1, prod(_ways_of(str(kind), argument) for kind, argument in sequence))
 
 
@@ -66,7 +66,7 @@ def _ways_of(kind: str, argument: Any) -> int:
 
 
 def _ways_repeated(ways: int, fewest: int, most: int) -> int:
-    """Of what can match in so many ways, repeated `fewest` to `most` times."""
+    """Count the ways of a part that can match in so many ways, repeated `fewest` to `most` times."""
     if ways == 1:
         return most - fewest + 1
     total = 0

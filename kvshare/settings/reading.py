@@ -49,7 +49,7 @@ def default_config_path() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """What settings are read from, and may be read again from. `options`: "server.port" -> 8001."""
+    """The source of settings, which can be read again. `options`: "server.port" -> 8001."""
 
     path: Path | None = None
     options: Mapping[str, object] = field(default_factory=dict)
@@ -110,11 +110,11 @@ def access_of(settings: Settings) -> Access:
 
 def flattened(tree: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """The values of all settings by their paths; a list is one value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_section = isinstance(value, Mapping) and not at
-        found |= flattened(value, f"{key}.") if is_section else {f"{at}{key}": value}
-    return found
+        flat |= flattened(value, f"{key}.") if is_section else {f"{at}{key}": value}
+    return flat
 
 
 def validated(tree: Mapping[str, Any], mistakes: list[tuple[str, str]] | None = None) -> Settings:

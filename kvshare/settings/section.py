@@ -1,4 +1,4 @@
-"""What all sections of the settings are: frozen, and without keys or types that are not declared."""
+"""The base of all sections of the settings: frozen, without keys or types that are not declared."""
 
 from __future__ import annotations
 

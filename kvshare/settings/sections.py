@@ -111,7 +111,6 @@ class ReplicaSettings(Section):
 
     @property
     def label(self) -> str:
-        """Its name in logs, metrics and namespaces."""
         return self.name or urlsplit(self.url).netloc
 
 
@@ -134,7 +133,7 @@ class StoreSettings(Section):
     disk_bytes: Bytes | None
     disk_write_bytes_per_s: PositiveBytes
     disk_keep_free_bytes: Bytes
-    eviction: Literal["copies", "lru", "s3-fifo", "worth"]
+    eviction: Literal["adaptive", "copies", "lru", "s3-fifo", "worth"]
     # An empty index takes 3 MB, one write up to 1 MB.
     min_free_bytes: Annotated[int, Field(ge=8 * 2**20), size_of(Annotated[int, Field(ge=8 * 2**20)])]
 
@@ -148,7 +147,7 @@ class StoreSettings(Section):
 
     @property
     def max_disk_bytes(self) -> int:
-        """Of KV; 0: it is in memory only."""
+        """The limit of KV on disk; 0: KV is in memory only."""
         return 2 * self.kv_bytes if self.disk_bytes is None else self.disk_bytes
 
 

@@ -9,6 +9,8 @@ Plans what a prompt copies from stored prompts, and stores it: for serving, `exp
 
     planner.py         tokens and candidates -> a plan, or the reason why there is none
     approximation.py   the approximate plans of one composition
+    acceptance.py      which of them may be used, and which is
+    originals.py       how long a plan from exact originals takes at least
     plan.py            the plan as data            explain.py         the plan as a document
     limits.py          what limits a plan          media.py           images are copied as a whole
     placed.py          copies as arrays, where only their places count

@@ -38,7 +38,7 @@ from kvshare.sharing.repair import RepairRule, Repairs, repairs_by_place, repair
 from kvshare.sharing.risk import bound_of_inherited
 
 _WIDENED = (1.0, 2.0, 4.0, 8.0)  # times the windows of the settings
-_DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # repaired tokens per stale token
+DOSES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # repaired tokens per stale token
 
 
 class _Outline(NamedTuple):
@@ -94,7 +94,13 @@ class Approximation:
         self._shape = self._shape_of(self._moved)
         num_tail = size - (int(ends(known)[-1]) if len(known) else 0)
         may_choose = limits.can_probe and not media  # a chosen repair might lie inside a medium
+        self._is_uncertified = self._shape is not None and limits.refuses(self._shape.regime, size)
         self._chooses = may_choose and self._settings.rule != "windows" and num_tail <= MAX_TAIL_TOKENS
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether every plan is above the limit: no repairs keep it, and no copy does without them."""
+        return self._is_uncertified and not self._num_settled
 
     def cheapest(self) -> Plan:
         """
@@ -106,6 +112,8 @@ class Approximation:
         """
         if self._shape is None:
             return self._whole(self._outline("none", Repairs(())))
+        if self._is_uncertified and self._num_settled:
+            return self._settled_only()
         outlines = self._outlines(self._shape)
         found: dict[int, Plan] = {}  # by place in `outlines`
         fastest: int | None = None
@@ -133,11 +141,14 @@ class Approximation:
     def _otherwise(self, found: Sequence[Plan]) -> Plan:
         """Return a plan for the case that none of the plans `found` is within the limit."""
         if self._num_settled and not self._should_renew(found):
-            moved = zip(self._moved[:, 1].tolist(), ends(self._moved).tolist(), strict=True)
-            without_moved = Repairs(tuple(Span(start, end) for start, end in moved))
-            plan = self._whole(self._outline("none", without_moved))
-            return replace(plan, reason=Reason.DEVIATES_TOO_MUCH)
+            return self._settled_only()
         return min(found, key=lambda plan: plan.deviation)
+
+    def _settled_only(self) -> Plan:
+        moved = zip(self._moved[:, 1].tolist(), ends(self._moved).tolist(), strict=True)
+        without_moved = Repairs(tuple(Span(start, end) for start, end in moved))
+        plan = self._whole(self._outline("none", without_moved))
+        return replace(plan, reason=Reason.DEVIATES_TOO_MUCH)
 
     def _should_renew(self, found: Sequence[Plan]) -> bool:
         """Return whether only the donors' deviation exceeds the limit, and fewer than half is settled."""
@@ -172,7 +183,7 @@ class Approximation:
 
     def _chosen(self, shape: Shape) -> _Outline:
         """Return the outline with the smallest dose within the limit, else that with the largest dose."""
-        doses = [dose * shape.stale for dose in _DOSES]
+        doses = [dose * shape.stale for dose in DOSES]
         allowed = self._max_deviation - self._bound_of(self._inherited(self._foreign))
         bounds = self._calibration.bounds(shape, "attention", doses, risk=self._max_risk)
         fitting = (dose for dose, bound in zip(doses, bounds, strict=True) if bound <= allowed)

@@ -20,7 +20,7 @@ from typing import Any, Self
 from kvshare.errors import ConfigError
 from kvshare.sharing.prediction import Calibration, Shape
 from kvshare.sharing.repair import RepairRule
-from kvshare.sharing.risk import RiskTable
+from kvshare.sharing.risk import Regime, RiskTable
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class ModelCalibration:
 
     def expected(self, shape: Shape, rule: RepairRule, repaired: float) -> float:
         """Expected KL, nats, of plans of this shape with `repaired` tokens computed again by a rule."""
-        mean = float(self._weights(shape, rule).expected(shape.repaired(repaired)))
-        return self._unmeasured(shape) * self._factor(shape, rule) * mean
+        mean = float(self._weights(shape.regime, rule).expected(shape.repaired(repaired)))
+        return self._unmeasured(shape.num_tokens) * self._factor(shape, rule) * mean
 
     def bound(self, shape: Shape, rule: RepairRule, repaired: float, *, risk: float) -> float:
         """Return the KL, nats, that answers of such plans exceed with at most this risk; at 1 the mean."""
@@ -72,25 +72,31 @@ class ModelCalibration:
         self, shape: Shape, rule: RepairRule, repaired: Sequence[float], *, risk: float
     ) -> list[float]:
         """Return `bound` for several numbers of repaired tokens."""
-        calibration, values = self._weights(shape, rule), shape.repaired(repaired)
-        unmeasured, factor = self._unmeasured(shape), self._factor(shape, rule)
+        calibration, values = self._weights(shape.regime, rule), shape.repaired(repaired)
+        unmeasured, factor = self._unmeasured(shape.num_tokens), self._factor(shape, rule)
         if risk >= 1:
             return [unmeasured * factor * mean for mean in calibration.expected(values).tolist()]
         risks = calibration.risks.get(shape.regime, _UNCERTIFIED)
         typical = calibration.typical(values).tolist()
         return [unmeasured * risks.bound(factor * each, risk) for each in typical]
 
-    def _weights(self, shape: Shape, rule: RepairRule) -> Calibration:
-        is_composed = shape.regime == "composed"
-        return self.composed.get(rule, self.rules[rule]) if is_composed else self.rules[rule]
+    def least_bound(self, regime: Regime, num_tokens: int, *, risk: float) -> float:
+        """Return a lower limit of `bound`, whatever is repaired of such a prompt by whichever rule."""
+        if risk >= 1:
+            return 0.0
+        tables = (self._weights(regime, rule).risks.get(regime, _UNCERTIFIED) for rule in RULES)
+        return self._unmeasured(num_tokens) * min(table.bound(0.0, risk) for table in tables)
 
-    def _unmeasured(self, shape: Shape) -> float:
-        return _UNMEASURED if shape.num_tokens > self.longest else 1.0
+    def _weights(self, regime: Regime, rule: RepairRule) -> Calibration:
+        return self.composed.get(rule, self.rules[rule]) if regime == "composed" else self.rules[rule]
+
+    def _unmeasured(self, num_tokens: int) -> float:
+        return _UNMEASURED if num_tokens > self.longest else 1.0
 
     def _factor(self, shape: Shape, rule: RepairRule) -> float:
         """Return the factor by which plans of this shape are taken to be worse than predicted."""
         beyond = shape.num_tokens / self.longest
-        of_length = self._weights(shape, rule).at_length * beyond**shape.far if beyond > 1 else 1.0
+        of_length = self._weights(shape.regime, rule).at_length * beyond**shape.far if beyond > 1 else 1.0
         return self.caution * (OF_EIGHT_BITS if self.has_eight_bits else 1.0) * of_length
 
     @property

@@ -118,7 +118,23 @@ def _spans(plan: Plan | NoPlan, num_tokens: int) -> list[dict[str, Any]]:
             start = part.end
         if start < placeholder.end:
             spans.append(_span(start, placeholder.end, "placeholder"))
-    return sorted(spans, key=lambda span: int(span["start"]))
+    return _merged(sorted(spans, key=lambda span: int(span["start"])))
+
+
+def _merged(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join copies that follow each other: a donor's KV lies in many segments, which no reader asks for."""
+    merged: list[dict[str, Any]] = []
+    for span in spans:
+        last = merged[-1] if merged else span
+        if last is not span and last["end"] == span["start"] and _continues(last, span):
+            last["end"] = span["end"]
+        else:
+            merged.append(span)
+    return merged
+
+
+def _continues(last: Mapping[str, Any], span: Mapping[str, Any]) -> bool:
+    return all(last[field] == span[field] for field in ("kind", "donor", "shift"))
 
 
 def _span(

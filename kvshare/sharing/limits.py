@@ -13,7 +13,7 @@ from delta_tree import Node
 from kvshare.settings import RepairSettings, Settings, SharingSettings
 from kvshare.sharing.calibration import ModelCalibration, calibration_of, cautious
 from kvshare.sharing.rates import ANYTHING, MinSaved
-from kvshare.sharing.risk import bound_of_inherited
+from kvshare.sharing.risk import Regime, bound_of_inherited
 
 MAX_GENERATION = 40  # longer chains of copies were not measured (`chain` in docs/fidelity.md)
 
@@ -71,6 +71,11 @@ class PlannerLimits:
         if max_deviation is None or max_deviation >= self.sharing.max_deviation:
             return self
         return replace(self, sharing=self.sharing.model_copy(update={"max_deviation": max_deviation}))
+
+    def refuses(self, regime: Regime, num_tokens: int) -> bool:
+        """Return whether plans of this kind deviate by more than the limit, whatever they repair."""
+        least = self.calibration.least_bound(regime, num_tokens, risk=self.sharing.max_risk)
+        return least > self.sharing.max_deviation
 
     def usable(self, node: Node) -> Node | None:
         """Return the part of a prompt that may be copied: if it deviates too much, only its exact prefix."""

@@ -188,7 +188,7 @@ class Sharing:
         pays = candidates and self._worth.planning(prompt.num_tokens, nomination, self._limits)
         if not pays:
             return Lookup(
-                NoPlan(Reason.DOES_NOT_PAY if candidates else Reason.NO_CANDIDATES),
+                NoPlan(self._worth.unplanned(nomination, self._limits.sharing.min_run)),
                 candidates=candidates,
                 namespace=namespace,
                 num_tokens=prompt.num_tokens,

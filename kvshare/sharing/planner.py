@@ -10,18 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from delta_tree import Composition, Node, Segment, SegmentId, Span, Target, TokenIds, compose
+from delta_tree import (
+    Composition,
+    Node,
+    Segment,
+    SegmentId,
+    Span,
+    Target,
+    TokenIds,
+    common_prefix_length,
+    compose,
+)
 from kvshare.reasons import Reason
 from kvshare.requests import Prediction
+from kvshare.sharing.acceptance import about_as_long, gate, preferred, seconds
 from kvshare.sharing.approximation import Approximation
 from kvshare.sharing.limits import PlannerLimits, exact_part, is_exact
 from kvshare.sharing.media import composed_with_whole_media
-from kvshare.sharing.plan import NoPlan, Plan, small_shift, within
+from kvshare.sharing.originals import least_s
+from kvshare.sharing.plan import NoPlan, Plan, within
 from kvshare.sharing.rates import Estimate, Rates
 from kvshare.sharing.splitting import split_reads
 
+_FEW = 1 / 64  # of a prompt
 _LIGHT = 0.1  # share of a prompt; with fewer repairs no other composition is tried
-_ABOUT_EQUAL = 0.02  # of what a plan saves
 _WITHHELD_BY = 2  # donors that are looked at for a reason: it must not delay the prompt
 
 
@@ -69,6 +81,7 @@ class _Search:
         self._limits, self._rates = limits, rates
         self._approximate = approximate
         self._accepted: list[Plan] = []
+        self._is_of_one = False  # the first composition, although others may have more
         self._refusal: Reason | None = None  # the first one
         self._prediction: Prediction | None = None  # of the plan that was tried last
 
@@ -78,9 +91,11 @@ class _Search:
         exact = exact and self._split(exact)
         if self._approximate:
             self._try_approximate(composition, donors, exact)
+            if self._is_of_one and not any(plan.reason is None for plan in self._accepted):
+                self._try_again(donors, exact)
             self._try_originals(donors, exact)
         if self._accepted:
-            return _preferred(self._accepted)
+            return preferred(self._accepted)
         if exact is None:
             return self._refused(Reason.NOTHING_IN_COMMON, donors)
         if not self._limits.threshold.pays(exact.estimate.full_s, exact.estimate.shared_s):
@@ -117,28 +132,83 @@ class _Search:
         return composed_with_whole_media(composition, self._media)
 
     def _first_composition(self, donors: Sequence[Node]) -> Composition:
-        """Compose a plan from all donors; once more without moves if the engine cannot move keys."""
+        """
+        Compose a plan from all donors; once more without moves if the engine cannot move keys.
+
+        From the best one only, if plans of several are refused and it has as much of the prompt's beginning
+        as any other.
+        """
         max_donors = self._limits.sharing.max_donors
+        if self._approximate and max_donors > 1 and not self._media and self._limits.can_move_keys:
+            alone = self._composed_of_one(donors)
+            if alone is not None:
+                self._is_of_one = True
+                return alone
         composition = self._composed(donors, max_donors=max_donors, may_move=True)
         if self._limits.can_move_keys or not any(copy.shift for copy in composition.copies):
             return composition
         self._refusal = Reason.ROTATION_UNKNOWN
         return self._composed(donors, max_donors=max_donors, may_move=False)
 
+    def _composed_of_one(self, donors: Sequence[Node]) -> Composition | None:
+        num_tokens = len(self._token_ids)
+        if len(donors) < 2 or not self._limits.refuses("composed", num_tokens):
+            return None
+        common = {node.node_id: common_prefix_length(node.token_ids, self._token_ids) for node in donors}
+        most = max(common.values())
+        found = self._composed(donors, max_donors=1, may_move=True)
+        is_alone = len(used := found.approximate_donors) == 1 and common[used[0]] == most
+        # What is not after an edit may be copied from several: it needs no repair.
+        return found if is_alone and most - found.exact_length <= _FEW * num_tokens else None
+
     def _try_approximate(self, composition: Composition, donors: Sequence[Node], exact: Plan | None) -> None:
-        """Plan with all donors; then, unless that saves nearly all, with the best one alone."""
+        """
+        Plan with all donors; then, unless that saves nearly all, with the best one alone.
+
+        A plan of several donors that no repair keeps within the limit is made last, for its reason, and only
+        if no other is accepted.
+        """
+        before, refused = self._refusal, None
         while composition.approximate_donors:
-            plan = self._cheapest(composition, donors)
-            refused = _gate(plan, exact, self._limits)
-            self._prediction, self._refusal = plan.prediction, self._refusal or refused
-            if refused is None:
-                self._accepted.append(plan)
-            # With so few repairs another composition can hardly save more.
-            is_light = plan.prediction is not None and plan.prediction.repaired <= _LIGHT * plan.num_tokens
-            if len(composition.approximate_donors) == 1 or (refused is None and is_light):
+            found = self._approximation(composition, donors)
+            is_alone = len(composition.approximate_donors) == 1
+            if found.is_refused and not is_alone:
+                refused = found
+            elif self._is_light(found, exact) or is_alone:
                 break
             # The best donor alone may need less repair than all of them together.
             composition = self._composed(donors, max_donors=1, may_move=self._limits.can_move_keys)
+        if refused is not None and not self._accepted:
+            later, last = self._refusal, self._prediction
+            self._refusal = before
+            self._try(refused, exact)
+            self._refusal, self._prediction = self._refusal or later, last or self._prediction
+
+    def _try_again(self, donors: Sequence[Node], exact: Plan | None) -> None:
+        """The best donor alone was not enough: plan as if it had not been composed first."""
+        self._accepted, self._refusal, self._prediction = [], None, None
+        max_donors = self._limits.sharing.max_donors
+        composition = self._composed(donors, max_donors=max_donors, may_move=True)
+        self._try_approximate(composition, donors, exact)
+
+    def _is_light(self, found: Approximation, exact: Plan | None) -> bool:
+        """Try a plan. Return whether it has so few repairs that another composition can hardly save more."""
+        plan = self._try(found, exact)
+        return (
+            plan is not None
+            and plan.prediction is not None
+            and plan.prediction.repaired <= _LIGHT * plan.num_tokens
+        )
+
+    def _try(self, found: Approximation, exact: Plan | None) -> Plan | None:
+        """Return the cheapest of these plans, or None if it is refused."""
+        plan = self._split(found.cheapest())
+        refused = gate(plan, exact, self._limits)
+        self._prediction, self._refusal = plan.prediction, self._refusal or refused
+        if refused is not None:
+            return None
+        self._accepted.append(plan)
+        return plan
 
     def _try_originals(self, donors: Sequence[Node], exact: Plan | None) -> None:
         """If the plan tried last inherits deviation, also plan with only the exact KV of the donors."""
@@ -146,40 +216,31 @@ class _Search:
         if not inherits or not any(map(is_exact, donors)):
             return
         originals = [part for node in donors if (part := exact_part(node)) is not None]
+        if self._accepted and not self._media and self._takes_longer(originals):
+            return
         composition = self._composed(
             originals, max_donors=self._limits.sharing.max_donors, may_move=self._limits.can_move_keys
         )
-        if composition.approximate_donors:
-            plan = self._cheapest(composition, originals)
-            if _gate(plan, exact, self._limits) is None:
+        found = self._approximation(composition, originals) if composition.approximate_donors else None
+        if found is not None and not found.is_refused:
+            plan = self._split(found.cheapest())
+            if gate(plan, exact, self._limits) is None:
                 self._accepted.append(plan)
 
-    def _cheapest(self, composition: Composition, donors: Sequence[Node]) -> Plan:
-        found = Approximation(
+    def _takes_longer(self, originals: Sequence[Node]) -> bool:
+        """Return whether a plan with these would not be used, as one that was accepted is faster."""
+        prompts = [node.token_ids for node in originals]
+        least = least_s(self._target, prompts, self._limits.repair, self._rates)
+        return least > about_as_long(min(self._accepted, key=seconds))
+
+    def _approximation(self, composition: Composition, donors: Sequence[Node]) -> Approximation:
+        return Approximation(
             composition, donors, self._token_ids, self._segment_of, self._limits, self._rates, self._media
         )
-        return self._split(found.cheapest())
 
     def _split(self, plan: Plan) -> Plan:
         """The plan, or a faster one that computes its beginning while the rest is read from disk."""
         return plan if self._media else split_reads(plan, self._rates)
-
-
-def _preferred(accepted: Sequence[Plan]) -> Plan:
-    """Return the fastest plan, or one that inherits nothing, deviates no more and saves nearly as much."""
-    fastest = min(accepted, key=_seconds)
-    longest = _seconds(fastest) + _ABOUT_EQUAL * (fastest.estimate.full_s - _seconds(fastest))
-    near = (plan for plan in accepted if not _inherited(plan) and _seconds(plan) <= longest)
-    others = [plan for plan in near if plan.deviation <= fastest.deviation]
-    return min(others, key=_seconds, default=fastest)
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.estimate.shared_s
-
-
-def _inherited(plan: Plan) -> float:
-    return 0.0 if plan.prediction is None else plan.prediction.inherited
 
 
 def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> Plan | None:
@@ -203,30 +264,3 @@ def _exact_plan(composition: Composition, rates: Rates, *, min_length: int) -> P
     )
     work = plan.work(queue=rates.queue)
     return replace(plan, estimate=rates.estimate(num_tokens, work))
-
-
-def _gate(plan: Plan, exact: Plan | None, limits: PlannerLimits) -> Reason | None:
-    """Return why an approximate plan may not be used; None if it passes the gate."""
-    policy = limits.policy
-    num_exact = exact.num_exact if exact is not None else 0
-    num_computed = plan.num_computed + plan.num_selecting
-    saved = plan.num_tokens - num_computed - num_exact  # beyond the exact plan
-    if plan.num_ahead:  # the two are split at places of their own, so that only the time is comparable
-        saved = plan.num_copied - plan.num_selecting
-    # Repairs may leave so few copied tokens that they are not worth any deviation.
-    if saved < max(limits.sharing.min_run, (policy.min_saved_fraction or 0.0) * plan.num_tokens):
-        return Reason.NOT_ENOUGH_SAVED
-    if plan.prediction is not None and not plan.prediction.keeps_limit:
-        return Reason.DEVIATES_TOO_MUCH
-    if policy.max_relocated_fraction is not None:
-        limit = small_shift(plan.num_tokens)
-        approximate = (copy for copy in plan.copies if copy.target_start >= plan.exact_length)
-        relocated = sum(copy.length for copy in approximate if abs(copy.shift) > limit)
-        if relocated > policy.max_relocated_fraction * plan.num_tokens:
-            return Reason.TOO_MUCH_RELOCATED
-    full_s = plan.estimate.full_s
-    # With a slow disk the exact plan may take longer than computing.
-    baseline = full_s if exact is None else min(full_s, exact.estimate.shared_s)
-    if not limits.threshold.pays(baseline, plan.estimate.shared_s):
-        return Reason.DOES_NOT_PAY
-    return None

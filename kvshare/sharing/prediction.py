@@ -97,7 +97,7 @@ def shape_of(
     some = slice(None, None, 1 + len(found) // _MOST_STRETCHES)  # of thousands a sample is enough
     shares = weights[some] / weights[some].sum()
     lost, new, shift = _churn(found[some], copies, common)
-    stale = float((_REACH * np.log1p(lengths / _REACH)).sum())
+    stale = float(stale_tokens(lengths).sum())
     return Shape(
         values=(
             float(np.log1p(shares @ lost)),
@@ -113,6 +113,11 @@ def shape_of(
         far=float(shares @ (shift > small_shift(num_tokens))),
         num_tokens=num_tokens,
     )
+
+
+def stale_tokens(lengths: NDArray[np.int64]) -> Vector:
+    """Return the stale tokens of stretches of these lengths: fewer in two parts of one than in the whole."""
+    return _REACH * np.log1p(lengths / _REACH)
 
 
 def carried(

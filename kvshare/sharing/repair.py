@@ -21,7 +21,7 @@ from kvshare.sharing.plan import RepairOrder, small_shift
 from kvshare.sharing.selection import probes
 
 # If repairs leave fewer tokens of a copy, these are computed, too: that costs less than an additional run.
-_MIN_LEFTOVER = 8
+MIN_LEFTOVER = 8
 
 RepairRule = Literal["windows", "attention"]
 
@@ -79,7 +79,7 @@ def _cut(copies: Placed, heads: Places, num_tokens: int, settings: RepairSetting
     first, last = copies[:, 1], ends(copies)
     start = np.minimum(first + heads, last)  # what is copied after all, from here
     end = np.where(last <= tail, last, np.maximum(start, tail))  # to here
-    is_copied = end - start >= _MIN_LEFTOVER
+    is_copied = end - start >= MIN_LEFTOVER
     start, end = np.where(is_copied, start, last), np.where(is_copied, end, last)
     return merged(np.stack([first, end], axis=1).ravel(), np.stack([start, last], axis=1).ravel())
 
@@ -87,7 +87,7 @@ def _cut(copies: Placed, heads: Places, num_tokens: int, settings: RepairSetting
 def _repairable(copies: Placed, end: int) -> tuple[Span, ...]:
     """Return the contiguous copies of one donor in front of `end`, without copies that are too short."""
     stops = np.minimum(ends(copies), end)
-    is_long = stops - copies[:, 1] >= _MIN_LEFTOVER
+    is_long = stops - copies[:, 1] >= MIN_LEFTOVER
     goes_on = continued(copies)
     goes_on[1:] &= is_long[:-1]
     begins, starts, stops = ~goes_on[is_long], copies[is_long, 1], stops[is_long]

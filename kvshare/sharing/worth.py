@@ -8,17 +8,18 @@ What the rates advise against is done now and then all the same, so that a wrong
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
 
-from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PREFILL, CostModel
+from kvshare.reasons import Reason
+from kvshare.sharing.cost import EMBEDDING, LOAD, LOOKUP, PASS, PLANNING, PREFILL, CostModel
 from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan
 from kvshare.sharing.rates import MinSaved, PrefillWork, Queue, Rates
-from vector_index import Nomination
+from vector_index import Candidate, Nomination
 
 _FEW_CHANGES = 0.1  # share of a prompt that is computed with a good donor
 _LEAST_COMPUTED = 0.02  # share of a prompt whose donors have all of it, by their estimate
@@ -26,9 +27,15 @@ _UNSURE = 0.1  # share of a prompt by which the estimate of what donors have of 
 _UNFOUND = 0.02  # share of a prompt's own prefill that a search may take while it finds no donors
 _FOUND = 0.1  # share that it may take while it always finds some
 _HARMLESS_S = 0.0005  # any search may take this long
-_AT_FIRST = {LOOKUP: 1.0, EMBEDDING: 0.4}  # the chance that one finds a donor
+_FAR = 0.5  # share of a prompt: with more computed, by the estimate, most plans are refused
+_AT_FIRST = {LOOKUP: 1.0, EMBEDDING: 0.4, PLANNING: 0.4}  # the chance that one leads to a plan
 _NEWEST = 0.25  # weight of the last search in that chance
 _ANY = MinSaved(-math.inf)
+
+
+def _computed(candidates: Sequence[Candidate]) -> float:
+    """Return which share of a prompt is computed with these donors, as far as the search estimates it."""
+    return max(_LEAST_COMPUTED, 1 - sum(candidate.score for candidate in candidates) - _UNSURE)
 
 
 class Search(Enum):
@@ -75,17 +82,28 @@ class Worth:
     def planning(self, num_tokens: int, nomination: Nomination, limits: PlannerLimits) -> bool:
         """
         Whether a plan may pay by what its donors share with the prompt, as far as that is estimated. Then
-        planning, too, must pay: of prompts that share little most plans are refused.
+        planning, too, must pay: of prompts that share little most plans are refused, so that it also may take
+        only a small share of their prefill.
         """
         scores = [candidate.score for candidate in nomination.candidates]
         if 0.0 in scores:
             return True
-        computed = max(_LEAST_COMPUTED, 1 - sum(scores) - _UNSURE)
+        computed = _computed(nomination.candidates)
         rates, prefix = self._cost.hopeful(), nomination.num_prefix_tokens
         rest = PrefillWork(num_tokens - prefix, (num_tokens**2 - prefix**2) / 2, num_reused=prefix)
         cases = rates.best_case(num_tokens, computed=computed), rates.estimate(num_tokens, rest)
         planning_s = rates.planning.seconds(num_tokens)
-        return any(limits.threshold.pays(case.full_s, case.shared_s + planning_s) for case in cases)
+        if not any(limits.threshold.pays(case.full_s, case.shared_s + planning_s) for case in cases):
+            return False
+        is_worth = computed < _FAR or self._may_take(PLANNING, planning_s, num_tokens, limits)
+        return is_worth or self._cost.tries(LOOKUP)
+
+    @staticmethod
+    def unplanned(nomination: Nomination, min_run: int) -> Reason:
+        """Why no plan was tried: planning does not pay, or no candidate is similar to the prompt."""
+        shared = sum(candidate.score for candidate in nomination.candidates)
+        is_similar = shared >= _UNSURE or nomination.num_prefix_tokens >= min_run
+        return Reason.DOES_NOT_PAY if is_similar else Reason.NO_CANDIDATES
 
     def _shortest(self, limits: PlannerLimits) -> _Shortest:
         rates, threshold, known = self._cost.rates, limits.threshold, self._known
@@ -154,6 +172,9 @@ class Worth:
             searching_s = lookup.seconds - (embedding_s or 0.0) - planning_s
             self._cost.observe_lookup(num_tokens, searching_s, planning_s=planning_s)
             self._note(LOOKUP, num_tokens, has_found=lookup.copies_by("fingerprint"))
+            if planning_s and _computed(lookup.candidates) >= _FAR:
+                copies = isinstance(lookup.plan, Plan) and lookup.plan.num_copied > 0
+                self._note(PLANNING, num_tokens, has_found=copies)
         if embedding_s is not None:
             self._cost.observe_embedding(num_tokens, embedding_s)
             self._note(EMBEDDING, num_tokens, has_found=lookup.copies_by("embedding", alone=True))

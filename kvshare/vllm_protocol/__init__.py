@@ -1,1 +1,1 @@
-"""What proxy and connector exchange: tickets, events, salts, versions. Imports neither HTTP nor vLLM."""
+"""The protocol of proxy and connector: tickets, events, salts, versions. Imports neither HTTP nor vLLM."""

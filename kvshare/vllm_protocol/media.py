@@ -1,5 +1,5 @@
 """
-What a prompt with media is compared by: ids that stand for a medium's digest, in place of its placeholders.
+Ids by which prompts with media are compared: they stand for a medium's digest, in place of its placeholders.
 
 vLLM gives every image the same placeholder token, as often as the model has embeddings for it. Here each of
 these becomes an id of its own, cut from a stream that the medium's full digest and their number begin. So
@@ -45,7 +45,7 @@ class Medium:
 
 
 def are_shareable(media: Sequence[Medium], num_tokens: int) -> bool:
-    """Whether their placeholders, in a prompt of so many tokens, can stand for them."""
+    """Return whether their placeholders, in a prompt of so many tokens, can stand for them."""
     return all(
         medium.is_identified and medium.span.start >= 0 and medium.span.end <= num_tokens for medium in media
     )
@@ -60,13 +60,13 @@ def identified(token_ids: TokenIds, media: Sequence[Medium]) -> TokenIds:
     """
     if not media:
         return token_ids
-    found = np.array(token_ids, dtype=np.int32)
+    ids = np.array(token_ids, dtype=np.int32)
     for medium in media:
         start, end = medium.span.start, medium.span.end
-        if not 0 <= start < end <= len(found):
-            raise ValueError(f"a medium takes tokens {start} to {end} of {len(found)}")
+        if not 0 <= start < end <= len(ids):
+            raise ValueError(f"a medium takes tokens {start} to {end} of {len(ids)}")
         seed = f"{medium.digest} {end - start}"
         stream = hashlib.shake_256(seed.encode()).digest(4 * (end - start))
-        found[start:end] = np.frombuffer(stream, dtype="<u4") & _BITS | FIRST_ID
-    found.flags.writeable = False
-    return found
+        ids[start:end] = np.frombuffer(stream, dtype="<u4") & _BITS | FIRST_ID
+    ids.flags.writeable = False
+    return ids

@@ -162,7 +162,6 @@ class StoredSegment(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Its positions."""
         return Span(self.start, self.start + self.length)
 
 

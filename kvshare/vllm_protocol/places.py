@@ -10,6 +10,8 @@ from typing import Literal
 
 from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Text
 
+READ_PARTS = 4  # of a load from disk, each of which is copied while the next one is read
+
 
 @dataclass(frozen=True, slots=True)
 class Moved(Message):
@@ -44,7 +46,7 @@ class OnDiskOnly(Message):
 @dataclass(frozen=True, slots=True)
 class DiskProblem(Message):
     """
-    Why nothing is written to the connector's disk; an empty `reason`: it is written (again).
+    The reason why nothing is written to the connector's disk. An empty `reason`: it is written (again).
 
     `is_lasting`: until vLLM is started again.
     """

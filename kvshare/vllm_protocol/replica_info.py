@@ -1,4 +1,4 @@
-"""What a vLLM with the connector says of itself."""
+"""A vLLM's description of itself and its connector."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class ReplicaInfo(Message):
 
     @property
     def has_eight_bits(self) -> bool:
-        """Whether its KV is stored in 8 bits."""
         return self.namespace_fields.get("dtype", "").startswith("float8")
 
     @property

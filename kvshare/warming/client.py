@@ -52,7 +52,7 @@ class WarmingOutcome:
 
 @dataclass(frozen=True, slots=True)
 class WarmOptions:
-    """Where to, as whom, and how. `admin_url` None: the same address; `admin_key` None: the same key."""
+    """Server, keys and pace. `admin_url` None: the same address; `admin_key` None: the same key."""
 
     url: str
     key: str | None = None
@@ -104,7 +104,6 @@ class WarmClient:
         return None
 
     async def pin(self, node: int) -> str | None:
-        """Pin a node; a word if that was refused."""
         status, document = await self._admin("POST", "admin/pin", json={"node": node})
         return None if status == 200 else _why(document, status)
 

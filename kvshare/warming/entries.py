@@ -1,5 +1,5 @@
 """
-What is to be computed ahead: files -> entries, each the body of one request.
+Reads files as entries to compute ahead. Each entry is the body of one request.
 
     *.txt, *.md       one document: it becomes the only message, the user's, of a chat
     anything else     rows as replay reads them (JSON lines, a JSON array, Parquet; gzip, zstd), each a body:
@@ -32,7 +32,7 @@ _WANTED = {"mode": "exact", "no_store": False}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry stands, for reports: its text never is in one."""
+    """The place of an entry, for reports, which never contain its text."""
 
     file: str  # as it was given
     line: int  # from 1; 1 for a document
@@ -96,7 +96,7 @@ def _row(file: str, line: int, row: Mapping[str, Any] | RowFault) -> WarmingEntr
 
 
 def _body(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a row asks; of a log's row nothing else that it says, as that is none of the server's."""
+    """Return the request of a row, without what else a log says of it."""
     row = unpacked(row)
     body = body_of(row)
     if body is row and _LITELLM in row:

@@ -1,5 +1,5 @@
 """
-What every API's answers have in common: they are written whole, or piece by piece as a stream.
+The base of all APIs' answers, which are written whole, or piece by piece as a stream.
 
 The Messages and the Responses API write an answer as blocks: text, thoughts and calls, in order. A block
 grows until the next begins; the stream of both APIs is made of these changes.

@@ -1,6 +1,6 @@
 """
-What the bodies of the Messages and the Responses API are made of, whose format differs from that of
-templates, and how they become the messages of a `Chat`.
+The parts of bodies of the Messages and the Responses API, and how they become the messages of a `Chat`: their
+format differs from that of templates.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def check_type(*types: str, default: str | None = None, hint: str) -> Callable[[
     def check(part: object) -> object:
         if not isinstance(part, dict):
             return part
-        given = part.get("type")
-        if given is None and default is not None:
+        kind = part.get("type")
+        if kind is None and default is not None:
             return {**part, "type": default}
-        if given not in types:
-            name = "quoted" if isinstance(given, str) else "found"
-            words = {name: f"'{given[:_MAX_QUOTED]}'" if isinstance(given, str) else found(given)}
+        if kind not in types:
+            name = "quoted" if isinstance(kind, str) else "found"
+            words = {name: f"'{kind[:_MAX_QUOTED]}'" if isinstance(kind, str) else found(kind)}
             raise PydanticCustomError("part_type", f"expected type {names}, got {{{name}}}; {hint}", words)
         return part
 
@@ -63,16 +63,15 @@ def text_as(part_type: str) -> BeforeValidator:
 def text_or_list(entry_of: Callable[[str], object]) -> BeforeValidator:
     """A plain string means a list with one entry."""
 
-    def listed(given: object) -> object:
-        if not isinstance(given, str | list):
-            raise wrong("a string or a list", given)
-        return [entry_of(given)] if isinstance(given, str) else given
+    def listed(value: object) -> object:
+        if not isinstance(value, str | list):
+            raise wrong("a string or a list", value)
+        return [entry_of(value)] if isinstance(value, str) else value
 
     return BeforeValidator(listed)
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Texts that are paragraphs of one message."""
     return "\n".join(filter(None, texts))
 
 
@@ -103,7 +102,7 @@ def check_tools(names: Sequence[str], *, chosen: str | None, required: bool) -> 
         raise invalid("tool_choice", "it requires a call, and there are no 'tools' to call")
 
 
-class Turns:
+class MessageTurns:
     """
     Messages in the shape of `Chat.messages`, turn by turn.
 
@@ -121,7 +120,6 @@ class Turns:
         message["content"] = joined((message["content"], text))
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
-        """The assistant calls a tool."""
         self._names[call_id] = name
         function = {"name": name, "arguments": dict(arguments)}
         calls = self._turn_of("assistant").setdefault("tool_calls", [])
@@ -142,7 +140,6 @@ class Turns:
             raise invalid(param, "the last message calls tools; send their results, too")
 
     def _turn_of(self, role: str) -> dict[str, Any]:
-        """The last message, or a new one if that is another's."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         return self.messages[-1]

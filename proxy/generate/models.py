@@ -29,7 +29,6 @@ MAX_TEXTS = 2048  # as with OpenAI
 
 
 async def served(request: web.Request) -> web.Response:
-    """GET /v1/models"""
     cards = [_card(request.app[ENGINE])]
     if speaks_anthropic(request):
         return web.json_response(page_of(cards, request.query))
@@ -37,14 +36,12 @@ async def served(request: web.Request) -> web.Response:
 
 
 async def served_by_name(request: web.Request) -> web.Response:
-    """GET /v1/models/{model}"""
     check_model(request.app[ENGINE], request.match_info["model"].rstrip("/"))
     card = _card(request.app[ENGINE])
     return web.json_response(model_of(card) if speaks_anthropic(request) else card)
 
 
 async def version(request: web.Request) -> web.Response:
-    """GET /version"""
     return web.json_response({"version": kvshare.__version__})
 
 
@@ -107,22 +104,21 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize"""
     body = await read_body(request, DetokenizeBody)
     return web.json_response({"prompt": await request.app[ENGINE].decode_tokens(body.tokens)})
 
 
-def _texts(given: object) -> object:
-    if not given or not isinstance(given, str | list):
-        raise wrong("text or a list of texts, none of them empty", given)
-    return [given] if isinstance(given, str) else given
+def _texts(value: object) -> object:
+    if not value or not isinstance(value, str | list):
+        raise wrong("text or a list of texts, none of them empty", value)
+    return [value] if isinstance(value, str) else value
 
 
-def _text(given: object) -> object:
+def _text(value: object) -> object:
     """Token ids would be of a vocabulary that client and server would have to agree on: refused."""
-    if not given or not isinstance(given, str):
-        raise wrong("text that is not empty; token ids are not taken", given)
-    return given
+    if not value or not isinstance(value, str):
+        raise wrong("text that is not empty; token ids are not taken", value)
+    return value
 
 
 class EmbeddingBody(Body):
@@ -146,20 +142,20 @@ async def embeddings(request: web.Request) -> web.Response:
     """POST /v1/embeddings. `model` is the embedder's name, or that of the served model."""
     engine = request.app[ENGINE]
     body = validated(EmbeddingBody, await read_object(request))
-    found = await engine.embed(body.input)
-    if body.model not in (found.model, engine.card.model_id):
-        raise ModelNotFoundError(body.model, served=found.model)
-    dimension = found.vectors.shape[1]
+    embedded = await engine.embed(body.input)
+    if body.model not in (embedded.model, engine.card.model_id):
+        raise ModelNotFoundError(body.model, served=embedded.model)
+    dimension = embedded.vectors.shape[1]
     if body.dimensions not in (None, dimension):
         raise UnsupportedParameterError("dimensions", f"only {dimension}, as many as the embedder gives")
     vectors: list[str] | list[list[float]]
     if body.encoding_format == "base64":  # OpenAI's clients ask for it by default: little-endian float32
-        vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found.vectors]
+        vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in embedded.vectors]
     else:
-        vectors = found.vectors.tolist()
+        vectors = embedded.vectors.tolist()
     data = [
         {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
     ]
-    num_tokens = sum(found.num_tokens)
+    num_tokens = sum(embedded.num_tokens)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return web.json_response({"object": "list", "data": data, "model": found.model, "usage": usage})
+    return web.json_response({"object": "list", "data": data, "model": embedded.model, "usage": usage})

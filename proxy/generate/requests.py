@@ -1,4 +1,4 @@
-"""From a request's body to what the engine runs: who asks, in which namespace, how much is shared."""
+"""Makes engine requests of bodies: who asks, in which namespace, and how much is shared."""
 
 from __future__ import annotations
 

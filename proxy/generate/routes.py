@@ -74,7 +74,6 @@ def add_routes(
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """POST to a route of `_READERS`."""
     path = api_of(request)
     with _errors_as_in(path):
         return await answer(request, request.app[ENGINE], await _READERS[path](request))

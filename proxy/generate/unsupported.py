@@ -23,16 +23,16 @@ class _Parameter:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedParameters:
-    """Of an API. `hints`: are ignored, because the answer is the same without them."""
+    """Unsupported parameters of an API. `hints` are ignored: the answer is the same without them."""
 
     instead: str
     refused: Mapping[str, _Parameter]
     hints: Set[str]
 
-    def refuse(self, given: Mapping[str, Any]) -> None:
+    def refuse(self, parameters: Mapping[str, Any]) -> None:
         """Raises UnsupportedParameterError for the first parameter that asks for what is not there."""
         for name, row in self.refused.items():
-            value = given.get(name)
+            value = parameters.get(name)
             same_type = [each for each in row.neutral if isinstance(each, bool) == isinstance(value, bool)]
             if value is not None and value not in same_type:  # true and 1 would be equal
                 raise UnsupportedParameterError(name, row.instead or self.instead)

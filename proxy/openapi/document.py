@@ -113,14 +113,12 @@ def _responses(operation: Operation, *, asks_for_keys: bool) -> dict[str, Any]:
 
 
 def _refusals(operation: Operation, *, asks_for_keys: bool) -> set[int]:
-    """An operation's own, and those that its access and its body imply."""
     of_access = operation.access.with_keys if asks_for_keys else ()
     of_body = () if operation.body is None else words.OF_BODIES
     return {*operation.errors, *operation.access.always, *of_access, *of_body}
 
 
 def _schema(component: str | None) -> dict[str, Any]:
-    """Return the schema of a component by its name; empty without a name."""
     return {"schema": {"$ref": f"{_REFERENCE}{component}"}} if component else {}
 
 
@@ -131,20 +129,18 @@ def _used(paths: Mapping[str, Any]) -> dict[str, Any]:
         ref_template=_REFERENCE + "{model}",
         schema_generator=_Untitled,
     )
-    known = {**models["$defs"], **SCHEMAS}
+    components = {**models["$defs"], **SCHEMAS}
     used: set[str] = set()
     waiting = _referred(paths)
     while waiting:
         used |= waiting
-        waiting = _referred([known[name] for name in waiting]) - used
-    return {name: known[name] for name in sorted(used)}
+        waiting = _referred([components[name] for name in waiting]) - used
+    return {name: components[name] for name in sorted(used)}
 
 
 def _referred(document: object) -> set[str]:
-    """The names of the components that a document refers to."""
     return set(re.findall(rf'"\$ref": "{_REFERENCE}(\w+)"', json.dumps(document)))
 
 
 def _named(example: Any, model: str) -> Any:
-    """An example with the served model's name."""
     return json.loads(json.dumps(example).replace(json.dumps(MODEL), json.dumps(model)))

@@ -50,7 +50,7 @@ class RouteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RouteParameter:
-    """Of a path or a query; those of a path are always required."""
+    """A parameter of a path, which is always required, or of a query."""
 
     description: str
     schema: Mapping[str, Any]  # JSON Schema

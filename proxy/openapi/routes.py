@@ -41,12 +41,10 @@ def add_routes(app: web.Application, *, is_relay: bool) -> None:
         return json.dumps(document).encode(), render(document).encode()
 
     async def document(request: web.Request) -> web.Response:
-        """GET /openapi.json"""
         body, _ = written(app[SERVER].engine.card.model_id, not app[SERVER].keyring.is_open)
         return web.Response(body=body, content_type="application/json")
 
     async def page(request: web.Request) -> web.Response:
-        """GET /docs"""
         _, body = written(app[SERVER].engine.card.model_id, not app[SERVER].keyring.is_open)
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
         return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)

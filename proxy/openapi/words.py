@@ -1,4 +1,4 @@
-"""What the document and the page say of every route alike."""
+"""Texts that the document and the page have for every route alike."""
 
 from __future__ import annotations
 

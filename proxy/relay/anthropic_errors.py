@@ -82,7 +82,6 @@ class ErrorEvents:
         return out
 
     def flush(self) -> bytes:
-        """Return the rest of a stream that has ended."""
         held, self._held = self._held, b""
         return held
 
@@ -112,27 +111,27 @@ def _type_and_message(raw: bytes) -> tuple[str, str]:
 
 def _words(message: str) -> str:
     """Return a message in the words of Anthropic's API, if known: agents shorten prompts because of these."""
-    if (found := _REQUESTED.search(message)) and int(found["tokens"]) < int(found["limit"]):
-        tokens = f"{found['more'] or ''}{found['tokens']}"
+    if (match := _REQUESTED.search(message)) and int(match["tokens"]) < int(match["limit"]):
+        tokens = f"{match['more'] or ''}{match['tokens']}"
         return (
-            f"input length and `max_tokens` exceed context limit: {tokens} + {found['output']} > "
-            f"{found['limit']}, decrease input length or `max_tokens` and try again"
+            f"input length and `max_tokens` exceed context limit: {tokens} + {match['output']} > "
+            f"{match['limit']}, decrease input length or `max_tokens` and try again"
         )
-    if found := _OUTPUT.search(message):
-        return f"max_tokens: {found[1]} > {found[2]}, which is the maximum allowed number of output tokens"
+    if match := _OUTPUT.search(message):
+        return f"max_tokens: {match[1]} > {match[2]}, which is the maximum allowed number of output tokens"
     for pattern in _TOO_LONG:
-        if found := pattern.search(message):
-            return _too_long(found.groupdict())
+        if match := pattern.search(message):
+            return _too_long(match.groupdict())
     problems = [
-        f"{found['place'].removeprefix('body.')}: {found['problem'][1:-1]}"
-        for found in _VALIDATION.finditer(message)
+        f"{match['place'].removeprefix('body.')}: {match['problem'][1:-1]}"
+        for match in _VALIDATION.finditer(message)
     ]
     return "; ".join(problems) or message
 
 
-def _too_long(found: dict[str, str | None]) -> str:
-    limit = found["limit"]
-    if characters := found.get("characters"):
+def _too_long(groups: dict[str, str | None]) -> str:
+    limit = groups["limit"]
+    if characters := groups.get("characters"):
         return f"prompt is too long: more than {limit} tokens > {limit} maximum ({characters} characters)"
-    bound = found.get("more") or ""
-    return f"prompt is too long: {bound}{found['tokens']} tokens > {limit} maximum"
+    bound = groups.get("more") or ""
+    return f"prompt is too long: {bound}{groups['tokens']} tokens > {limit} maximum"

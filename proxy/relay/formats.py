@@ -41,14 +41,14 @@ def _formats(document: Mapping[str, Any]) -> Iterator[AnswerFormat]:
                 yield from _of_tool(tool, name)
 
 
-def _of_format(given: object, param: str) -> Iterator[AnswerFormat]:
-    given = _mapping(given)
-    if given.get("type") == "structural_tag":
-        yield from _given("structural_tag", given, param)
-    named = _mapping(given.get("json_schema"))  # usually it has a name and a schema
-    levels = [(given, "schema"), (named, "schema"), (named, "json_schema")]
+def _of_format(written: object, param: str) -> Iterator[AnswerFormat]:
+    written = _mapping(written)
+    if written.get("type") == "structural_tag":
+        yield from _given("structural_tag", written, param)
+    named = _mapping(written.get("json_schema"))  # usually it has a name and a schema
+    levels = [(written, "schema"), (named, "schema"), (named, "json_schema")]
     if named.keys().isdisjoint(("schema", "json_schema")):
-        levels.append((given, "json_schema"))
+        levels.append((written, "json_schema"))
     for place, name in levels:
         yield from _given("json", place.get(name), param)
 

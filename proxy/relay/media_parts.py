@@ -48,13 +48,13 @@ def _clean(value: Any, *, param: str, are_parts: bool = False) -> Any:
         return _clean_object(value, param=param, is_part=False)
     if not isinstance(value, list):
         return value
-    found = value.copy()
+    cleaned = value.copy()
     for index, entry in enumerate(value):  # a long list usually has tokens, which are skipped
         if isinstance(entry, dict):
-            found[index] = _clean_object(entry, param=param, is_part=are_parts)
+            cleaned[index] = _clean_object(entry, param=param, is_part=are_parts)
         elif isinstance(entry, list):
-            found[index] = _clean(entry, param=param, are_parts=are_parts)
-    return value if all(map(is_, found, value)) else found
+            cleaned[index] = _clean(entry, param=param, are_parts=are_parts)
+    return value if all(map(is_, cleaned, value)) else cleaned
 
 
 def _clean_object(value: dict[str, Any], *, param: str, is_part: bool) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def _clean_object(value: dict[str, Any], *, param: str, is_part: bool) -> dict[s
     for word in (value.get("type"), *value) if is_part else ():
         if word in _EMBEDDINGS:
             raise RequestError(f"Unsupported content: {word!r}. Send the media itself.", param=param)
-    found = {
+    cleaned = {
         name: _clean(member, param=param, are_parts=True) if name in _CONTENTS else member
         for name, member in value.items()
         if not (is_part and name == _ID)
     }
-    is_same = len(found) == len(value) and all(found[name] is value[name] for name in found)
-    return value if is_same else found
+    is_same = len(cleaned) == len(value) and all(cleaned[name] is value[name] for name in cleaned)
+    return value if is_same else cleaned

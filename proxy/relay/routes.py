@@ -174,8 +174,8 @@ def _executed(execution: Execution) -> dict[str, Any]:
 
 def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
     """Return the request without its prompt. Raises RequestError."""
-    given = parse_kvshare(document)
-    options, engine, owner = request_options(request, given), request.app[ENGINE], request[RECORD].owner
+    asked = parse_kvshare(document)
+    options, engine, owner = request_options(request, asked), request.app[ENGINE], request[RECORD].owner
     for namespace in engine.digests_of(owner):
         engine.tenants.note(namespace, owner)
     return Incoming(
@@ -184,7 +184,7 @@ def _untokenized(request: web.Request, document: Mapping[str, Any]) -> Incoming:
         mode=options.mode,
         max_deviation=options.max_deviation,
         may_store=options.may_store,
-        is_controlled=is_controlled(given),
+        is_controlled=is_controlled(asked),
     )
 
 

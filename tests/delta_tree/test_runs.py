@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_tree import Match, common_runs, token_ids
-from delta_tree.kgrams import Sieve, kgram_hashes, quick_hashes
+from delta_tree.kgrams import Sieve, kgram_hashes, quick_hashes, some_hashes
 from delta_tree.runs import Pair
 from tests.delta_tree.fake_prompts import ADVERSARIAL, edited_pairs
 
@@ -73,6 +73,14 @@ def test_the_nearest_of_equal_places_is_taken() -> None:
     assert common_runs(token_ids(source), token_ids([*range(200, 248), *text]), min_run=16) == [
         Match(50, 48, 20)
     ]
+
+
+@pytest.mark.parametrize("step", [1, 15, 16, 40, 5000])
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_some_hashes_are_some_of_all(k: int, step: int) -> None:
+    for length in (0, k - 1, k, 3000):
+        tokens = token_ids(np.random.default_rng(length).integers(0, 2**31, length))
+        assert some_hashes(tokens, k, step).tolist() == quick_hashes(tokens, k)[::step].tolist()
 
 
 @pytest.mark.parametrize("hash_of", [kgram_hashes, quick_hashes])

@@ -96,7 +96,7 @@ def replica_info(replica: Server) -> dict[str, Any]:
 @contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
     """Two vLLMs with the demo model, and the proxy before them. Their files are in the folder."""
-    from kvshare.demo.export import export
+    from kvshare_lab.demo_model.export import export
 
     model = export(folder / "demo")
     template = model / "chat_template.jinja"

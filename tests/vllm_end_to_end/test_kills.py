@@ -55,7 +55,7 @@ def slowly_writing(server: Server) -> None:
 @contextmanager
 def stack(folder: Path) -> Iterator[tuple[Server, Server]]:
     """One vLLM that writes slowly, and the proxy before it."""
-    from kvshare.demo.export import export
+    from kvshare_lab.demo_model.export import export
 
     token = new_token()
     options = VllmOptions(

@@ -1,4 +1,4 @@
-"""What views are made of: lines of text, and tables of rows whose cells are computed by column."""
+"""The parts of views: lines of text, and tables of rows whose cells are computed by column."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,7 +30,6 @@ def bold(heading: str, rest: str = "") -> Text:
 
 
 def cells(row: object, columns: Columns) -> dict[str, str]:
-    """One row of a table, by column."""
     return {header: text(cell(row)) for header, cell in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""What administrators see of stored prompts."""
+"""Views of stored prompts."""
 
 from collections.abc import Iterator
 
@@ -110,7 +110,6 @@ def stats(document: Document) -> Parts:
 
 
 def _owner(owner: Document) -> str:
-    """Whose a namespace is, by the configured keys."""
     names = owner["keys"]
     keys = f", {'key' if len(names) == 1 else 'keys'} {', '.join(names)}" if names else ""
     return f"tenant {owner['tenant']}{' (private)' if owner['scope'] == 'private' else ''}{keys}"

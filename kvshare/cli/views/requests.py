@@ -46,7 +46,7 @@ def _facts(document: Document) -> dict[str, object]:
         "mode": document["mode"],
         "outcome": document["outcome"],
         "rules": _list(document["rules"]) or "none acted",
-        "answer": counted(document["completion_tokens"], "token") + ended,
+        "answer": (counted(document["completion_tokens"], "token") or "not counted here") + ended,
         "stored as": _list(document["stored_as"]),
     }
 

@@ -56,7 +56,7 @@ def verify(document: Document) -> Parts:
     shares, why = document["shares"], document["why"]
     model = f"{document['model']} ({document['dtype']}, {number(document['max_model_len'])} tokens"
     if shares == "nothing":
-        yield f"{model}): shares nothing, and is served all the same; {why}"
+        yield f"{model}): shares nothing, and is served unshared; {why}"
         return
     error = number(document["attention_error"], ".1g")
     yield (
@@ -89,7 +89,6 @@ def _alike(layers: Sequence[Document]) -> Iterator[Document]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 5, 7-8"""
     runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     parts = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -93,7 +93,6 @@ def _is_json(text: str, types: frozenset[str]) -> bool:
 
 
 def _cut_off(value: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that is cut off by the end of the answer."""
     if types and "string" not in types:
         return value.strip()
     return json.dumps(value.removeprefix("\n"), ensure_ascii=False)[:-1]

@@ -94,7 +94,6 @@ class Cursor:
         self.at = len(self.text)
 
     def drop(self) -> None:
-        """Remove the text before the cursor."""
         self.num_dropped += self.at
         self.text = self.text[self.at :]
         self.at = self.scanned = 0
@@ -111,7 +110,6 @@ class Calls:
         return CallBegins(self.num_begun - 1, f"call_{uuid4().hex[:24]}", name)
 
     def arguments(self, text: str) -> CallArguments:
-        """More of the last call's arguments."""
         return CallArguments(self.num_begun - 1, text)
 
 

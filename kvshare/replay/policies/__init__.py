@@ -120,19 +120,19 @@ def _parse(text: str) -> PolicySpec:
         numbers = [each for each in fields(SharingOptions) if each.default is None]
     else:
         numbers = [each for each in fields(_OTHERS[name]) if each.kw_only]
-    known: dict[str, type[Number]] = {
+    types: dict[str, type[Number]] = {
         each.name: float if "float" in str(each.type) else int for each in numbers
     }
     options: dict[str, Number] = {}
     for part in parts:
         key, _, value = part.partition("=")
-        if key not in known:
-            offered = ", ".join(known) or "none"
+        if key not in types:
+            offered = ", ".join(types) or "none"
             raise ConfigError("--arms", f"{name} has no option {key!r}; its options: {offered}")
         try:
-            options[key] = known[key](value)
+            options[key] = types[key](value)
         except ValueError as exc:
             raise ConfigError("--arms", f"{name}:{key}: expected a number, got {value!r}") from exc
-        if options[key] < 0 or (known[key] is int and options[key] < 1):
+        if options[key] < 0 or (types[key] is int and options[key] < 1):
             raise ConfigError("--arms", f"{name}:{key}: {value} is too small")
     return PolicySpec(text, name, options)

@@ -1,5 +1,5 @@
 """
-What a cache policy is: it is given one request after the other and says what it would have reused of each.
+A cache policy gets one request after the other and says what it would have reused of each.
 
 A policy knows only the requests before. It never shares across namespaces and reports neither tokens nor
 text. Policies that embed share the embeddings, which are made once for a batch of requests.
@@ -76,7 +76,7 @@ def prompt_text(request: TokenizedRequest) -> PromptText:
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What all policies of a replay have in common."""
+    """The context that all policies of a replay have in common."""
 
     settings: Settings
     bytes_per_token: int
@@ -102,13 +102,13 @@ class CachePolicy(ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What distinguishes this policy from others of its family; a 0 by default is left out."""
+        """The options that distinguish this policy from others of its family; a 0 by default is left out."""
         own = [(each, getattr(self, each.name)) for each in fields(self) if each.kw_only]
         return {each.name: value for each, value in own if value or each.default}
 
     @property
     def store(self) -> Store:
-        """How `results.json` identifies it."""
+        """The store's name in `results.json`."""
         capacity = self.capacity_tokens
         return Store(
             arm=self.name,
@@ -121,7 +121,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def observe(self, request: TokenizedRequest) -> Outcome:
-        """What of a request would be reused, given all requests before; then store it."""
+        """Return what of a request would be reused after all requests before it; then store it."""
 
     def describe_tree(self) -> Tree | None:
         """Figures of the delta tree, for policies that have one."""

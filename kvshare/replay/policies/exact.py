@@ -169,13 +169,13 @@ class ChunksPolicy(CachePolicy):
         lookup_s = exact.lookup_s + time.perf_counter() - began
         self._store(request)
         last = max(0, request.num_tokens - 1)  # always computed: the answer starts from it
-        found = [Span(at, min(at + self.chunk_size, last)) for at, _ in matches]
+        chunks = [Span(at, min(at + self.chunk_size, last)) for at, _ in matches]
         requester, num_chunk_tokens = request.logged.requester, len(self._chunks) * self.chunk_size
         donors = {(chunk.requester, chunk.start - at) for at, chunk in matches}
         are_others = (requester.is_other(chunk.requester) for _, chunk in matches)
         return replace(
             exact,
-            hits=merge([*exact.hits, *found]),
+            hits=merge([*exact.hits, *chunks]),
             num_donors=exact.num_donors + len(donors),
             shifts=(*exact.shifts, *(at - chunk.start for at, chunk in matches)),
             cross_user=any_of([exact.cross_user, *are_others]),

@@ -139,12 +139,12 @@ class GramTable:
 
     def find(self, hashes: Hashes) -> Positions:
         """The last position of each hash, -1 for unknown ones. Shapes: (N,) -> (N,)."""
-        found = np.full(len(hashes), -1, dtype=np.int64)
+        places_found = np.full(len(hashes), -1, dtype=np.int64)
         for known, positions in self._levels:
             places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
             is_known = known[places] == hashes
-            found[is_known] = positions[places[is_known]]
-        return found
+            places_found[is_known] = positions[places[is_known]]
+        return places_found
 
     def put(self, hashes: Hashes, positions: Positions) -> None:
         """Set the positions of hashes, known or not; of equal hashes the last one counts."""
@@ -165,7 +165,6 @@ def _level(hashes: Hashes, positions: NDArray[np.uint32]) -> _Level:
 
 
 def _last_of_each(hashes: Hashes) -> Positions:
-    """Indices of the last occurrence of each value, ascending by value."""
     _, from_end = np.unique(hashes[::-1], return_index=True)
     indices: Positions = len(hashes) - 1 - from_end
     return indices

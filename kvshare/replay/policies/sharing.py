@@ -213,7 +213,7 @@ def _with_repairs_chosen(plan: Plan | NoPlan) -> Plan | NoPlan:
 
 def _outcome(plan: Plan | NoPlan, *, counts_repaired: bool, from_disk: Collection[SegmentId]) -> Outcome:
     """
-    What a plan reuses. `counts_repaired`: all repaired tokens but the last count as reused. Even where
+    Return what a plan reuses. `counts_repaired`: all repaired tokens but the last count as reused. Even where
     no repair is configured the planner computes scraps of a few tokens again, and these are not repairs.
     """
     if isinstance(plan, NoPlan):

@@ -1,5 +1,5 @@
 """
-How a kvshare policy differs from the server that config.yaml describes, and what its thresholds cost.
+The differences of a kvshare policy from config.yaml's server, and what its thresholds cost.
 
 In all of them time limits are lifted (a busy machine must not change a result) and the index is never
 optimised. Losses are found by planning again with the same candidates and other limits, which no server does.
@@ -87,7 +87,6 @@ class SharingOptions:
         return replace(nominator_settings(settings.index), **changes)
 
     def _changed(self, *names: str) -> dict[str, Any]:
-        """Those of these options that are not left to config.yaml."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -32,7 +32,6 @@ class WeightlessStack:
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
         return self._memory.num_bytes
 
     def __contains__(self, segment_id: object) -> bool:

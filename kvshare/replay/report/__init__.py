@@ -1,5 +1,5 @@
 """
-What a person reads of a replay: `report.html`, which loads and runs nothing, and its plots as PNG.
+The report of a replay for people: `report.html`, which loads and runs nothing, and its plots as PNG.
 
     reading.py  results.json and requests.parquet -> what is shown
     plots.py    which plots there are; the policies side by side. shapes.py: one policy, or the log itself
@@ -60,7 +60,6 @@ def render(report: Report, pictures: Mapping[str, Picture | None]) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The page's headline, as text."""
     summary = _environment().get_template("summary.html.jinja").module
     return " ".join(unescape(summary.headline(report)).split())  # type: ignore[attr-defined]  # a macro
 

@@ -14,12 +14,10 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares."""
     return f"{100 * share:+.1f} points"
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """The share of a part, None where the whole is 0."""
     return part / whole if whole else None
 
 
@@ -44,7 +42,6 @@ def short(number: float, unit: str = "") -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """123456789 -> "123 MB"."""
     return UNKNOWN if num_bytes is None else short(num_bytes, "B")
 
 

@@ -56,7 +56,7 @@ def drawing(title: str, *, height: float = 350) -> Iterator[Picture]:
 
 
 def tip(artist: Artist, text: str) -> None:
-    """What a reader sees who points at this part; all of them are read to one who sees nothing."""
+    """The text that appears when a reader points at this part; screen readers read all of them."""
     artist.set_gid(_TIP + text)
 
 

@@ -1,4 +1,4 @@
-"""Which plots there are, and those with a curve for each policy; None: nothing to draw."""
+"""The list of plots, and those with a curve for each policy; None: nothing to draw."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_COMPUTED: Final = "prompt tokens not computed, %"
 
 
 class Curve(NamedTuple):
-    """Of a policy, with its value for the legend."""
+    """The curve of a policy, with its value for the legend."""
 
     policy: PolicyResults
     x: Sequence[float]
@@ -65,7 +65,7 @@ def looks(policies: Iterable[PolicyResults]) -> dict[str, dict[str, Any]]:
 
     Curves of one colour differ in their dashes, so that colours need not be distinguished.
     """
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     used: list[str] = []
     num_kvshare = 0
     for policy in policies:
@@ -73,8 +73,8 @@ def looks(policies: Iterable[PolicyResults]) -> dict[str, dict[str, Any]]:
         num_kvshare += policy.family not in _FAMILIES
         dash = used.count(colour) + ("open" in policy.arm) + 2 * (policy.family == "oracle")
         used.append(colour)
-        found[policy.arm] = {"color": COLOURS[colour], "linestyle": _DASHES[dash % len(_DASHES)]}
-    return found
+        styles[policy.arm] = {"color": COLOURS[colour], "linestyle": _DASHES[dash % len(_DASHES)]}
+    return styles
 
 
 def hit_rate_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
@@ -91,7 +91,7 @@ def hit_rate_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
 
 
 def store_over_time(policies: Iterable[PolicyResults]) -> Picture | None:
-    """What each policy stores along the stream; infinite stores."""
+    """Draw what each policy with an infinite store stores along the stream."""
     curves = []
     for policy in _caching(policies):
         num_bytes = [one.num_bytes for one in policy.series]
@@ -120,14 +120,14 @@ def coverage(policies: Iterable[PolicyResults]) -> Picture | None:
 
 def hit_rate_against_capacity(policies: Iterable[PolicyResults]) -> Picture | None:
     """Tokens not computed by capacity, the infinite store at the right; None below two finite ones."""
-    known = [one for one in policies if one.family != "nothing" and one.token_hit_rate is not None]
-    capacities = sorted({one.capacity_tokens for one in known if one.capacity_tokens})
+    caching = [one for one in policies if one.family != "nothing" and one.token_hit_rate is not None]
+    capacities = sorted({one.capacity_tokens for one in caching if one.capacity_tokens})
     if len(capacities) < 2:
         return None
     infinite = capacities[-1] * max(2.0, (capacities[-1] / capacities[0]) ** 0.2)
     curves = []
-    for policy in {one.arm: one for one in known}.values():
-        rates = {one.capacity_tokens: one.token_hit_rate for one in known if one.arm == policy.arm}
+    for policy in {one.arm: one for one in caching}.values():
+        rates = {one.capacity_tokens: one.token_hit_rate for one in caching if one.arm == policy.arm}
         own = [rates.get(at) for at in (*capacities, 0, None)]  # of 0 none: a gap before the last
         y = [math.nan if rate is None else 100 * rate for rate in own]
         curves.append(Curve(policy, [*capacities, infinite, infinite], y, percent(rates.get(None))))
@@ -145,7 +145,6 @@ def hit_rate_against_capacity(policies: Iterable[PolicyResults]) -> Picture | No
 
 
 def _caching(policies: Iterable[PolicyResults]) -> Iterator[PolicyResults]:
-    """Those with an infinite store."""
     return (one for one in policies if one.capacity_tokens is None and one.family != "nothing")
 
 

@@ -24,7 +24,6 @@ class Report(Results):
 
     @property
     def infinite(self) -> Policies:
-        """The policies with an infinite store."""
         return tuple(policy for policy in self.arms if policy.capacity_tokens is None)
 
     @property
@@ -45,33 +44,29 @@ class Report(Results):
 
     @property
     def others(self) -> Policies:
-        """The policies with an infinite store that are not among the main ones."""
         names = {policy.arm for policy in self.main}
         return tuple(policy for policy in self.infinite if policy.arm not in names)
 
     @property
     def finite(self) -> dict[int, Policies]:
-        """By capacity in tokens: the policies with such a store."""
         capacities = sorted({policy.capacity_tokens for policy in self.arms if policy.capacity_tokens})
         return {at: tuple(each for each in self.arms if each.capacity_tokens == at) for at in capacities}
 
     def find(self, family: str) -> PolicyResults | None:
-        """The first policy of a family, with an infinite store."""
         return next((policy for policy in self.infinite if policy.family == family), None)
 
     def loses_nothing(self, capacity: int) -> bool:
-        """Return whether each policy reuses as much with this store as with an infinite one."""
         reused = {policy.arm: policy.num_hit_tokens for policy in self.infinite}
         return all(reused.get(one.arm) == one.num_hit_tokens for one in self.finite[capacity])
 
     def groups(self, by: str) -> dict[str, Figures]:
-        """Of KVShare, or else of the first policy that caches: lengths in order, words by the alphabet."""
+        """The groups of KVShare, or else of the first policy that caches; lengths in order, words sorted."""
         caching = (policy for policy in self.infinite if policy.family != "nothing")
         first = self.kvshare or next(caching, None)
         return dict(sorted(first.by.get(by, {}).items(), key=_natural)) if first else {}
 
     def poor_groups(self, *names: str) -> list[tuple[str, str, float, float]]:
-        """Where KVShare adds next to nothing to a prefix cache: name, key, gain, part of all tokens."""
+        """Groups where KVShare adds little to a prefix cache: name, key, gain, part of all tokens."""
         kvshare, prefix = self.kvshare, self.find("prefix")
         if kvshare is None:
             return []

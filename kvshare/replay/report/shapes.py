@@ -45,7 +45,7 @@ def savings(policy: PolicyResults | None) -> Picture | None:
 
 
 def oracle_losses(report: Report) -> Picture | None:
-    """What the oracle covers, and how it is lost."""
+    """Draw what the oracle covers, and how it is lost."""
     label = report.kvshare.label if report.kvshare else None
     losses = next((one for one in report.waterfall if one.arm == label), None)
     if losses is None or losses.num_tokens <= 0 or not losses.steps:

@@ -64,7 +64,6 @@ def _retrieved(question: Question, others: Sequence[Passage], draw: random.Rando
 
 
 def rag_prompt(question: str, passages: Sequence[Passage]) -> str:
-    """The passages, then the question."""
     written = (f"Title: {each.title}\n{each.text}" if each.title else each.text for each in passages)
     return "Passages:\n\n" + "\n\n".join(written) + f"\n\nQuestion: {question}"
 
@@ -119,13 +118,11 @@ def revise(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
 
 
 def _shortened(passages: Sequence[Passage]) -> list[Passage]:
-    """The first ones that fit, at least one."""
     ends = accumulate(len(each.text) for each in passages)
     return [each for each, end in zip(passages, ends, strict=True) if end <= _LONGEST_DRAFT] or [passages[0]]
 
 
 def tool_call(document: Passage) -> str:
-    """The call with which an agent opens a document."""
     return f"I do not know enough yet, so I look at the next source.\nopen({_name(document)!r})"
 
 

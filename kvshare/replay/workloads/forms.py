@@ -53,7 +53,7 @@ def num_fixed(form: str) -> int:
 
 
 def slot_name(match: re.Match[str]) -> str | None:
-    """Of a match of `SLOT`; None for a choice, which has no name."""
+    """Return the name in a match of `SLOT`; None for a choice, which has no name."""
     return next((name.strip() for name in match.group(1, 3, 4) if name), None)
 
 
@@ -93,13 +93,14 @@ def header(paths: Sequence[Path], num_requests: int, draw: random.Random) -> Ite
 
     The system prompts are the longest texts of the sources, the questions the short ones.
     """
-    found = texts(paths)
+    all_texts = texts(paths)
     long = sorted(
-        {text for text in found if _LONG <= len(text) <= _LONGEST_SYSTEM}, key=lambda text: (-len(text), text)
+        {text for text in all_texts if _LONG <= len(text) <= _LONGEST_SYSTEM},
+        key=lambda text: (-len(text), text),
     )
     if not long:
         return
-    questions = sorted({text for text in found if len(text) <= _SHORT}) or WORDS["questions"]
+    questions = sorted({text for text in all_texts if len(text) <= _SHORT}) or WORDS["questions"]
     bodies = long[:_NUM_SYSTEM_PROMPTS]
     users = [(f"u{number}", sources.person(draw)) for number in range(max(2, num_requests // 4))]
     for number in count():

@@ -1,5 +1,5 @@
 """
-What workloads are made of: source files -> texts, passages, chats; and random values from words.yaml.
+The material of workloads: texts, passages and chats from source files, and random values from words.yaml.
 
 It reads the published forms of the data sets and skips rows that do not fit.
 """
@@ -80,12 +80,12 @@ def chats(paths: Sequence[Path]) -> list[tuple[Message, ...]]:
 
 def questions(paths: Sequence[Path]) -> list[Question]:
     """Rows with a question and passages, as in CacheBlend, MuSiQue and 2WikiMultihopQA."""
-    found = []
+    questions = []
     for row in objects(paths):
         asked, passages = row.get("question"), tuple(_passages(row))
         if isinstance(asked, str) and asked.strip() and passages:
-            found.append(Question(asked.strip(), passages, _answer(row)))
-    return found
+            questions.append(Question(asked.strip(), passages, _answer(row)))
+    return questions
 
 
 def bare_passages(paths: Sequence[Path]) -> list[Passage]:

@@ -154,6 +154,7 @@ async def test_numbers_of_streams_are_read_strictly(streams: str) -> None:
         await grammar.run(model="demo", streams=streams)
 
 
+@pytest.mark.long
 async def test_a_flood_with_and_without_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     """With limits most of it is refused; the quiet tenant is always answered. It has fewer documents here."""
     monkeypatch.setattr(flood, "_DOCUMENTS", 8)

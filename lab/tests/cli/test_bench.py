@@ -148,6 +148,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_benchmarks_run_without_the_library_of_search_by_embedding() -> None:
     """Which none of them needs but those that measure it."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_EMBEDDING], capture_output=True, text=True)

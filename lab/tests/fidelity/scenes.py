@@ -23,7 +23,8 @@ from kvshare.embedded.model import EmbeddedModel
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
 from kvshare.settings import load_settings
-from kvshare_lab.bench.random_models import TINY, VOCAB_SIZE
+from kvshare_lab.bench.random_configurations import TINY
+from kvshare_lab.bench.random_models import VOCAB_SIZE
 from kvshare_lab.fidelity.arms import make_trial
 from kvshare_lab.fidelity.layered import LayeredModel
 from kvshare_lab.fidelity.rows import Stage

@@ -10,7 +10,8 @@ from kvshare.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.sequence import SequenceKV
-from kvshare_lab.bench.random_models import PLAIN, VOCAB_SIZE, tiny_model
+from kvshare_lab.bench.random_configurations import PLAIN
+from kvshare_lab.bench.random_models import VOCAB_SIZE, tiny_model
 from kvshare_lab.fidelity.layered import ForwardPass, LayeredModel, LayerHook, LayerUpdate, causal
 from lab.tests.fidelity.scenes import CLOSE, dense, engine_kv, llama, text
 

@@ -2,7 +2,7 @@
 The vLLM benchmarks run through real servers, at a tiny size, and their documents say what they promise.
 
 All share two vLLMs with a small model, as each start takes long; seeds differ, so that no prompt comes twice.
-No timing is a limit here.
+No timing is a limit here. `make long` runs them: a quarter of an hour of processor time, all of it the lab's.
 """
 
 import importlib.util
@@ -40,6 +40,7 @@ from kvshare_lab.vllm.stack import ALWAYS_SHARE, Stack, pair
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 

@@ -1,18 +1,25 @@
 // What a plan had to pass, in order, and what each gate measured.
 
 import { el } from "./dom.js";
-import { count, counted, nats, seconds, words } from "./format.js";
+import { count, counted, nats, percent, seconds, words } from "./format.js";
 
 const GATES = [
   { name: "May it share?", reasons: ["off", "model_unshared", "experiment", "reduced", "exact_only"], measured: (_, status) => `mode of the server: ${status.limits.mode}` },
   { name: "Is it long enough?", reasons: ["short_prompt"], measured: (plan, status) => `${counted(plan.num_tokens, "token")}; at least ${count(status.limits.min_prompt_tokens)} are looked up` },
-  { name: "Is something similar stored?", reasons: ["no_candidates", "nothing_in_common"], measured: (plan) => counted(plan.donors?.length ?? 0, "stored prompt") },
+  { name: "Is something similar stored?", reasons: ["no_candidates", "nothing_in_common"], measured: similar },
   { name: "Does it pay?", reasons: ["not_enough_saved", "does_not_pay"], measured: ({ estimate, saved_s }) => (estimate ? `${seconds(estimate.full_s)} without sharing, ${seconds(estimate.shared_s)} with it` : `${seconds(saved_s)} saved`) },
   { name: "Is it true enough?", reasons: ["deviates_too_much", "rotation_unknown", "too_much_relocated"], measured: deviation },
   { name: "Is its KV there?", reasons: ["kv_gone", "kv_late", "kv_elsewhere", "lookup_failed"], measured: () => "all of what the plan copies" },
 ];
 
 const SEARCH = GATES.findIndex((gate) => gate.reasons.includes("no_candidates"));
+
+/** How many stored prompts were found, and what the best one has of this prompt, as far as it was estimated. */
+function similar(plan) {
+  const donors = plan.donors ?? [];
+  const most = Math.max(0, ...donors.map((donor) => donor.score ?? 0));
+  return counted(donors.length, "stored prompt") + (most ? `; the nearest has ${percent(Math.min(most, 1), 1)} of this one` : "");
+}
 
 /** Which gate a reason belongs to; -1 for one of another part. */
 export function gateOf(reason) {

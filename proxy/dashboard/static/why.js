@@ -65,7 +65,7 @@ async function explain(status, result, button) {
   }
 }
 
-/** The API and the body of what was pasted. Throws an Error for text that is no JSON object. */
+/** The API and the body of what was pasted. Throws an Error for text that is not a JSON object. */
 export function bodyOf({ text, form, mode }, model) {
   const options = mode ? { kvshare: { mode } } : {};
   if (form === "chat") return { api: "chat", body: { model, messages: [{ role: "user", content: text }], ...options } };

@@ -183,12 +183,12 @@ def _answer_schema(
         "guided_json": _schema("guided_json", guided_json),
         "structured_outputs": _structured_outputs(structured_outputs),
     }
-    given = {param: schema for param, schema in schemas.items() if schema is not None}
-    if len(given) > 1:
-        *_, last = given
-        names = " and ".join(f"'{param}'" for param in given)
+    given_schemas = {param: schema for param, schema in schemas.items() if schema is not None}
+    if len(given_schemas) > 1:
+        *_, last = given_schemas
+        names = " and ".join(f"'{param}'" for param in given_schemas)
         raise RequestError(f"Send only one of {names}: each is the answer's format.", param=last)
-    return next(iter(given.values()), None)
+    return next(iter(given_schemas.values()), None)
 
 
 def _response_format(given: object) -> Mapping[str, Any] | None:
@@ -204,20 +204,20 @@ def _response_format(given: object) -> Mapping[str, Any] | None:
     raise invalid("response_format.type", "expected 'text', 'json_object' or 'json_schema'")
 
 
-def _structured_outputs(given: object) -> Mapping[str, Any] | None:
+def _structured_outputs(outputs: object) -> Mapping[str, Any] | None:
     """Read those two of vLLM's constraints that ask for JSON."""
-    if given is None:
+    if outputs is None:
         return None
-    if not isinstance(given, dict):
-        raise invalid("structured_outputs", f"expected an object, got {found(given)}")
+    if not isinstance(outputs, dict):
+        raise invalid("structured_outputs", f"expected an object, got {found(outputs)}")
     for name in ("regex", "choice", "grammar", "structural_tag"):
-        if given.get(name) is not None:
+        if outputs.get(name) is not None:
             raise UnsupportedParameterError(
                 f"structured_outputs.{name}", "this server knows 'json' and 'json_object' only"
             )
-    if given.get("json_object"):
+    if outputs.get("json_object"):
         return _ANY_OBJECT
-    return _schema("structured_outputs.json", given.get("json"))
+    return _schema("structured_outputs.json", outputs.get("json"))
 
 
 def _schema(param: str, schema: object) -> Mapping[str, Any] | None:

@@ -129,7 +129,6 @@ class ChoiceWriter(AnswerWriter):
         return {"index": index, **piece, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _contents(self, delta: Delta) -> list[Content]:
-        """Return what of a delta is to be sent now."""
         if delta.text or (self._with_logprobs and delta.logprobs):
             return [(self._part(delta.text), delta.logprobs)]
         return []

@@ -1,6 +1,6 @@
 """
-What of a body decides how messages become a prompt: read, and made a `Chat`. The messages are as OpenAI's
-clients of all ages write them.
+Reads the fields of a body that decide how messages become a prompt, and makes a `Chat`. The messages are as
+OpenAI's clients of all ages write them.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_reasoning(message: Mapping[str, Any], sent: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = [sent[name] for name in _REASONING if isinstance(sent.get(name), str) and sent[name]]
-    if message["role"] != "assistant" or not given:
+    reasoning = [sent[name] for name in _REASONING if isinstance(sent.get(name), str) and sent[name]]
+    if message["role"] != "assistant" or not reasoning:
         return message
-    return {**message, "reasoning_content": given[0]}
+    return {**message, "reasoning_content": reasoning[0]}

@@ -1,4 +1,4 @@
-"""What a chat body says of tools, as `tools` or as the older `functions`, and how a `Chat` takes it."""
+"""The tools of a chat body, as `tools` or as the older `functions`, in the form that a `Chat` takes."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def read_tools(
     if not functions and not tools:
         _refuse_orphan("tool_choice", tool_choice, "tools")
         return (), _ANY
-    given = functions or [tool.function for tool in tools or ()]
+    offered = functions or [tool.function for tool in tools or ()]
     param, asked = ("function_call", function_call) if functions else ("tool_choice", tool_choice)
-    choice, allowed = _read_choice(param, asked, frozenset(function.name for function in given))
-    return tuple(each.for_template() for each in given if functions or each.name in allowed), choice
+    choice, allowed = _read_choice(param, asked, frozenset(function.name for function in offered))
+    return tuple(each.for_template() for each in offered if functions or each.name in allowed), choice
 
 
 def _refuse_orphan(param: str, choice: object, tools: str) -> None:

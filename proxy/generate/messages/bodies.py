@@ -126,7 +126,7 @@ Tools = Annotated[list[Annotated[MessagesTool, BeforeValidator(_Custom)]], at_mo
 
 
 class ToolChoiceObject(body_parts.BodyPart):
-    """Whether, and which, tools are called."""
+    """Says whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -184,7 +184,7 @@ class CountTokensBody(body_parts.BodyPart):
     @property
     def chat(self) -> Chat:
         """Raises RequestError for a tool's result without its call."""
-        turns = body_parts.Turns()
+        turns = body_parts.MessageTurns()
         if system := body_parts.joined(block.text for block in self.system):
             turns.add_text("system", system)
         for number, message in enumerate(self.messages):

@@ -89,7 +89,7 @@ def _documented(block: Block, *, text: str, arguments: dict[str, Any]) -> dict[s
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """What is there of the arguments, if the answer was cut off in them: as clients read a stream of it."""
+    """Read arguments in which the answer was cut off as far as they go, as clients read a stream of them."""
     try:
         document = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -240,12 +240,12 @@ class ResponsesBody(body_parts.BodyPart):
     def echo(self) -> dict[str, Any]:
         """Return what a response says of the request that it answers. Raises RequestError if it cannot."""
         try:
-            given = self.model_dump(mode="json", by_alias=True, include=_ECHOED)
+            fields = self.model_dump(mode="json", by_alias=True, include=_ECHOED)
         except ValueError:  # pydantic takes more than 255 levels for a circle
             raise RequestError("The JSON body is nested too deeply to be answered.") from None
         extra = self.model_extra or {}
         return {
-            **given,
+            **fields,
             "metadata": extra.get("metadata") or {},
             "user": extra.get("user"),
             "previous_response_id": None,
@@ -258,7 +258,7 @@ class ResponsesBody(body_parts.BodyPart):
 
     @property
     def _messages(self) -> list[dict[str, Any]]:
-        turns = body_parts.Turns()
+        turns = body_parts.MessageTurns()
         if self.instructions:
             turns.add_text("system", self.instructions)
         for number, item in enumerate(self.input):

@@ -116,7 +116,6 @@ class ResponseWriter(BlockWriter):
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:
-    """The only part of an item's content."""
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -221,7 +221,7 @@ def test_costs_of_another_version_are_not_shown(
 
 
 def test_pins_of_a_stopped_store_are_undone_and_not_made(cli: Cli, store: Path, family: Family) -> None:
-    """How much may be pinned is known to a running server only."""
+    """Only a running server knows how much may be pinned."""
     with DeltaTree.open(store / "tree.sqlite3", identity=IDENTITY) as tree:
         tree.pin(NodeId(family.root))
     refused = cli("pin", family.child, "--store", store)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvshare.cli.views import draw
-from tests.kvshare.cli.test_width import BACKEND, DIGEST, DOCUMENTS, GPU, LAYER, LIVE, ROWS, TIER, prompt
+from tests.kvshare.cli.test_width import DIGEST, DOCUMENTS, LAYER, LIVE, ROWS, TIER, prompt
 
 NOTHING: dict[str, Any] = {"added": [], "removed": [], "changed": {}}
 OWNERS = {DIGEST: {"tenant": "north", "scope": "private", "keys": ["chat", "batch"]}}
@@ -16,8 +16,6 @@ UNREADABLE = {
     "num_rows": 12,
     "lines": [{"source": "log.jsonl", "line": number, "reason": "no prompt"} for number in range(9)],
 }
-LACKING = {**dict.fromkeys(BACKEND), "backend": "ONE", "not_measured": {"soak": "no time was left"}}
-REFUSED = {**BACKEND, "self_test": {"passed": False, "refusals": ["no KV", "no hash"]}}
 FEW: dict[str, Any] = {"edits": None, "parents": [], "children": [], "num_children": 0, "shared_with": []}
 CASES = [
     ("tree", {"roots": []}, ["the store is empty"]),
@@ -39,13 +37,6 @@ CASES = [
     ("verify", {"shares": "nothing", "why": "it has a state"}, ["shares nothing", "it has a state"]),
     ("verify", {"layers": [{**LAYER, "rows": [{**ROWS, "name": "k", "moves": "half"}]}]}, ["12,399x"]),
     ("warm", {"failures": [], "prompts": []}, ["entries 12,345"]),
-    (
-        "bench",
-        {**GPU, "environment": {"device": None, "cpu": "a CPU", "vllm": "vLLM 1"}},
-        ["on a CPU, vLLM 1"],
-    ),
-    ("bench", {**GPU, "backends": [LACKING, REFUSED]}, ["ONE, no soak: no time was left", "no KV; no hash"]),
-    ("bench", {**GPU, "passed": True, "finished": True, "copy_bytes_per_s": None}, ["passed"]),
     (
         "replay-diff",
         {"arms": [], "only_in_a": [], "only_in_b": []},

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.core import TyperGroup
 
-from kvshare.cli.main import app
 from kvshare.demo import MODEL_PATH
 from tests.kvshare.cli.conftest import Cli
 from tests.kvshare.cli.served import Served, eventually, serving
@@ -263,19 +260,6 @@ def test_wrong_usage_is_exit_code_2(cli: Cli, tmp_path: Path, arguments: tuple[s
     outcome = cli(*arguments)
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "Traceback" not in outcome.stderr
-
-
-def test_the_manual_has_every_option() -> None:
-    """docs/cli.md lists what `kvshare warm --help` offers."""
-    manual = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
-    section = manual.split("## kvshare warm")[1].split("## ")[0]
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    options = [
-        name for option in group.commands["warm"].params for name in option.opts if name.startswith("--")
-    ]
-    assert len(options) == 7
-    assert [name for name in options if f"`{name}" not in section] == []
 
 
 def test_nobody_there_is_exit_code_3(cli: Cli, tmp_path: Path) -> None:

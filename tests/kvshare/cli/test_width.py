@@ -152,45 +152,6 @@ LIVE = {
     ],
     "ttft_ms_by_cached_share": [{"from": 0.9, "num_requests": 1_234_567, "p50": 123_456.0, "p99": 234_567.0}],
 }
-ARMS = {
-    name: {"mean_ms": 123.4, "p99_ms": 234.5, "max_ms": 1234.5}
-    for name in ("quiet", "full", "saves", "loads")
-}
-BACKEND = {
-    "backend": "FLASHINFER",
-    "self_test": {"passed": True, "attention_backend": "FLASHINFER"},
-    "parity": {"max_abs_logprob_error": 0.0123, "noise": 0.0045},
-    "ttft": {
-        "measured_tokens": 1234,
-        "learned_tokens": 2345,
-        "lengths": [
-            {
-                "tokens": 131_072,
-                "prefix": {"speedup": 12.34},
-                "changed": [{"share": 0.01, "speedup": 12.34}, {"share": 0.1, "speedup": 0.98}],
-            }
-        ]
-        * 2,
-    },
-    "load": {"closed_loop": [{"near": near, "throughput_ratio": 1.23} for near in (1, 0.5, 0)]},
-    "inter_token": {"arms": ARMS},
-    "soak": {"wrong_outputs": 12, "failed": {"shared": 1, "plain": 2}, "requests": 123_456},
-    "syncs": None,
-    "not_measured": {"syncs": "this vLLM reports no synchronisations, as its build has no such check"},
-}
-GPU = {
-    "benchmark": "gpu",
-    "servers": {"model": "Qwen3-8B-Instruct", "vllm": {"dtype": "bfloat16", "enforce_eager": False}},
-    "environment": {"device": {"name": "an accelerator of 2026", "num_bytes": 2**37}, "vllm": "vLLM 0.32.0"},
-    "copy_bytes_per_s": dict.fromkeys(
-        ("to_device_pinned", "to_device_pageable", "to_host_pinned", "to_host_pageable", "host_to_host"),
-        12.3e9,
-    ),
-    "backends": [BACKEND, {**BACKEND, "backend": "TRITON_ATTN", "parity": None}],
-    "passed": False,
-    "finished": False,
-    "ended_by": "Terminated",
-}
 LIBRARIES = {"torch": "2.13.0+cpu", "sentence-transformers": "5.6.0", "vllm": None}
 
 TIER = {
@@ -249,8 +210,6 @@ DOCUMENTS: Mapping[str, Any] = {
     "version": {"kvshare": "0.2.0", "python": "3.11.7", "libraries": LIBRARIES},
     **TENANT_VIEWS,
     "key": {"key": "kvs-" + "a" * 43, "sha256": "0" * 64},
-    "bench": json.loads((MEASURED / "index.json").read_text("utf-8")),
-    "bench gpu": GPU,
     "replay": REPLAY,
     "replay-diff": DIFFERENCE,
     "replay-live": LIVE,
@@ -263,7 +222,7 @@ DOCUMENTS: Mapping[str, Any] = {
 @pytest.mark.parametrize("view", DOCUMENTS)
 def test_it_fits_80_columns(view: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No line is longer, nothing is cut, and no id is broken over two lines."""
-    draw(view.removesuffix(" gpu"), DOCUMENTS[view], width=WIDTH)
+    draw(view, DOCUMENTS[view], width=WIDTH)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
     text = "\n".join(lines)
@@ -273,7 +232,7 @@ def test_it_fits_80_columns(view: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_view_is_here() -> None:
     """But the settings, which are YAML as they were given."""
-    assert set(VIEWS) - {"settings"} == set(DOCUMENTS) - {"bench gpu"}
+    assert set(VIEWS) - {"settings"} == set(DOCUMENTS)
 
 
 def test_numbers_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ def test_a_tenant_alone_gets_whole_chunks_or_a_quarter() -> None:
     assert found == [512, 128, 512]
 
 
-@pytest.mark.parametrize(("whole", "expected"), [(1024, 128), (512, 64), (128, 16), (16, 16), (1, 1)])
+@pytest.mark.parametrize(("whole", "expected"), [(1024, 128), (512, 64), (128, 16), (16, 8), (1, 1)])
 def test_two_tenants_get_short_chunks(whole: int, expected: int) -> None:
-    """A few hundredths of a second, but at least an eighth; both, from the second one's first chunk on."""
+    """Some fifteen milliseconds, but at least an eighth; both, from the second one's first chunk on."""
     chunks = PrefillChunks(whole, clock=Clock())
     found = [chunks.next(tenant, others_decode=False, seconds=millisecond_each) for tenant in "abab"]
     assert found == [whole, *[expected] * 3]

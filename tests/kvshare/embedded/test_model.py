@@ -28,7 +28,8 @@ from kvshare.embedded.model import EmbeddedModel
 from kvshare.errors import ModelError
 from kvshare.kv.attention import PartialPass
 from kvshare.kv.movement import STAYS
-from kvshare_lab.bench.random_models import TINY, tiny_model
+from kvshare_lab.bench.random_configurations import TINY
+from kvshare_lab.bench.random_models import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LLAMA4 = {

@@ -8,7 +8,7 @@ from kvshare.embedded.decoder import relative_error
 from kvshare.embedded.model import EmbeddedModel
 from kvshare.errors import UnshareableError
 from kvshare.kv.attention import PartialPass
-from kvshare_lab.bench.random_models import TINY
+from kvshare_lab.bench.random_configurations import TINY
 
 
 def with_large_key_biases() -> PreTrainedModel:

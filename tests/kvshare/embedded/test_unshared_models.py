@@ -29,7 +29,7 @@ from kvshare.engine import (
 from kvshare.errors import ModelError
 from kvshare.requests import SharingReport
 from kvshare.settings import Settings, load_settings
-from kvshare_lab.bench.random_models import TINY
+from kvshare_lab.bench.random_configurations import TINY
 
 SIZES: dict[str, Any] = {**TINY, "num_hidden_layers": 4}
 PLAIN = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}

@@ -35,4 +35,4 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_only(
         disks = KnownDisks(folder)
         disks.note("a", has_disk=True)
         assert disks.names == {"a"}
-    assert len([message for message in caplog.messages if "is not kept" in message]) == 1
+    assert len([message for message in caplog.messages if "cannot remember" in message]) == 1

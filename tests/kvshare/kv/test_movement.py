@@ -139,7 +139,7 @@ def test_a_table_that_is_wrong_in_a_few_dimensions_is_not_proved() -> None:
 
 
 class TestKeysOfEightBits:
-    """As vLLM's cache stores them. `-k eight_bits -s` prints the errors that docs/vllm.md has."""
+    """As vLLM's cache stores them. `-k eight_bits -s` prints the errors that docs/connector.md has."""
 
     TURN = Movement.turning(1.0 / 10_000.0 ** (torch.arange(32) / 32))
 

@@ -116,6 +116,27 @@ def test_a_plan_is_made_where_its_donors_have_enough(
 
 
 @pytest.mark.parametrize(
+    ("score", "num_prefix_tokens", "reason"),
+    [
+        (0.008, 24, Reason.NO_CANDIDATES),  # the template of chats, and some words that many prompts have
+        (0.3, 24, Reason.DOES_NOT_PAY),
+        (0.008, 500, Reason.DOES_NOT_PAY),
+    ],
+)
+def test_candidates_that_are_not_similar_count_as_none(
+    score: float, num_prefix_tokens: int, reason: Reason
+) -> None:
+    """An operator who reads that a prompt does not pay would look for another one that is like it."""
+    candidate = Candidate(1, ("fingerprint",), score)
+    nomination = Nomination((candidate,), num_prefix_tokens, {}, ())
+    assert Worth.unplanned(nomination, min_run=32) is reason
+
+
+def test_no_candidates_at_all() -> None:
+    assert Worth.unplanned(Nomination((), 0, {}, ()), min_run=32) is Reason.NO_CANDIDATES
+
+
+@pytest.mark.parametrize(
     ("num_tokens", "score", "planning_s", "expected"),
     [
         (10_000, 0.1, 0.0001, True),  # it may be a fifth

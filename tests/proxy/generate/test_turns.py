@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvshare.errors import RequestError
-from proxy.generate.body_parts import Turns
+from proxy.generate.body_parts import MessageTurns
 
 
 def test_neighbours_of_one_role_are_one_message() -> None:
     """Texts are joined by a line end, empty ones leave no trace; calls join the assistant's text."""
-    turns = Turns()
+    turns = MessageTurns()
     for role, text in [("user", "a"), ("user", ""), ("user", "b"), ("assistant", "c")]:
         turns.add_text(role, text)
     turns.call("1", "time", {"zone": "UTC"})
@@ -27,13 +27,13 @@ def test_neighbours_of_one_role_are_one_message() -> None:
 def test_a_result_needs_its_call() -> None:
     """The error has the field that the caller names."""
     with pytest.raises(RequestError) as caught:
-        Turns().result("1", "noon", param="input[3].call_id")
+        MessageTurns().result("1", "noon", param="input[3].call_id")
     assert caught.value.param == "input[3].call_id"
 
 
 def test_incomplete_turns() -> None:
     """Nothing to answer, and a call without its result, are the client's errors."""
-    turns = Turns()
+    turns = MessageTurns()
     with pytest.raises(RequestError):
         turns.check_complete(param="input")
     turns.add_text("user", "a")

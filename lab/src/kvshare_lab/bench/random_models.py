@@ -1,7 +1,7 @@
 """
 Models with random weights, made on the fly: tiny ones of every architecture, and Llamas (on disk too, as vLLM
 wants them), of which some are large enough to time and one is small, with answers that depend on the whole
-prompt. Their configurations are in random_models.yaml.
+prompt. Their configurations are in random_configurations.py.
 """
 
 import shutil
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -19,15 +18,18 @@ from kvshare.demo import MODEL_PATH
 from kvshare.embedded.stored_model import head_dim_of
 from kvshare.errors import ConfigError
 from kvshare_lab.bench.large_models import write_by_layer
+from kvshare_lab.bench.random_configurations import (
+    LARGE_LLAMAS,
+    OTHERS,
+    PLAIN,
+    SMALL_LLAMAS,
+    TIMED,
+    TINY,
+    ByName,
+)
 
-_CONFIGURATIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-TINY: dict[str, Any] = _CONFIGURATIONS["tiny"]
 VOCAB_SIZE: int = TINY["vocab_size"]
-PLAIN: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["plain"]
-OTHERS: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["others"]
-_LARGE: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["large"]
-LLAMAS: Mapping[str, Mapping[str, Any]] = {**_CONFIGURATIONS["llamas"], **_LARGE}
-_TIMED: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["timed"]
+LLAMAS: ByName = {**SMALL_LLAMAS, **LARGE_LLAMAS}
 
 _TIED = ("timing", "long")  # their output layer is the embedding
 DEMO_VOCAB_SIZE = 1536  # of the demo model's tokenizer, which every model on disk gets
@@ -71,9 +73,9 @@ def timing_model(family: str = "llama", *, prompt_tokens: int, seed: int = 0) ->
     sizes: dict[str, Any] = {"max_position_embeddings": prompt_tokens + 64, "vocab_size": 16_384}
     if family == "llama":
         return llama("timing", seed=seed, **sizes)
-    if family not in _TIMED:
-        raise ConfigError("--family", f"expected llama or one of {', '.join(_TIMED)}, got {family!r}")
-    config = AutoConfig.for_model(**{**TINY, **OTHERS[family], **LLAMAS["timing"], **_TIMED[family], **sizes})
+    if family not in TIMED:
+        raise ConfigError("--family", f"expected llama or one of {', '.join(TIMED)}, got {family!r}")
+    config = AutoConfig.for_model(**{**TINY, **OTHERS[family], **LLAMAS["timing"], **TIMED[family], **sizes})
     return _built(config, seed)
 
 
@@ -91,7 +93,7 @@ def _built(config: PreTrainedConfig, seed: int, *, std: float | None = None) -> 
 def write_model(name: str, folder: Path, *, dtype: str, max_model_len: int, seed: int = 0) -> Path:
     """Write one of LLAMAS and the demo tokenizer. Returns the folder."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
-    if name in _LARGE:
+    if name in LARGE_LLAMAS:
         config = llama_config(name, max_position_embeddings=max_model_len, vocab_size=DEMO_VOCAB_SIZE)
         write_by_layer(config, folder, dtype=dtype, seed=seed)
     else:

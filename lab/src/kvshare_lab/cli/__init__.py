@@ -6,5 +6,6 @@ The lab's commands, which `kvshare` finds by the entry points of kvshare-lab (la
     served_benchmarks.py  those that start real vLLM servers
     benchmark.py          how a benchmark and its options are declared
     options.py            the options that several of them have
+    view.py               how a result looks on a terminal
     calibrate.py          `kvshare calibrate`
 """

@@ -21,6 +21,7 @@ from kvshare.cli.plugins import LAB
 from kvshare_lab.checkout import checkout_commit
 from kvshare_lab.cli import benchmarks as own
 from kvshare_lab.cli import served_benchmarks as served
+from kvshare_lab.cli import view
 from kvshare_lab.cli.benchmark import EMBEDDED, Benchmark, Option
 from kvshare_lab.vllm.termination import ending_on_sigterm
 
@@ -90,7 +91,7 @@ def _measure(
             document = _in_this_process(benchmark, runner.run, given)
     if commit is not None:
         document["commit"] = commit
-    show("bench", document, OutputFormat.JSON if as_json else output_format)
+    show(view.bench, document, OutputFormat.JSON if as_json else output_format)
     if document.get("passed") is False:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -9,6 +9,7 @@ from typer import Option
 from kvshare.cli.options import Format, OutputFormat
 from kvshare.cli.output import note, show
 from kvshare.sharing.calibration import ModelCalibration
+from kvshare_lab.cli import view
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -36,7 +37,7 @@ def calibrate(
     found = run(
         model=model, rows=rows, data=data, log=log, suites=suites, plans=plans, minutes=minutes, out=out
     )
-    show("bench", {"benchmark": "calibrate", **found}, output_format)
+    show(view.bench, {"benchmark": "calibrate", **found}, output_format)
     calibration = ModelCalibration.from_document(found["calibration"])
     for rule, each in calibration.rules.items():
         composed = calibration.composed.get(rule, each)

@@ -28,8 +28,8 @@ _CONFIGURATIONS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(e
 _TINY: Mapping[str, Any] = _CONFIGURATIONS["tiny"]
 TEXT: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["text"]
 MULTIMODAL: Mapping[str, Mapping[str, Any]] = _CONFIGURATIONS["multimodal"]
-# Of bench/random_models.yaml: vLLM's CPU kernels take latents of real sizes only, and read the experts of the
-# others in another form than transformers writes.
+# Of bench/random_configurations.py: vLLM's CPU kernels take latents of real sizes only, and read the experts
+# of the others in another form than transformers writes.
 NOT_HERE = ("deepseek-v2", "deepseek-v3", "llama4", "minimax-m2")
 TEXT_TOKENS = 290  # ids below are text in each of them
 WITH_IMAGES = ("llava",)  # with a processor, which needs no torchvision

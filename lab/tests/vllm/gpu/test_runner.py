@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvshare.cli import views
+from kvshare.cli.views import draw
 from kvshare.errors import ConfigError, EngineError
 from kvshare_lab.bench.bound import copy_rates
+from kvshare_lab.cli import view
 from kvshare_lab.vllm import servers, stack
 from kvshare_lab.vllm.gpu import runner
 from kvshare_lab.vllm.gpu.config import PARTS, Config
@@ -77,7 +78,7 @@ def test_a_backend_that_does_not_start_costs_the_others_nothing(
     for each in document["backends"]:
         assert all(each[part] is None for part in PARTS)
         assert set(each["not_measured"]) == set(PARTS)
-    views.draw("bench", document)
+    draw(view.bench, document)
     shown = capsys.readouterr().out
     assert "no such backend" in shown
     assert "FAILED" in shown
@@ -259,5 +260,5 @@ def test_the_whole_report_on_this_machine(
     assert min(backend["inter_token"]["arrivals"][name] for name in ("full", "saves", "loads")) > 0
     assert backend["soak"]["right_outputs"] > 0
     assert backend["soak"]["failed_loads"] > 0
-    views.draw("bench", document)
+    draw(view.bench, document)
     assert "passed" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Measurements."""
+"""How the document of a benchmark looks on a terminal."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -46,7 +46,6 @@ def _giga(rate: float | None) -> str:
 
 
 def _measured(part: str, shown: Callable[[Document], str]) -> Callable[[Document], str]:
-    """Of a backend; - is what was not measured."""
     return lambda backend: shown(backend[part]) if backend[part] else "-"
 
 

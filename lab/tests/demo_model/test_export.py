@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvshare.demo import MODEL_PATH
-from kvshare.demo.export import export, widened
+from kvshare_lab.demo_model.export import export, widened
 
 pytestmark = pytest.mark.model
 

@@ -2,7 +2,7 @@
 Exports the demo model with wider heads, which compute the same function, for engines without a kernel for its
 head dimension of 48, such as vLLM's CPU backend.
 
-    python -m kvshare.demo.export FOLDER
+    python -m kvshare_lab.demo_model.export FOLDER
 
 New dimensions are zero. Rotary pair i of D dimensions rotates by base^(-2i/D) per position, so with D'
 dimensions the base must be base^(D'/D). Scores are divided by sqrt(D') instead of sqrt(D), so the queries are
@@ -65,7 +65,6 @@ def _pad(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
 
 
 def _pad_pairs(weight: torch.Tensor, head_dim: int, wider: int) -> torch.Tensor:
-    """The same for dimensions that are rotated in pairs (i, i + head_dim / 2): zeros after each half."""
     return _pad(weight, head_dim // 2, wider // 2)
 
 
