@@ -47,6 +47,7 @@ from kvshare.sharing.rates import BLOCKS, MEMORY
 from kvshare.status import EngineStatus, ModelCard, ReplicaStatus
 from kvshare.tenants import Tenants
 from kvshare.vllm_protocol.messages import PROTOCOL
+from kvshare.vllm_protocol.places import READ_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +252,7 @@ def _runtime(
             bytes_per_token=0,
             num_extra_passes=1,
             computes_ahead=True,
+            read_parts=READ_PARTS,
             places=(MEMORY, BLOCKS),
         ),
         tenants=tenants,

@@ -59,12 +59,10 @@ class CostModel:
         self.waits = Waits()  # while other prompts are computed
         self._learns = learns
         self._work = _regression(rates.coefficients, fixed=(0, 3))  # the fixed costs of a step and of a pass
-        own = {LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}
-        lines = {**rates.loads, **own}
+        lines = {**rates.loads, LOOKUP: rates.lookup, PLANNING: rates.planning, EMBEDDING: rates.embedding}
         self._lines = {name: _regression((line.fixed_s, line.byte_s)) for name, line in lines.items()}
         self._refused, self._tried = Counter[str](), Counter[str]()
-        self._seen_cold_lookup = False
-        self._late_reads = LateReads()
+        self._seen_cold_lookup, self._late_reads = False, LateReads()
         self._lock = threading.Lock()
 
     @classmethod
@@ -76,6 +74,7 @@ class CostModel:
         context_share: float = 0.0,
         num_extra_passes: int = 0,
         computes_ahead: bool = False,
+        read_parts: int = 1,
         places: Sequence[str] = (MEMORY,),
     ) -> Self:
         """
@@ -99,6 +98,7 @@ class CostModel:
             bytes_per_token=bytes_per_token,
             num_extra_passes=num_extra_passes,
             computes_ahead=computes_ahead,
+            read_parts=read_parts,
         )
         return cls(rates, learns=settings.learn)
 

@@ -155,6 +155,7 @@ class Rates:
     bytes_per_token: int = 0
     num_extra_passes: int = 0  # partial passes of an approximate plan beyond the engine's own
     computes_ahead: bool = False  # the engine computes what comes before the first copy while a disk is read
+    read_parts: int = 1  # of a load from disk, each of which is copied while the next one is read
     queue: Queue = IDLE
 
     @classmethod
@@ -204,6 +205,12 @@ class Rates:
         rate = self.loads.get(place, FREE)
         return rate.seconds(num_tokens * self.bytes_per_token)
 
+    def disk_s(self, num_tokens: int) -> float:
+        """Estimate how much later so many tokens from disk are loaded than from memory."""
+        copied_s = self.loads.get(MEMORY, FREE).byte_s * num_tokens * self.bytes_per_token
+        read_s = self.load_s(num_tokens, place=DISK)
+        return read_s - (1 - 1 / self.read_parts) * min(copied_s, read_s)
+
     def least_load_s(self, num_tokens: int) -> float:
         """Estimate the time to load from the fastest place. KV on disk goes through memory."""
         places = (place for place in self.loads if place != DISK)
@@ -212,7 +219,7 @@ class Rates:
     def estimate(self, num_tokens: int, work: PrefillWork) -> Estimate:
         """Compare a full prefill of `num_tokens` with this work and the load of what it reuses."""
         load_s = self.load_s(work.num_reused - work.num_in_blocks)
-        load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.load_s(work.num_on_disk, place=DISK)
+        load_s += self.load_s(work.num_in_blocks, place=BLOCKS) + self.disk_s(work.num_on_disk)
         return self._compare(num_tokens, work, load_s, ahead_s=self.ahead_s(work.num_ahead))
 
     def least(self, num_tokens: int, work: PrefillWork) -> Estimate:

@@ -22,7 +22,7 @@ from itertools import accumulate
 from delta_tree import SegmentId, Span, merge
 from kvshare.reasons import Reason
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder, uncovered, within
-from kvshare.sharing.rates import DISK, Rates
+from kvshare.sharing.rates import Rates
 
 # How much longer a pass over a long run takes than the engine's own steps, from which the rates are learned:
 # 6 % for its tokens as measured on an H100, and it comes in several passes.
@@ -44,7 +44,7 @@ def split_reads(plan: Plan, rates: Rates) -> Plan:
 
     def is_loaded_first(number: int) -> bool:
         """Return whether what comes after this copy is loaded before all up to its end is computed."""
-        load_s = rates.load_s(num_read[-1] - num_read[number], place=DISK)
+        load_s = rates.disk_s(num_read[-1] - num_read[number])
         load_s += rates.load_s(num_copied[-1] - num_copied[number])
         return load_s <= OF_STEPS * rates.ahead_s(plan.copies[number].target_end)
 

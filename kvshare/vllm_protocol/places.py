@@ -10,6 +10,8 @@ from typing import Literal
 
 from kvshare.vllm_protocol.json_fields import Flag, Held, Message, Number, Text
 
+READ_PARTS = 4  # of a load from disk, each of which is copied while the next one is read
+
 
 @dataclass(frozen=True, slots=True)
 class Moved(Message):

@@ -6,7 +6,7 @@ cache whose layers differ in shape.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,12 @@ from delta_tree import SegmentId, Span
 from kvshare.vllm_connector.worker.copying import LoadWork, Work
 from kvshare.vllm_connector.worker.device import Device
 from kvshare.vllm_connector.worker.disk_first import DiskFirst
-from kvshare.vllm_connector.worker.disk_reads import Reads
+from kvshare.vllm_connector.worker.disk_reads import Read, Reads
 from kvshare.vllm_connector.worker.load_copies import block_copies, row_copies
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.segment_store import Stored
 from kvshare.vllm_connector.worker.under_way import PendingLoad, PendingSave
+from kvshare.vllm_protocol.places import READ_PARTS
 
 
 class CopiesInTurn:
@@ -85,18 +86,32 @@ def load_work(
     those steps. `reads`: from disk, before the copies.
     """
     request, blocks = load.request, list[Work]()
-    find = partial(row_copies, cache, request, load.held, reads)
-    stored: list[LoadWork] = [
-        device.load(part, list if is_asleep else partial(find, number), mark=mark)
-        for number, part in enumerate(cache.parts)
-    ]
+
+    def copies(number: int, held: Mapping[SegmentId, Stored]) -> LoadWork:
+        find = partial(row_copies, cache, request, held, reads, number)
+        return device.load(cache.parts[number], list if is_asleep else find, mark=mark)
+
+    stored = [copies(number, load.held) for number in range(len(cache.parts))]
     if reads is not None:
-        stored[0], load.late = DiskFirst(reads, stored[0]), reads.late
+        stored[0], load.late = DiskFirst(reads, _in_parts(load, reads, partial(copies, 0))), reads.late
     if request.sources and not is_asleep:
         find_copies = partial(block_copies, cache, request)
         readable = device.mark() if request.follows_steps else mark
         blocks = [device.copy_blocks(part, find_copies, mark=readable) for part in cache.parts]
     return LoadsInTurn(stored, blocks=blocks) if blocks or len(stored) > 1 else stored[0]
+
+
+def _in_parts(
+    load: PendingLoad, reads: Reads, copies: Callable[[Mapping[SegmentId, Stored]], LoadWork]
+) -> list[tuple[Sequence[Read], LoadWork]]:
+    """Return a load in the parts in which it is read: first what is in memory, if anything is."""
+    read, wanted = reads.parts(READ_PARTS), reads.wanted
+    held = {key: stored for key, stored in load.held.items() if key not in wanted}
+    found: list[tuple[Sequence[Read], LoadWork]] = [((), copies(held))] if held or not read else []
+    for part in read:
+        ids = [each.segment_id for each in part]
+        found.append((part, copies({key: load.held[key] for key in ids if key in load.held})))
+    return found
 
 
 def save_work(

@@ -35,7 +35,7 @@ from kvshare.sharing.limits import PlannerLimits
 from kvshare.sharing.lookup import Lookup
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
 from kvshare.sharing.planner import make_plan
-from kvshare.sharing.rates import DISK, MEMORY, LoadRate, MinSaved, Queue, Rates
+from kvshare.sharing.rates import DISK, MEMORY, LoadRate, MinSaved, PrefillWork, Queue, Rates
 from kvshare.sharing.splitting import OF_STEPS, _order_within, without_late
 from kvshare.telemetry import Telemetry
 from tests.kvshare.sharing.prompts import prompt, replaced
@@ -98,6 +98,32 @@ def assert_whole(plan: Plan) -> None:
     assert all(count >= 0 for count in counts)
     if plan.num_ahead:
         assert plan.placeholders[0] == Span(0, plan.num_ahead)
+
+
+def test_copies_that_follow_reads_in_parts_cost_their_last_part() -> None:
+    """As a pipeline of equal parts: the slower of both, and one part of the other."""
+    for read_s, copy_s in ((4.0, 1.0), (1.0, 4.0), (2.0, 2.0)):
+        loads = {MEMORY: LoadRate(0.5, copy_s), DISK: LoadRate(0.25, read_s)}
+        now = replace(Rates.linear(1.0, 1.0, bytes_per_token=1), loads=MappingProxyType(loads))
+        work = PrefillWork(10, 0.0, num_reused=8, num_on_disk=6)
+        for parts in (1, 2, 4):
+            found = replace(now, read_parts=parts).estimate(18, work)
+            together = max(6 * read_s + 6 * copy_s / parts, 6 * read_s / parts + 6 * copy_s)
+            assert found.load_s == pytest.approx(0.75 + 2 * copy_s + together, abs=0.25)
+            assert replace(now, read_parts=parts).disk_s(0) == 0
+
+
+def test_what_is_copied_meanwhile_lets_more_be_read(tree: DeltaTree) -> None:
+    """Where copies are slow; and the plan is faster than the same in one part."""
+    node = stored(tree, DONOR)
+    one = rates(node, TOKENS_PER_S)
+    slow = {**one.loads, MEMORY: LoadRate(0.0, 0.5 * one.loads[DISK].byte_s)}
+    one = replace(one, loads=MappingProxyType(slow))
+    alone, in_parts = (plan_for(tree, EDITED, node, replace(one, read_parts=parts)) for parts in (1, 4))
+    assert isinstance(alone, Plan)
+    assert isinstance(in_parts, Plan)
+    assert in_parts.num_ahead < alone.num_ahead
+    assert in_parts.estimate.shared_s < alone.estimate.shared_s
 
 
 @pytest.mark.parametrize("tokens", [EDITED, LONGER], ids=["edited", "exact"])

@@ -48,6 +48,10 @@ class _SimulatedRead(Read):
     def is_over(self) -> bool:
         return self._clock.now() >= self._over_at
 
+    @property
+    def ended_s(self) -> float:
+        return min(self._clock.now(), self._over_at)
+
 
 class SimulatedDiskStore(SegmentStore):
     """What is saved is on disk at once: writing is not simulated."""

@@ -26,6 +26,7 @@ from kvshare.sharing.pipeline import Sharing
 from kvshare.sharing.plan import Plan
 from kvshare.sharing.rates import BLOCKS, MEMORY, Queue
 from kvshare.sharing.waits import Waits
+from kvshare.vllm_protocol.places import READ_PARTS
 from kvshare_lab.device.profile import Costs, Model
 from vector_index import Candidate, Nomination, Nominator, PromptText
 
@@ -96,6 +97,7 @@ def costs_of(settings: Settings, model: Model, *, clock: Callable[[], float], ha
         bytes_per_token=model.bytes_per_token,
         num_extra_passes=1,
         computes_ahead=True,
+        read_parts=READ_PARTS,
         places=(MEMORY, BLOCKS),
     )
     cost.waits = Waits(clock=clock)
