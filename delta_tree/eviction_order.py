@@ -14,6 +14,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, Final
 
+from delta_tree.adaptive_queue import AdaptiveQueue
 from delta_tree.eviction_queue import CopiesQueue, EvictionQueue, RecencyQueue, Use
 from delta_tree.node import Node, NodeId
 from delta_tree.s3_fifo import S3FifoQueue
@@ -23,11 +24,18 @@ NewQueue = Callable[[], EvictionQueue[NodeId]]
 Origin = tuple[Node | None, int]
 
 EVICTION_QUEUES: Final[Mapping[str, type[EvictionQueue[Any]]]] = MappingProxyType(
-    {"lru": RecencyQueue, "s3-fifo": S3FifoQueue, "copies": CopiesQueue, "worth": WorthQueue}
+    {
+        "adaptive": AdaptiveQueue,
+        "copies": CopiesQueue,
+        "lru": RecencyQueue,
+        "s3-fifo": S3FifoQueue,
+        "worth": WorthQueue,
+    }
 )
 """The queue of each value of the setting `store.eviction`."""
 
-DEFAULT_EVICTION: Final = "copies"
+DEFAULT_EVICTION: Final = "adaptive"
+"""Of the setting. A tree evicts as `copies` does until `DeltaTree.evict_by` is called."""
 
 _SHORTEST_NAME = 32  # tokens
 _LOOKED_UP = 3  # the longest names of a prompt: of prefixes with an eighth of its tokens or more
@@ -36,7 +44,7 @@ _LOOKED_UP = 3  # the longest names of a prompt: of prefixes with an eighth of i
 class EvictionOrder:
     """The queues of all scopes. The docstring of the policy's queue says what a use costs."""
 
-    def __init__(self, new_queue: NewQueue = EVICTION_QUEUES[DEFAULT_EVICTION]) -> None:
+    def __init__(self, new_queue: NewQueue = CopiesQueue) -> None:
         self.new_queue = new_queue
         # By scope; under None the queue of all nodes.
         self._queues: defaultdict[str | None, EvictionQueue[NodeId]] = defaultdict(new_queue)
@@ -86,12 +94,12 @@ class EvictionOrder:
         """Note which share of a node's tokens its next use is of; 1 by default."""
         self._share = node_id, share
 
-    def record_use(self, node: Node, *, origin: Callable[[], Origin] = lambda: (None, 0)) -> None:
+    def record_use(self, node: Node, *, origin: Callable[[], Origin] | None = None) -> None:
         """
         Rank a node that is used now; a pinned one is taken out.
 
         `origin` is called for a new node. It returns the node's parent, and the number of the node's leading
-        tokens whose KV other nodes refer to as well
+        tokens whose KV other nodes refer to as well. None: the node is loaded from disk; it has no names
         """
         if node.pinned:
             self._take_out(node)
@@ -108,7 +116,7 @@ class EvictionOrder:
             share=self._share[1] if self._share[0] == node.node_id else 1.0,
         )
         self._share = None, 1.0
-        if known is None and self._needs_names:
+        if known is None and self._needs_names and origin is not None:
             use = self._introduced(node, use, *origin())
         for scope in scopes:
             self._queues[scope].use(node.node_id, use)
@@ -131,6 +139,12 @@ class EvictionOrder:
             self._leaving = node_id
             for scope in ((None,) if scopes is None else scopes) if raises_floor else ():
                 self._floors[scope] = max(self._floors.get(scope, 0.0), use.worth)
+
+    def relieve(self, node: Node) -> None:
+        """Note that a new node holds what it has used of this one, its parent."""
+        for scope in self._scopes(node):
+            if (queue := self._queues.get(scope)) is not None:
+                queue.relieve(node.node_id)
 
     def shorten(self, node_id: NodeId, kept: float) -> None:
         """Multiply a node's copied tokens by `kept`, the share of its tokens that is left; its rank stays."""

@@ -49,6 +49,12 @@ class EvictionQueue(ABC, Generic[K]):
     def use(self, entry: K, use: Use) -> None:
         """Add an entry, or count a use of it."""
 
+    def relieve(self, entry: K) -> None:
+        """
+        Note that a newer entry holds what was used of this one since it was last used as a whole: then only
+        the rest of it is at stake. Most policies make no difference.
+        """
+
     @abstractmethod
     def remove(self, entry: K, *, for_room: bool = False) -> None:
         """Take an entry out; an unknown one is ignored. `for_room`: its name may be remembered."""
@@ -98,15 +104,37 @@ class CopiesQueue(_LastUses[K]):
 
         worth = floor at the last use + 1 + tokens copied from the entry for other texts / tokens of the entry
 
-    The entry of least worth leaves first; among equals, the least recently used one. A use costs O(log n),
-    amortised.
+    The entry of least worth leaves first; among equals, the least recently used one. A use of a part counts
+    like one of the whole until a newer entry holds that part. A use costs O(log n), amortised.
     """
 
     def __init__(self) -> None:
         self._uses = {}
+        self._before_part: dict[K, Use] = {}  # where parts were used since: the last use of the whole
         self._heap: list[tuple[Use, K]] = []
 
+    def last_whole_use(self, entry: K) -> Use | None:
+        """Return the last use of an entry that no `relieve` takes back; None if it is not in the queue."""
+        return self._before_part.get(entry) or self._uses.get(entry)
+
     def use(self, entry: K, use: Use) -> None:
+        known = self._uses.get(entry)
+        if known is not None and use.share < 1 and use.copied <= known.copied:
+            self._before_part.setdefault(entry, known)
+        else:
+            self._before_part.pop(entry, None)
+        self._rank(entry, use)
+
+    def relieve(self, entry: K) -> None:
+        before = self._before_part.pop(entry, None)
+        if before is not None:
+            self._rank(entry, before)
+
+    def remove(self, entry: K, *, for_room: bool = False) -> None:
+        super().remove(entry)
+        self._before_part.pop(entry, None)
+
+    def _rank(self, entry: K, use: Use) -> None:
         self._uses[entry] = use
         heappush(self._heap, (use, entry))
         if len(self._heap) > 2 * len(self._uses) + _MIN_STALE:  # mostly stale entries

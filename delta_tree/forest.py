@@ -204,7 +204,7 @@ class Forest:
         """Rank all nodes again as if each had been used once, at its last use. `new_queue`: a new policy."""
         self.eviction_order = self.eviction_order.emptied(new_queue)
         for node in sorted(self.nodes.values(), key=attrgetter("last_used_at")):
-            self._record_use(node)
+            self.eviction_order.record_use(node)
 
     def _put(self, node: Node, parent: NodeId | None, unclaimed: set[SegmentId]) -> None:
         old = self.nodes.get(node.node_id)
@@ -225,6 +225,8 @@ class Forest:
                 self.eviction_order.shorten(node.node_id, node.num_tokens / old.num_tokens)
         else:
             self._record_use(node)
+            if old is None and parent is not None and (above := self.nodes.get(parent)) is not None:
+                self.eviction_order.relieve(above)
         if old is None or is_resized:
             self._by_prompt[prompt_key(node.namespace, node.token_ids)] = node.node_id
 

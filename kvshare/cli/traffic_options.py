@@ -57,7 +57,10 @@ Tiers = Annotated[
 ]
 Eviction = Annotated[
     str | None,
-    Option(help="With --tier: policies, with commas: copies, lru, s3-fifo, worth. [default: store.eviction]"),
+    Option(
+        help="With --tier: policies, with commas: adaptive, copies, lru, s3-fifo, worth. "
+        "[default: store.eviction]"
+    ),
 ]
 BytesPerToken = Annotated[int | None, Option(min=1, help="KV bytes of a token. [default: Llama-3-8B's]")]
 PrefillSpeed = Annotated[float, Option(min=1e-9, help="Your engine's speed, for the time saved.")]

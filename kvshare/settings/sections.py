@@ -133,7 +133,7 @@ class StoreSettings(Section):
     disk_bytes: Bytes | None
     disk_write_bytes_per_s: PositiveBytes
     disk_keep_free_bytes: Bytes
-    eviction: Literal["copies", "lru", "s3-fifo", "worth"]
+    eviction: Literal["adaptive", "copies", "lru", "s3-fifo", "worth"]
     # An empty index takes 3 MB, one write up to 1 MB.
     min_free_bytes: Annotated[int, Field(ge=8 * 2**20), size_of(Annotated[int, Field(ge=8 * 2**20)])]
 

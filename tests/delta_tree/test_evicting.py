@@ -93,6 +93,22 @@ def test_what_gave_to_others_stays_longer(tree: DeltaTree) -> None:
         assert tree.next_to_evict(namespaces, without=order) is None
 
 
+def test_what_only_the_parent_has_does_not_become_younger(tree: DeltaTree) -> None:
+    """Of a prompt whose beginning was continued the rest leaves in its turn; the beginning is its child's."""
+    parent = tree.insert(fresh_draft(list(range(40)))).node
+    other = tree.insert(fresh_draft([1, 2, 3])).node
+    tree.touch(parent.node_id, share=0.5)
+    assert tree.next_to_evict() is tree.node(other.node_id)
+    child = tree.insert(child_draft(parent, 20, [101, 102])).node
+    assert tree.next_to_evict() is tree.node(parent.node_id)
+    assert tree.next_to_evict([NAMESPACE]) is tree.node(parent.node_id)
+    tree.touch(parent.node_id)
+    tree.insert(child_draft(parent, 20, [103]))
+    assert tree.next_to_evict() is tree.node(other.node_id), "all of it was used"
+    tree.evict(other.node_id)
+    assert tree.next_to_evict() is tree.node(child.node_id)
+
+
 def test_an_administrators_eviction_ages_no_node(tree: DeltaTree) -> None:
     """It did not leave for room."""
     good, better = (tree.insert(fresh_draft([i] * 10)).node.node_id for i in (1, 2))

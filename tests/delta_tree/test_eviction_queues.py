@@ -193,7 +193,7 @@ def test_a_node_builds_on_its_parent_if_it_has_half_of_it() -> None:
     """And what has left is looked for only by names that are longer than what was found."""
     order = EvictionOrder(WorthQueue)
     parent, child, other = node(1, num_tokens=100), node(2, num_tokens=140), node(3, num_tokens=140)
-    order.record_use(parent)
+    order.record_use(parent, origin=lambda: (None, 0))
     order.record_use(child, origin=lambda: (parent, 60))
     order.record_use(other, origin=lambda: (parent, 40))
     first, second, third = (order._queues[None].last_use(NodeId(number)) for number in (1, 2, 3))

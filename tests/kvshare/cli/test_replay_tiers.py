@@ -41,7 +41,7 @@ def test_tiers_are_shown_and_written(kvshare: Kvshare, tmp_path: Path) -> None:
         (("--tier", "host:1GiB", "--capacity", "1k"), "cannot be used with --tier"),
         (("--tier", "host:1GiB", "--resume"), "cannot be used with --tier"),
         (("--tier", "host:1GiB", "--paper"), "cannot be used with --paper or --engine"),
-        (("--tier", "host:1GiB", "--eviction", "fifo"), "expected some of lru"),
+        (("--tier", "host:1GiB", "--eviction", "fifo"), "expected some of adaptive"),
         (("--eviction", "lru"), "is an option of --tier"),
         (("--tier", "host:1GiB", "--arms", "prefix"), "has no tiers"),
     ],

@@ -51,6 +51,8 @@ class BlockCache:
             earlier = tuple(name for length, name in names if length > num_found)[:_LOOKED_UP]
             use = self._new_use(len(digests), depth=depth)
             self._queue.use(number, use._replace(name=names[0][1], earlier=earlier))
+            if num_found:
+                self._queue.relieve(parent)
         while len(self._holders) > self._capacity and self._evict(number):
             pass
         return min(num_found, request.num_reusable)
