@@ -7,9 +7,9 @@ of docs/benchmarks.md; stores its document in docs/measured/replay-tiers.json.
 DATA has the logs that compare_evictions.yaml names; of those that are not named the figures stay. With a
 limit, for a try, only so many requests of each log are played, and nothing is stored. Prompts are
 kept in blocks, by the product's policies (`kvshare_lab.bench.block_cache`). Next to them are vLLM's own
-offloading (`offloaded_blocks.py`), and the oracle, which knows the future (`oracle_cache.py`). Memory is a
-share of all blocks of the log. All figures are shares of the blocks of equal prefixes that a cache without
-limits reuses.
+offloading and LMCache (`offloaded_blocks.py`), and the oracle, which knows the future (`oracle_cache.py`).
+Memory is a share of all blocks of the log. All figures are shares of the blocks of equal prefixes that a
+cache without limits reuses.
 """
 
 import json
@@ -32,9 +32,10 @@ CONFIG: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 LOGS: dict[str, dict[str, Any]] = CONFIG["logs"]
 SHARES: list[int] = CONFIG["shares"]  # percent
 STORED = FOLDER / "replay-tiers.json"
-POLICIES = ("copies", "s3-fifo", "worth")  # lru is copies where only equal prefixes are reused
-OF_VLLM = ("vllm lru", "vllm arc")
-HEADS = (*POLICIES, *OF_VLLM, "oracle")
+POLICIES = ("adaptive", "copies", "s3-fifo", "worth")  # lru is copies where only equal prefixes are reused
+OF_OTHERS = ("vllm lru", "vllm arc", "lmcache")
+HEADS = (*POLICIES, *OF_OTHERS, "oracle")
+CHUNK_TOKENS = 256  # LMCache's `chunk_size`, by default
 TIMES = 10  # the disk's size in those of memory
 Document = dict[str, Any]
 
@@ -72,7 +73,10 @@ def _compared(log: Document, data: Path) -> Document:
     began = time.perf_counter()
     paths, limit = [data / file for file in log["files"]], log["limit"]
     with RequestStream(paths, interleave=log.get("interleave", 1), limit=limit) as stream:
-        blocks = blocks_of(RequestTokenizer.load(None).tokenize(stream), log["block"])
+        tokenized = list(RequestTokenizer.load(None).tokenize(stream))
+    blocks = blocks_of(tokenized, log["block"])
+    of_chunk = max(1, CHUNK_TOKENS // log["block"])
+    chunks = blocks_of(tokenized, of_chunk * log["block"])
     num_blocks = len({digest for each in blocks for digest in each.digests})
     most = best_hits(blocks, num_blocks)
     rows: list[Document] = [{} for _ in SHARES]
@@ -81,7 +85,13 @@ def _compared(log: Document, data: Path) -> Document:
         for share, row in zip(SHARES, rows, strict=True):
             for percent in (share, min(100, TIMES * share)):
                 if percent not in known:
-                    known[percent] = round(_hits(head, blocks, percent * num_blocks // 100) / most, 4)
+                    capacity = percent * num_blocks // 100
+                    num_hit = (
+                        of_chunk * _hits("vllm lru", chunks, capacity // of_chunk)
+                        if head == "lmcache"
+                        else _hits(head, blocks, capacity)
+                    )
+                    known[percent] = round(num_hit / most, 4)
             row[head] = [known[min(100, TIMES * share)], known[share]]
     return {
         "num_requests": len(blocks),
@@ -96,7 +106,7 @@ def _compared(log: Document, data: Path) -> Document:
 def _hits(head: str, blocks: list[RequestBlocks], capacity: int) -> int:
     if head == "oracle":
         return best_hits(blocks, capacity)
-    if head in OF_VLLM:
+    if head in OF_OTHERS:
         from kvshare_lab.bench.offloaded_blocks import offloaded_hits  # imports vLLM
 
         return offloaded_hits(blocks, capacity, head.removeprefix("vllm "))

@@ -9,7 +9,7 @@ of medians.
     plan.py, index.py, replay.py                 the sharing core, without a model
     proxy.py, connections.py                     the HTTP front and the relay
     flood.py                                     two tenants of one server
-    throttled.py                                 a disk that is too slow to pay, for `restart`
+    throttled.py, disk_starts.py                 for `restart`: a disk too slow to pay, many objects
     pairs.py, agents.py, papers.py               answers, and what is reused
     harness.py          a running engine or server, timed requests, arms that take turns
     figures.py          percentiles, intervals, memory, sizes of files

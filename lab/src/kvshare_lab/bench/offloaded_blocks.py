@@ -2,7 +2,7 @@
 What vLLM's own offloading to host memory would reuse of a log: its manager and its policies, without a GPU.
 
 A request's equal prefix is what the manager finds of its blocks in order. Then all its blocks are offered, as
-vLLM does with those that it has computed. LMCache evicts by the rule of `lru`, over chunks of 256 tokens.
+vLLM does with those that it has computed. LMCache evicts by the rule of `lru`, over chunks.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ is given back first, so that it is read from the disk. The arms, for each recipi
     full      nothing is shared
     disk      the donor's KV is on disk
     memory    the same prompt again: the KV is in memory now
-With `objects`: how long a start takes with so many small objects on disk, without a model.
+With `objects`: how long starts take with so many small objects on disk, see `disk_starts.py`.
 With `break_even`: the same on a disk that is slower than computing, see `throttled.py`.
 """
 
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,27 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from delta_tree import NodeDraft, Piece, PieceTable, Segment, SegmentId, TokenIds, new_segment_id, token_ids
+from delta_tree import TokenIds
 from kvshare.embedded.engine import EmbeddedEngine
-from kvshare.embedded.stored_kv import StoredKV
-from kvshare.kv.layout import KVLayout
-from kvshare.kv.sequence import SegmentKV
 from kvshare.requests import SharingMode
 from kvshare.served_model import DEFAULT
-from kvshare.settings import load_settings
 from kvshare.tiers import KV_FOLDER
-from kvshare.tiers.disk_tier import DiskTier
-from kvshare.tiers.files import Files
-from kvshare.tiers.kv_object import ObjectForm
+from kvshare_lab.bench import disk_starts
 from kvshare_lab.bench.figures import drop_from_page_cache
 from kvshare_lab.bench.harness import Answer, ask, bench_settings, edited, environment, median, random_prompt
 from kvshare_lab.bench.throttled import measured
 
 _ARMS = ("full", "disk", "memory")
 _NUM_ANSWER = 16  # tokens whose text is compared
-_PER_PROMPT, _SEGMENT_TOKENS = 10, 16  # of the generated store
 
 
 async def run(
@@ -59,7 +50,9 @@ async def run(
 
     Raises:  ModelError
     """
-    found = _started(objects) if objects else {}
+    found: dict[str, Any] = {}
+    if objects:
+        found = {**disk_starts.of_embedded(objects), "vllm": disk_starts.of_vllm(objects)}
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         async with _engine_at(folder, model) as engine:
@@ -125,57 +118,3 @@ def _summary(rows: list[dict[str, Answer]]) -> dict[str, Any]:
         "decision": last.report.decision,
         "equal_answers": sum(row["disk"].text == row["memory"].text for row in rows) / len(rows),
     }
-
-
-def _started(num_objects: int) -> dict[str, Any]:
-    """A generated store of small objects, ten to a prompt, and how long a process takes to open it."""
-    layout = KVLayout.uniform(1, 1, 8, dtype=torch.float32, device=torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as folder:
-        settings = load_settings(overrides={"store.path": folder, "store.disk_keep_free_bytes": 0}).store
-        stored = StoredKV(settings, layout, min_tokens=1, identity="bench", parts=())
-        tree, _ = stored.open_tree()
-        disk = DiskTier(
-            Path(folder) / KV_FOLDER,
-            ObjectForm.of(layout, ()),
-            max_bytes=settings.max_disk_bytes,
-            keep_free_bytes=0,
-            files=_UnsyncedFiles(),
-        )
-        disk.open()
-        rng = np.random.default_rng(0)
-        for _ in range(num_objects // _PER_PROMPT):
-            tokens = token_ids(rng.integers(1, 30_000, _PER_PROMPT * _SEGMENT_TOKENS))
-            pairs = [_object(layout, place * _SEGMENT_TOKENS) for place in range(_PER_PROMPT)]
-            pieces = PieceTable(Piece(SegmentId(one.segment_id), 0, _SEGMENT_TOKENS) for one, _ in pairs)
-            tree.insert(NodeDraft("bench", tokens, None, pieces, tuple(one for one, _ in pairs), len(tokens)))
-            for one, kv in pairs:
-                disk.write(one, kv.rows())
-        tree.close()
-        began = time.perf_counter()
-        again = StoredKV(settings, layout, min_tokens=1, identity="bench", parts=())
-        tree, forgotten = again.open_tree()
-        seconds = time.perf_counter() - began
-        num_nodes = tree.stats().num_nodes
-        keeper = again.new_keeper(tree)
-        missing = keeper.tier.fetch(tree.nodes()[-1].pieces.segment_ids).missing
-        keeper.close()
-        tree.close()
-    return {
-        "objects": num_objects,
-        "open_s": seconds,
-        "prompts_found": num_nodes,
-        "prompts_lost": len(forgotten) + len(missing),
-    }
-
-
-def _object(layout: KVLayout, position: int) -> tuple[Segment, SegmentKV]:
-    kv = SegmentKV(tuple(torch.randn(plane.shape(_SEGMENT_TOKENS)) for plane in layout.planes))
-    described = Segment(new_segment_id(), "bench", position, _SEGMENT_TOKENS, 0, kv.num_bytes, kv.checksum())
-    return described, kv
-
-
-class _UnsyncedFiles(Files):
-    """Does not wait for the device, as nothing is measured while the store is generated."""
-
-    def sync(self, descriptor: int) -> None:
-        pass

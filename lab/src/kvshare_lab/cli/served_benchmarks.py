@@ -59,7 +59,7 @@ def ttft(engine: str) -> Runner:
     Option(
         "objects",
         int,
-        "Embedded: small objects of a generated store, whose start is timed. [default: none]",
+        "Embedded: small objects of generated stores, whose starts are timed. [default: none]",
         min=0,
         engine=EMBEDDED,
     ),
