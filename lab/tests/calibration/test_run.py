@@ -3,16 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvshare.errors import ConfigError, LogError
 from kvshare.sharing.calibration import calibration_of, read_calibration
-from kvshare.sharing.prediction import FEATURES
+from kvshare.sharing.prediction import FEATURES, Shape
 from kvshare_lab.calibration.arms import Measured
 from kvshare_lab.calibration.evaluation import evaluated
-from kvshare_lab.calibration.run import run
+from kvshare_lab.calibration.risks import FEWEST_PLANS
+from kvshare_lab.calibration.run import calibrated, run
+from kvshare_lab.fidelity.laboratory import Laboratory
+from kvshare_lab.fidelity.rows import Plan, Setting
 from kvshare_lab.fidelity.suites.logs import similar_requests
 
 
@@ -47,6 +52,34 @@ def test_what_is_noise_is_not_explained() -> None:
     shuffled = np.random.default_rng(2).permutation(made.kl)
     found = evaluated(replace(made, kl=shuffled))
     assert found["explained"]["other_sources"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("plans", "rules"), [(FEWEST_PLANS - 1, set()), (FEWEST_PLANS, {"windows", "attention"})]
+)
+def test_plans_of_several_donors_get_their_own_weights_if_enough_were_repaired(
+    plans: int, rules: set[str]
+) -> None:
+    rng = np.random.default_rng(3)
+    made = [(plan_of(number, rng), shape_of_donors(2, rng)) for number in range(plans)]
+    model = SimpleNamespace(model=SimpleNamespace(fingerprint="f"))
+    found = calibrated(cast(Laboratory, SimpleNamespace(name="m", model=model)), made)
+    assert set(found.composed) == rules
+
+
+def plan_of(number: int, rng: np.random.Generator) -> Plan:
+    """A plan that was measured without repairs, and with both kinds of them."""
+    arms = {
+        Setting(rule, "b", share): {"b": share, "kl": float(10 ** rng.normal(-3, 0.5))}
+        for rule, share in (("placeholders", 0.0), ("default", 0.1), ("kvshare", 0.5))
+    }
+    return Plan("rag", f"source-{number}", {"tokens": 800}, arms)
+
+
+def shape_of_donors(count: int, rng: np.random.Generator) -> Shape:
+    values = rng.normal(size=len(FEATURES) - 1)
+    values[FEATURES.index("donors")] = np.log(count)
+    return Shape(tuple(values.tolist()), stale=100.0, far=1.0, num_tokens=800)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from kvshare.sharing.calibration import (
     shipped,
 )
 from kvshare.sharing.placed import placed
-from kvshare.sharing.prediction import Calibration, Shape, shape_of
+from kvshare.sharing.prediction import FEATURES, Calibration, Shape, shape_of
 from kvshare.sharing.risk import ANY_DEVIATION, RiskTable
 
 WITHOUT_RISKS = json.dumps(
@@ -121,6 +121,23 @@ def test_an_unknown_model_is_taken_to_be_as_bad_as_the_worst_known() -> None:
 def test_where_the_mean_is_limited_it_is_the_bound() -> None:
     known = of_default_model()
     assert known.bound(shape(0), "windows", 24, risk=1) == known.expected(shape(0), "windows", 24)
+
+
+def test_plans_of_several_donors_have_their_own_weights() -> None:
+    """Where a calibration has them; plans of one donor are predicted as before."""
+    known = of_default_model()
+    worse = replace(known.rules["attention"], intercept=known.rules["attention"].intercept + 1)
+    own = replace(known, composed={"attention": worse})
+    alone = shape(300)
+    donors = FEATURES.index("donors")
+    several = replace(alone, values=(*alone.values[:donors], float(np.log(3)), *alone.values[donors + 1 :]))
+    assert (alone.regime, several.regime) == ("moved", "composed")
+    assert own.expected(alone, "attention", 50) == known.expected(alone, "attention", 50)
+    assert own.expected(several, "attention", 50) > 2 * known.expected(several, "attention", 50)
+    assert own.expected(several, "windows", 50) == known.expected(several, "windows", 50)
+    document = json.loads(json.dumps(own.as_document()))
+    assert ModelCalibration.from_document(document) == own
+    assert own.digest != known.digest
 
 
 def test_a_named_file_is_used(tmp_path: Path) -> None:

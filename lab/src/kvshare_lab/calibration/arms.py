@@ -35,6 +35,11 @@ class Measured:
     lengths: NDArray[np.int64]
 
     @property
+    def num_repaired(self) -> int:
+        """How many plans have an arm that repairs anything."""
+        return len(np.unique(self.plans[self.repaired > 0]))
+
+    @property
     def folds(self) -> NDArray[np.int64]:
         """(N,) the fold of each arm, out of five; all arms of one source document are in the same."""
         return np.array([xxhash.xxh3_64_intdigest(source.encode()) % _FOLDS for source in self.sources])

@@ -18,6 +18,7 @@ from scipy.stats import beta, binom
 from kvshare.sharing.risk import CONFIDENCE, REGIMES, Regime, RiskTable
 from kvshare_lab.calibration.arms import Measured
 
+FEWEST_PLANS = 149  # certify a risk of 2 % if none of them exceeds a limit
 RISKS = (0.01, 0.02, 0.05, 0.1, 0.2)
 LIMITS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.025, 0.035, 0.05, 0.1, 0.2, 0.5)  # nats
 _MOST_NEEDED = 5000  # plans; enough for every risk

@@ -19,7 +19,7 @@ from kvshare_lab.bench.harness import chosen
 from kvshare_lab.calibration.arms import Measured, measured_arms, shape_again
 from kvshare_lab.calibration.evaluation import evaluated
 from kvshare_lab.calibration.fitting import fit, typical_of_unseen
-from kvshare_lab.calibration.risks import at_length, certified
+from kvshare_lab.calibration.risks import FEWEST_PLANS, at_length, certified
 from kvshare_lab.fidelity.laboratory import Laboratory, work
 from kvshare_lab.fidelity.rows import Plan, Shards, Stage, read_plans
 from kvshare_lab.fidelity.suites import SUITES
@@ -100,9 +100,13 @@ def _measured_plans(
     ]
 
 
+def _by_rule(made: Sequence[tuple[Plan, Shape]]) -> dict[RepairRule, Measured]:
+    return {rule: measured_arms(made, names) for rule, names in _RULES.items()}
+
+
 def _arms_by_rule(made: list[tuple[Plan, Shape]], rows: Path) -> dict[RepairRule, Measured]:
     """Raises LogError for a rule with too few measured arms."""
-    arms = {rule: measured_arms(made, names) for rule, names in _RULES.items()}
+    arms = _by_rule(made)
     for rule, measured in arms.items():
         if len(measured.kl) < _FEWEST:
             few = f"{len(measured.kl)} measured arms for {rule}, expected {_FEWEST} or more"
@@ -112,11 +116,12 @@ def _arms_by_rule(made: list[tuple[Plan, Shape]], rows: Path) -> dict[RepairRule
 
 def calibrated(laboratory: Laboratory, made: Sequence[tuple[Plan, Shape]]) -> ModelCalibration:
     """The calibration of a model that is fitted to these plans."""
-    arms = {rule: measured_arms(made, names) for rule, names in _RULES.items()}
+    arms, several = _by_rule(made), _by_rule([each for each in made if each[1].regime == "composed"])
     return ModelCalibration(
         model=laboratory.name,
         fingerprint=laboratory.model.model.fingerprint,
         rules={rule: _fitted(each) for rule, each in arms.items()},
+        composed={rule: _fitted(each) for rule, each in several.items() if each.num_repaired >= FEWEST_PLANS},
         longest=max(shape.num_tokens for _, shape in made),
         measured={"plans": len(made), "suites": sorted({plan.suite for plan, _ in made})},
     )

@@ -40,7 +40,8 @@ def calibrate(
     show(view.bench, {"benchmark": "calibrate", **found}, output_format)
     calibration = ModelCalibration.from_document(found["calibration"])
     for rule, each in calibration.rules.items():
-        for line in promises(each.risks):
+        composed = calibration.composed.get(rule, each)
+        for line in promises({**each.risks, "composed": composed.risks["composed"]}):
             note(f"certified at a risk of 2 %, repaired by {rule}: {line}")
     note(f"it holds for prompts of up to {calibration.longest} tokens")
     note(f"written: set sharing.calibration to {out}")
