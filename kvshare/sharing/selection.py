@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,26 +161,23 @@ def highest(scores: Scores, allowed: Mask, count: int) -> Mask:
 
 def blocks(scores: Scores, allowed: Mask, count: int, size: int) -> Mask:
     """(T,) `count` allowed positions in the blocks with the highest means; the last block may be cut."""
-    sums, sizes = (_of_blocks(values, size) for values in (np.where(allowed, scores, 0.0), allowed))
-    means = sums / np.maximum(1, sizes)
-    in_turn = np.argsort(-means, kind="stable")
-    in_turn = in_turn[sizes[in_turn] > 0]
+    starts = np.arange(0, len(scores), size)
+    sums = np.add.reduceat(np.where(allowed, scores, 0.0), starts)
+    sizes = np.add.reduceat(allowed, starts, dtype=np.int32)
+    places = sizes.nonzero()[0]
+    means = sums[places] / sizes[places]
+    if 0 < count < len(places):  # no more blocks can be taken, so the others need not be sorted
+        least = np.partition(means, len(means) - count)[-count]
+        places, means = places[means >= least], means[means >= least]
+    in_turn = places[np.argsort(-means, kind="stable")]
     num_before = np.cumsum(sizes[in_turn]) - sizes[in_turn]
-    taken = np.zeros(len(means), np.bool_)
+    taken = np.zeros(len(sizes), np.bool_)
     taken[in_turn[num_before < count]] = True
     rows = allowed & np.repeat(taken, size)[: len(scores)]
     if (num_over := int(rows.sum()) - count) > 0:  # the block taken last is cut
         last = int(in_turn[num_before < count][-1]) * size
         rows[last + np.flatnonzero(rows[last : last + size])[-num_over:]] = False
     return rows
-
-
-def _of_blocks(values: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return the sum of each block; the last block may be shorter."""
-    whole = np.zeros((-(-len(values) // size), size), values.dtype)
-    whole.reshape(-1)[: len(values)] = values
-    found: NDArray[Any] = whole.sum(axis=1)
-    return found
 
 
 def spans_where(mask: Mask) -> list[Span]:
@@ -205,16 +201,18 @@ def num_runs(rows: Mask) -> int:
 
 def _between(
     stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
-) -> NDArray[np.float64]:
+) -> NDArray[np.floating]:
     """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all, (L, 1)."""
     own = (places >= stretch.start) & (places < stretch.end)
     if not own.any():
         return np.exp(everywhere)[:, None]
     known, inside = places[own], np.arange(stretch.start, stretch.end)
-    values = np.log(changed[:, own] + _LEAST).astype(np.float64)
-    slopes = np.diff(values) / np.diff(known)
-    slopes = np.concatenate([slopes, np.zeros((len(values), 1))], axis=1)  # after the last one
+    values = np.log(changed[:, own] + _LEAST).astype(np.float32)
+    slopes = np.zeros_like(values)  # 0 after the last one
+    slopes[:, :-1] = np.diff(values) / np.diff(known)
     before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
-    ahead = np.maximum(0, inside - known[before])  # 0 where the first place is not reached
-    logarithms: NDArray[np.float64] = slopes.take(before, axis=1) * ahead + values.take(before, axis=1)
-    return np.exp(logarithms)
+    ahead = np.maximum(0, inside - known[before]).astype(np.float32)  # 0 where the first is not reached
+    found: NDArray[np.float32] = slopes.take(before, axis=1)
+    found *= ahead
+    found += values.take(before, axis=1)
+    return np.exp(found, out=found)

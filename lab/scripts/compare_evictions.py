@@ -65,7 +65,7 @@ def table(document: Document) -> Iterator[str]:
     yield "|---" * len(heads) + "|"
     for name, log in document["logs"].items():
         for share, row in zip(document["shares"], log["rows"], strict=True):
-            cells = [f"{100 * row[head][0]:.1f} ({100 * row[head][1]:.1f})" for head in heads[2:]]
+            cells = [f"{100 * in_all:.1f} ({100 * in_memory:.1f})" for in_all, in_memory in row]
             yield f"| {LOGS[name]['title']} | {share} %, {TIMES * share} % | {' | '.join(cells)} |"
 
 
@@ -98,7 +98,7 @@ def _compared(log: Document, data: Path) -> Document:
         "num_blocks": num_blocks,
         "reused_blocks": most,
         "block": log["block"],
-        "rows": rows,
+        "rows": [[row[head] for head in HEADS] for row in rows],
         "seconds": round(time.perf_counter() - began, 1),
     }
 

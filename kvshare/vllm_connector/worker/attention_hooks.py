@@ -14,6 +14,22 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 _WRAPPED = ("forward", "do_kv_cache_update")
 
 
+class PassEndedError(Exception):
+    """A pass needs no more layers. vLLM's model is left in the middle."""
+
+
+def ending(watch: Watch | None, num_layers: int) -> Watch:
+    """Return a watch that ends the pass, by PassEndedError, when so many layers have written the cache."""
+
+    def watch_or_end(layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        if watch is not None:
+            watch(layer, query, output)
+        if layer + 1 == num_layers:
+            raise PassEndedError
+
+    return watch_or_end
+
+
 @contextmanager
 def hooked(
     impls: Sequence[Any],

@@ -13,12 +13,19 @@ Results go to the host while the first pass goes on. So the second pass is launc
 ended, and a GPU does not wait for the choice.
 
 The tail is computed twice, the first time to see what it attends to; vLLM computes its last token a third
-time. If attention cannot be watched, or the tail is long (then the load ends at the last copy), there are no
+time. A first pass over few tokens ends after the layers in which it is listened to, and the second one
+computes all placeholders. So on a GPU it may begin while the last layers of the load are on their way:
+
+    copies          [ layers 0-2 ][ 3-5 ] ..                    [ 24-26 ][ 27-29 ] ..        [ 33-35 ]
+    the device                         [ first pass: layers 0 to 26 ]        [ second pass: all layers ]
+
+If attention cannot be watched, or the tail is long (then the load ends at the last copy), there are no
 probes: repairs are chosen by position, and one pass computes everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -32,15 +39,29 @@ from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.kept_rows import KeptRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import Run, runs_of
 from kvshare.vllm_connector.worker.ranks import num_ranks, summed
+from kvshare.vllm_connector.worker.runs import Run, runs_of
+
+# Placeholders that are all computed again, however many layers the first pass has.
+_FEW = MAX_LISTENERS + MAX_RENEWED
 
 
 class Choosing:
-    """Carries out the repair order of one load. `choice`: None until it is made."""
+    """
+    Carries out the repair order of one load. `choice`: None until it is made.
+
+    `can_listen`: whether attention can be watched; `may_stop`: whether passes may end after some layers.
+    `is_brief`: the first pass may, and the second one computes all placeholders.
+    """
 
     def __init__(
-        self, load: LoadRequest, order: RepairOrder, unreadable: frozenset[SegmentId], *, can_listen: bool
+        self,
+        load: LoadRequest,
+        order: RepairOrder,
+        unreadable: frozenset[SegmentId],
+        *,
+        can_listen: bool,
+        may_stop: bool = False,
     ) -> None:
         self._load = load
         self._computed = load.runs(unreadable)
@@ -50,8 +71,10 @@ class Choosing:
         probes = tuple(p for p in probes if not any(s.start <= p < s.end for s in self._computed))
         self._order = RepairOrder(order.stretches, probes, order.num_tokens)
         self.choice = None if listens else self._choice_by_place()
+        self.is_brief = listens and may_stop and not self._head_rows and self._num_computed <= _FEW
         self._listener: Listener | None = None
         self._reading: Reading | None = None  # when its layers have been listened to
+        self._chosen: RepairChoice | None = None  # by what was read, before the second pass begins
         self._probed: KeptRows | None = None
 
     @property
@@ -78,7 +101,19 @@ class Choosing:
     @property
     def max_second(self) -> int:
         """The most tokens that a second pass may compute; 0 once the choice is made."""
-        return 0 if self.choice is not None else self._order.num_tokens + MAX_LISTENERS + MAX_RENEWED
+        if self.choice is not None:
+            return 0
+        renewed = self._num_computed if self.is_brief else MAX_LISTENERS + MAX_RENEWED
+        return self._order.num_tokens + renewed
+
+    @property
+    def _num_computed(self) -> int:
+        """The number of placeholders."""
+        return sum(map(len, self._computed))
+
+    def layers_of_first(self, num_layers: int) -> int | None:
+        """Return how many of the layers the first pass needs; None: all."""
+        return num_listening_layers(num_layers) if self.is_brief else None
 
     def first_pass(self, cache: PagedCache, device: Device, *, is_early: bool = False) -> list[Run]:
         """
@@ -86,8 +121,9 @@ class Choosing:
 
         `is_early`: the copies have not arrived yet, so the caller calls `keep` for each layer that has.
         """
+        layout = cache.kv_layout
+        num_layers = self.layers_of_first(layout.num_layers)
         if self.choice is None:
-            layout = cache.kv_layout
             self._listener = Listener(
                 last_tokens(self._computed, MAX_LISTENERS),
                 num_layers=num_listening_layers(layout.num_layers),
@@ -96,10 +132,14 @@ class Choosing:
                 when_complete=partial(self._read, device),
             )
             if self._order.probes:
-                self._probed = KeptRows(cache, self._load.block_ids, self._order.probes)
+                # Other loads may be in a pass that is not early: then it has all layers.
+                kept = num_layers if is_early else None
+                self._probed = KeptRows(cache, self._load.block_ids, self._order.probes, num_layers=kept)
                 if not is_early:
                     self._probed.keep_all()
-        return runs_of(self._load, self.first_spans, kept=self.kept, listener=self._listener)
+        return runs_of(
+            self._load, self.first_spans, kept=self.kept, listener=self._listener, num_layers=num_layers
+        )
 
     def keep(self, layer: int) -> None:
         """Keep the probes' rows of a layer that has arrived, before the early first pass overwrites them."""
@@ -129,19 +169,39 @@ class Choosing:
     def second_pass(self, reading: Reading) -> list[Run]:
         """
         Choose by the measurements, alike on every rank. Returns the runs of repairs and of renewed
-        placeholders; none if nothing was probed and nothing is repaired: then the first pass is enough.
+        placeholders; none if nothing was probed and nothing is repaired: then the first pass is enough,
+        unless it was brief.
         """
-        attended, squares = reading.arrays()
-        self.choice = choose(
-            self._order,
-            self._computed,
-            attended,
-            np.sqrt(squares),
-            first_approximate=self._load.first_approximate,
-        )
-        if not self.choice.repairs and not self._order.probes:
-            return []
-        return runs_of(self._load, merge([*self.choice.repairs, *self.choice.renewed]))
+        self.choice = self._choose(reading)
+        return runs_of(self._load, self._second_spans(self.choice))
+
+    def early_second(self) -> Sequence[Span] | None:
+        """
+        Return the spans of the second pass, if it may begin before the load has arrived and the results of
+        the first one are there; else None. It begins with `second_pass`.
+        """
+        if not self.is_brief or self._reading is None or not self._reading.is_done:
+            return None
+        return self._second_spans(self._choose(self._reading))
+
+    def _choose(self, reading: Reading) -> RepairChoice:
+        if self._chosen is None:
+            attended, squares = reading.arrays()
+            self._chosen = choose(
+                self._order,
+                self._computed,
+                attended,
+                np.sqrt(squares),
+                first_approximate=self._load.first_approximate,
+            )
+        return self._chosen
+
+    def _second_spans(self, choice: RepairChoice) -> Sequence[Span]:
+        if self.is_brief:
+            return merge([*choice.repairs, *self._computed])
+        if not choice.repairs and not self._order.probes:
+            return ()
+        return merge([*choice.repairs, *choice.renewed])
 
     def _choice_by_place(self) -> RepairChoice:
         return choose_by_place(

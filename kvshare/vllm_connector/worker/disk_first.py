@@ -9,7 +9,6 @@ What is in memory already is copied at once. All parts are waited for until the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -64,9 +63,8 @@ class DiskFirst:
     def finish(self) -> Mapping[str, float]:
         """Return the seconds of all parts; `HIDDEN` is the copying that went on while others were read."""
         of_parts = [copies.finish() for _, copies in self._parts]
-        seconds = Counter[str]()
-        for each in of_parts:
-            seconds.update(each)
+        stages = {stage for each in of_parts for stage in each}
+        seconds = {stage: sum(each.get(stage, 0.0) for each in of_parts) for stage in stages}
         if self._reads.reads:
             read_s = [*accumulate((self._reads.seconds(reads) for reads, _ in self._parts), max)]
             copy_s = [each.get(VERIFY, 0.0) + each.get(WRITE, 0.0) for each in of_parts]

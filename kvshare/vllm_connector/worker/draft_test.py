@@ -21,8 +21,9 @@ from delta_tree import Span
 from kvshare.kv.sequence import SegmentKV
 from kvshare.vllm_connector.worker.deviation import CLEARLY, ROUNDING, Expected
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.runner_prefill import RunnerPrefill
+from kvshare.vllm_connector.worker.runs import Run
 
 _COPY, _EVERY = 8, 16  # tokens of a copy; between the starts of two
 _LEAST = 3 * _EVERY  # tokens of a prompt: with fewer the spread of a channel is not known

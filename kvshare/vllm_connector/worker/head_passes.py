@@ -24,8 +24,9 @@ from typing import Any
 
 from kvshare.safe_logging import classes_and_places
 from kvshare.vllm_connector.worker.device import Device
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run, runs_of, split
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
 from kvshare.vllm_connector.worker.reports import Reports
+from kvshare.vllm_connector.worker.runs import Run, runs_of, split
 from kvshare.vllm_connector.worker.under_way import PendingLoad
 
 log = logging.getLogger("vllm.kvshare")

@@ -14,12 +14,20 @@ from kvshare.vllm_connector.worker.paged_cache import PagedCache
 
 class KeptRows:
     """
-    The rows of all layers, on the device. A layer must be kept before it is compared or restored.
+    On the device. A layer must be kept before it is compared or restored.
 
     Alphabet: P positions, L layers, H kv heads of this rank, D head dim.
     """
 
-    def __init__(self, cache: PagedCache, block_ids: Sequence[int], positions: Sequence[int]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        block_ids: Sequence[int],
+        positions: Sequence[int],
+        *,
+        num_layers: int | None = None,
+    ) -> None:
+        """`num_layers`: of the pass, from the first on; None: all. Rows of later ones are not kept."""
         (slots,) = to_device(
             cache.kv_layout.device,
             cache.slot_numbers(block_ids, Span(0, max(positions) + 1))[np.array(positions, np.int64)],
@@ -30,6 +38,7 @@ class KeptRows:
             layer: (part, place)
             for part, own in zip(self._parts, self._numbers, strict=True)
             for place, layer in enumerate(own)
+            if num_layers is None or layer < num_layers
         }
 
     def keep(self, layer: int) -> None:
@@ -59,8 +68,8 @@ class KeptRows:
         return part.rows[:, 0], part.rows[:, 1]
 
     def restore(self) -> None:
-        for part in self._parts:
-            part.restore()
+        for part, place in self._places.values():
+            part.restore(place)
 
 
 class _OfPart:
@@ -88,8 +97,9 @@ class _OfPart:
         changes = self._cache.value_numbers(now) - self._cache.value_numbers(kept)
         return changes.flatten(2).square().sum(dim=2)
 
-    def restore(self) -> None:
-        self._cache.write(self.rows[:, 0], self.rows[:, 1], self._slots)
+    def restore(self, layer: int) -> None:
+        k, v = self.rows[layer]
+        self._cache.write_layer(layer, k, v, self._slots)
 
     def _offsets_in(self, cache: torch.Tensor) -> torch.Tensor:
         """(2, P, H, D) the offsets of the elements in a layer's cache."""

@@ -81,7 +81,12 @@ class LayerArrivals:
             self._gpu.wait(Stream.VLLM, end)
             self._waits.append((before, self._gpu.record(Stream.VLLM)))
 
-    def waited_s(self) -> float | None:
-        """Return the seconds that vLLM's stream waited in all; None while it is still waiting."""
-        found = [self._gpu.seconds(before, after) for before, after in self._waits]
+    @property
+    def num_waits(self) -> int:
+        """Return how often vLLM's stream has waited, or will wait."""
+        return len(self._waits)
+
+    def waited_s(self, waits: slice = slice(None)) -> float | None:
+        """Return the seconds that vLLM's stream waited in all of these; None while it is still waiting."""
+        found = [self._gpu.seconds(before, after) for before, after in self._waits[waits]]
         return None if None in found else sum(seconds for seconds in found if seconds is not None)

@@ -15,7 +15,8 @@ from kvshare.kv.movement import Observed, Verification, find_movement
 from kvshare.kv.sequence import SegmentKV
 from kvshare.vllm_connector.worker.computed_rows import ComputedRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
+from kvshare.vllm_connector.worker.runs import Run
 
 FEW_TOKENS = 48  # enough if the length does not matter
 FIRST_BLOCK = 1  # vLLM reserves block 0; the others are free until the first request

@@ -44,12 +44,20 @@ class Paces:
         self._waits = deque[float](maxlen=_WAITS)
 
     def note_pass(self, num_tokens: int, began: Any, ended: Any, *, is_plain: bool = True) -> None:
-        """Note a pass between two marks that waited for nothing. `is_plain`: it did not listen, either."""
+        """
+        Note a pass over all layers between two marks that waited for nothing. `is_plain`: it did not listen,
+        either.
+        """
         self._under_way.append((num_tokens, began, ended, is_plain))
 
-    def note_early(self, num_tokens: int, seconds: float, *, waited_s: float, is_plain: bool = True) -> None:
-        """Note a pass that began before its load had arrived, and waited `waited_s` of its `seconds`."""
-        self._passes.append(_Pass(num_tokens, seconds - waited_s, is_plain))
+    def note_early(
+        self, num_tokens: int, seconds: float, *, waited_s: float, is_plain: bool = True, share: float = 1.0
+    ) -> None:
+        """
+        Note a pass that began before its load had arrived, and waited `waited_s` of its `seconds`. `share`:
+        of the layers, if it ended before the last one.
+        """
+        self._passes.append(_Pass(num_tokens, (seconds - waited_s) / share, is_plain))
         self._waits.append(waited_s)
 
     def note_load(self, num_bytes: int, seconds: float) -> None:

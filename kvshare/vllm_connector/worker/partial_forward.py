@@ -14,11 +14,9 @@ forward pass over all runs of all requests of a step is therefore exact, with ev
 
 from __future__ import annotations
 
-import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +27,9 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
 from kvshare.kv.layout import ALL_EARLIER, PLAIN, AttentionForm, Reach
-from kvshare.kv.listening import Listener, ListeningRows, placed
+from kvshare.kv.listening import ListeningRows, placed
 from kvshare.kv.to_device import to_device
-from kvshare.vllm_connector.metadata import LoadRequest, Tokens
-from kvshare.vllm_connector.worker.attention_hooks import Watch, hooked
+from kvshare.vllm_connector.worker.attention_hooks import PassEndedError, Watch, ending, hooked
 from kvshare.vllm_connector.worker.block_layout import ADDRESSABLE
 from kvshare.vllm_connector.worker.draft_pass import DraftPass
 from kvshare.vllm_connector.worker.metadata_builders import metadata_builders
@@ -40,59 +37,9 @@ from kvshare.vllm_connector.worker.model_inputs import ModelInputs, base_model
 from kvshare.vllm_connector.worker.models import Models
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
 from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
+from kvshare.vllm_connector.worker.runs import Run, layers_needed, split
 
 _MULTIPLIED = {torch.float16, torch.bfloat16, torch.float32}  # dtypes of queries and keys in our kernels
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run of a request's positions to compute, with its block table and token ids."""
-
-    block_ids: tuple[int, ...]
-    span: Span
-    token_ids: Tokens  # the request's, from position 0 on
-    shift: int = 0  # added to the positions that the model sees; slots stay as they are
-    listener: Listener | None = None  # records what some of the rows attend to
-    kept: tuple[int, ...] = ()  # positions whose KV the target keeps; only a drafting head writes there
-
-
-def runs_of(
-    request: LoadRequest,
-    spans: Sequence[Span],
-    *,
-    kept: Sequence[int] = (),
-    listener: Listener | None = None,
-) -> list[Run]:
-    """Return a run for each span of a load. `kept`: ascending positions, see `Run`."""
-
-    def run(span: Span) -> Run:
-        own = kept[bisect_left(kept, span.start) : bisect_left(kept, span.end)]
-        return Run(request.block_ids, span, request.token_ids, listener=listener, kept=tuple(own))
-
-    return [run(span) for span in spans]
-
-
-def split(runs: Sequence[Run], max_tokens: int, max_runs: int = sys.maxsize) -> Iterator[list[Run]]:
-    """
-    Yield passes of at most `max_tokens` tokens and `max_runs` runs; long runs are cut.
-
-    The runs of each request must be in order of position. Then everything to which a run attends is computed
-    in the same pass or an earlier one.
-    """
-    batch: list[Run] = []
-    room = max_tokens
-    for run in runs:
-        start = run.span.start
-        while start < run.span.end:
-            if not room or len(batch) == max_runs:
-                yield batch
-                batch, room = [], max_tokens
-            part = Span(start, min(run.span.end, start + room))
-            batch.append(replace(run, span=part))
-            room -= len(part)
-            start = part.end
-    if batch:
-        yield batch
 
 
 class PartialForward:
@@ -103,6 +50,7 @@ class PartialForward:
     """
 
     _may_use_kernels = True
+    may_stop = False  # after some of the layers; until the self-test has tried it
 
     def __init__(
         self,
@@ -166,9 +114,16 @@ class PartialForward:
             ordered = sorted(batch, key=lambda run: len(run.span))
             watch = watching(ordered) if watching is not None else None
             num_tokens = sum(len(run.span) for run in ordered)
+            if self.may_stop and (num_layers := layers_needed(ordered)) is not None:
+                watch = ending(watch, num_layers)
             hooks = hooked(self._impls, awaiting, watch, num_tokens=num_tokens)
-            with hooks if awaiting or watch else nullcontext():
+            with suppress(PassEndedError), hooks if awaiting or watch else nullcontext():
                 self._forward(ordered)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether passes also compute a drafting model or head, after all layers of the target."""
+        return self._draft is not None
 
     @property
     def has_graphs(self) -> bool:

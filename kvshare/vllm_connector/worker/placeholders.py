@@ -28,9 +28,9 @@ from kvshare.vllm_connector.metadata import LoadResult
 from kvshare.vllm_connector.worker.choosing import Choosing
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import Run, runs_of, split
 from kvshare.vllm_connector.worker.ranks import Agreement, as_one
 from kvshare.vllm_connector.worker.reports import Reports
+from kvshare.vllm_connector.worker.runs import Run, runs_of, split
 from kvshare.vllm_connector.worker.start import Attached
 from kvshare.vllm_connector.worker.step_budget import num_admitted
 from kvshare.vllm_connector.worker.under_way import PendingLoad
@@ -127,7 +127,7 @@ class Placeholders:
                 self._fail(arrived)
                 continue
             if load.early is not None:
-                if load.early.failed or load.unreadable:  # the pass has read wrong rows
+                if load.early.has_failed or load.unreadable:  # the pass has read wrong rows
                     self._fail(arrived)
                     continue
                 self._reports.note_early(load)
@@ -135,7 +135,11 @@ class Placeholders:
             try:
                 if order is not None and arrived.choosing is None:
                     arrived.choosing = Choosing(
-                        load.request, order, load.unreadable, can_listen=self._can_listen
+                        load.request,
+                        order,
+                        load.unreadable,
+                        can_listen=self._can_listen,
+                        may_stop=self._forward.may_stop,
                     )
             except Exception as exc:  # noqa: BLE001  logged, without its message
                 log.error("kvshare: preparing a choice failed: %s", classes_and_places(exc))
@@ -214,7 +218,8 @@ class Placeholders:
         """
         began = self._device.mark()
         awaited = [arrived for arrived in due if not arrived.load.is_cancelled]
-        is_plain = not any(arrived.choosing is not None and arrived.choosing.listens for arrived in due)
+        heard = [arrived.choosing for arrived in due if arrived.choosing and arrived.choosing.listens]
+        is_whole = not any(choosing.is_brief for choosing in heard)
         try:
             with as_one("a pass over placeholders"):
                 num_run = self._compute(awaited, joining)
@@ -228,7 +233,8 @@ class Placeholders:
                 self._compute_whole(arrived)
             return
         if num_run:
-            self._reports.note_pass(began, self._device.mark(), num_run, is_plain=is_plain)
+            ended = self._device.mark()
+            self._reports.note_pass(began, ended, num_run, is_plain=not heard, is_whole=is_whole)
         for arrived in joining:
             self._reports.note_joined(arrived.request_id, arrived.result())
         for arrived in reversed(due):

@@ -36,10 +36,16 @@ class Reports:
         """Note the end of a load that joined a step: vLLM does not wait for it."""
         self._report.loads[request_id] = result
 
-    def note_pass(self, began: Any, ended: Any, num_run: dict[str, int], *, is_plain: bool) -> None:
-        """Note a pass between two marks of the device. `is_plain`: it did not listen."""
+    def note_pass(
+        self, began: Any, ended: Any, num_run: dict[str, int], *, is_plain: bool, is_whole: bool = True
+    ) -> None:
+        """
+        Note a pass between two marks of the device. `is_plain`: it did not listen; `is_whole`: it did not end
+        before the last layer.
+        """
         self.times.add(PASS, began, ended, num_run)
-        self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
+        if is_whole:
+            self.paces.note_pass(sum(num_run.values()), began, ended, is_plain=is_plain)
 
     def note_ahead(self, began: Any, ended: Any, num_run: dict[str, int]) -> None:
         """A pass over what comes before the first copies of loads that wait for a disk. It is a long one."""
@@ -59,21 +65,35 @@ class Reports:
             self._report.disk = DiskReport((*before, *report.written), report.problem)
 
     def note_early(self, load: PendingLoad) -> None:
-        """Note the early pass of a load that has arrived by now."""
+        """Note the early passes of a load that has arrived by now."""
         request_id, early, work = load.request.request_id, load.early, load.work
         assert early is not None
         assert work is not None
         arrivals = work.arrivals
         assert arrivals is not None
-        self.times.add(PASS, early.began, early.ended, {request_id: early.num_tokens})
-        is_plain = early.choosing is None or not early.choosing.listens
+        for each in early.passes:
+            self.times.add(PASS, each.began, each.ended, {request_id: each.num_tokens})
 
         def measured() -> dict[str, float] | None:
-            seconds, waited_s = self._device.seconds(early.began, early.ended), arrivals.waited_s()
-            if seconds is None or waited_s is None:
+            first, *others = early.passes
+            gaps = [self._device.seconds(first.ended, each.began) for each in others]
+            seconds = [self._device.seconds(each.began, each.ended) for each in early.passes]
+            waited = [arrivals.waited_s(each.waits) for each in early.passes]
+            if None in (*seconds, *waited):
                 return None
-            self.paces.note_early(early.num_tokens, seconds, waited_s=waited_s, is_plain=is_plain)
-            return {HIDDEN: max(0.0, work.written_s(early.began) - waited_s), WAITED: waited_s}
+            for each, pass_s, waited_s in zip(early.passes, seconds, waited, strict=True):
+                assert pass_s is not None
+                assert waited_s is not None
+                self.paces.note_early(
+                    each.num_tokens,
+                    pass_s,
+                    waited_s=waited_s,
+                    is_plain=not each.listened,
+                    share=each.share,
+                )
+            total_s = sum(filter(None, waited))
+            hidden_s = work.written_s(early.began) - total_s - sum(filter(None, gaps))
+            return {HIDDEN: max(0.0, hidden_s), WAITED: total_s}
 
         self.times.note_later(request_id, measured)
 

@@ -26,6 +26,7 @@ from delta_tree import Span
 from kvshare.kv.listening import Listener, attention
 from kvshare.kv.sequence import SegmentKV
 from kvshare.sharing.plan import MAX_LISTENERS
+from kvshare.sharing.selection import num_listening_layers
 from kvshare.vllm_connector.worker.attention_hooks import Watch
 from kvshare.vllm_connector.worker.cache_dtype import (
     as_stored,
@@ -46,7 +47,8 @@ from kvshare.vllm_connector.worker.movement_test import (
     MovementTest,
 )
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
+from kvshare.vllm_connector.worker.runs import Run
 
 _NUM_TOKENS = 620  # so that a run is longer than 512
 _NUM_BLOCKS = 4  # the prompt is longer than so many blocks, if there is room
@@ -160,6 +162,18 @@ class SelfTest:
         computed = self._compute([*first, parts[0]], parts[1:2], parts[2:])
         is_exact = self._expected(whole).deviation(computed) <= self.tolerance
         return None if is_exact else "they do not give the KV of passes without them"
+
+    def check_stopping(self) -> str | None:
+        """Return why a pass cannot end after some of the layers, or None."""
+        num_layers, seen = num_listening_layers(self._cache.kv_layout.num_layers), list[int]()
+        whole, spans = self._compute([Span(0, self._length)]), self._runs[:3]  # few tokens, as for a graph
+        self._forward.may_stop = True
+        runs = [Run(self.block_ids, span, self.tokens, num_layers=num_layers) for span in spans]
+        self._forward.compute(runs, watching=lambda _: lambda layer, *_: seen.append(layer))
+        if set(seen) != set(range(num_layers)):
+            return "it goes on"
+        is_exact = self._expected(whole).deviation(self._compute(self._runs)) <= self.tolerance
+        return None if is_exact else "the next pass does not give the KV of a full prefill"
 
     def _poison(self, like: SegmentKV) -> None:
         """Overwrite all rows of the prompt by numbers that no model computes."""

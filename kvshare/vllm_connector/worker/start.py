@@ -216,6 +216,8 @@ class WorkerStart:
             warnings = (*warnings, limit)
         # The last check that computes: before it passes have no rows but their own.
         warnings = (*warnings, *self._check_graphs(self_test, attached.forward))
+        if can_listen:
+            warnings = (*warnings, *self._check_stopping(self_test, attached.forward))
         wait_for_memory()
         slower, problem = self._check_copies(attached, self_test.block_ids)
         if problem is not None:
@@ -256,6 +258,20 @@ class WorkerStart:
             return (f"passes are launched without CUDA graphs, which takes longer: {problem or _ELSEWHERE}",)
         log.info("kvshare: small passes over placeholders are launched as vLLM's CUDA graphs")
         return ()
+
+    def _check_stopping(self, self_test: SelfTest, forward: PartialForward) -> tuple[str, ...]:
+        """
+        Find out whether passes may end after some of the layers, on all ranks. Returns warnings.
+
+        Without graphs a GPU would have nothing to do while the pass after it is launched.
+        """
+        if forward.has_draft or not (forward.uses_graphs or self.device.reads_at_once):
+            return ()
+        problem = tried(self_test.check_stopping, "a pass over some of the layers")
+        forward.may_stop = all(agreed([problem is None]))
+        if forward.may_stop:
+            return ()
+        return (f"choosing repairs takes longer, as a pass cannot end early: {problem or _ELSEWHERE}",)
 
     def _check_copies(self, attached: Attached, block_ids: Sequence[int]) -> tuple[Sequence[str], str | None]:
         """Return warnings, and why nothing can be copied, or None. All ranks copy in the same way."""

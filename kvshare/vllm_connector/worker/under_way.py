@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,29 @@ if TYPE_CHECKING:
 class EarlyPass:
     """
     A pass that began before its load had arrived. `began`, `ended`: marks of the device. `failed`: it raised
-    an error. `choosing`: set if the load has a repair order; then this was its first pass.
+    an error. `waits`: for layers, by number. `share`: of the layers, if it ended before the last one.
+    `listened`: what rows attended to was recorded. `choosing`: set if the load has a repair order; then this
+    was its first pass, and `second` may follow.
     """
 
     num_tokens: int
     began: Any
     ended: Any
     failed: bool = False
+    waits: slice = field(default_factory=lambda: slice(None))
+    share: float = 1.0
+    listened: bool = False
     choosing: Choosing | None = None
+    second: EarlyPass | None = None
+
+    @property
+    def passes(self) -> Sequence[EarlyPass]:
+        """Return this pass, and the second one if that was early, too."""
+        return (self,) if self.second is None else (self, self.second)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(each.failed for each in self.passes)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from importlib import resources
+
 import pytest
+import yaml
 
 from kvshare.errors import ConfigError
 from kvshare_lab.device.profile import names, read_profile
@@ -21,6 +25,23 @@ def test_an_unknown_profile_is_refused() -> None:
     """The error lists those that there are."""
     with pytest.raises(ConfigError, match="h100"):
         read_profile("abacus")
+
+
+def test_a_profile_may_be_based_on_another_one() -> None:
+    """It has that one's constants, but for its own."""
+    base, own = read_profile("h100-second"), read_profile("h100-graphs")
+    assert own.model == base.model
+    changed = {name for name in asdict(own.costs) if getattr(own.costs, name) != getattr(base.costs, name)}
+    assert changed == yaml.safe_load(_text("h100-graphs"))["costs"].keys()
+    assert own.sources.keys() >= base.sources.keys() | changed
+
+
+def test_a_pass_by_graphs_takes_what_a_step_of_vllm_takes() -> None:
+    """Of as many tokens: stock vLLM uses the same graphs. The weights are read once."""
+    costs = read_profile("h100-graphs").costs
+    assert costs.graph_pass_s(8, attending_s=0.0) == costs.decode_s
+    step_s = costs.step_s([(0, 512)], bytes_per_token=0)
+    assert costs.graph_pass_s(512, attending_s=costs.attention_s(0, 512)) == pytest.approx(step_s)
 
 
 @pytest.mark.parametrize(("num_tokens", "measured"), FULL_MS.items())
@@ -48,3 +69,7 @@ def test_a_document_is_compared_figure_by_figure() -> None:
     assert missed == {"1024 changed_10", "1024 write"}
     assert mean_error(figures.values()) == pytest.approx(0.25)
     assert ratios(document)["first_token 1024 changed_1"] == pytest.approx(2)
+
+
+def _text(name: str) -> str:
+    return (resources.files("kvshare_lab.device") / "profiles" / f"{name}.yaml").read_text("utf-8")

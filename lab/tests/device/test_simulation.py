@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvshare.errors import ConfigError
@@ -127,3 +128,20 @@ def test_what_cannot_be_simulated_is_refused(options: dict[str, Any]) -> None:
 
     with pytest.raises(ConfigError, match=f"--{next(iter(options))}.*expected"):
         run(**options)
+
+
+def test_both_passes_of_a_choice_are_hidden() -> None:
+    """Where the first one ends before the last layers, once like loads and passes were measured."""
+    from kvshare.settings import load_settings
+    from kvshare_lab.device.arms import servers
+    from kvshare_lab.device.parts import ALWAYS_CHOOSE, ALWAYS_SHARE
+    from kvshare_lab.device.profile import read_profile
+    from kvshare_lab.device.traffic import moved_and_edited
+
+    settings = load_settings(None, {**ALWAYS_SHARE, **ALWAYS_CHOOSE})
+    with servers(read_profile("h100-graphs"), settings, copies_blocks=False) as (_, shared):
+        *_, last = moved_and_edited(shared, np.random.default_rng(0), [8192, 8192])
+    near = last["reordered"]
+    assert (near["decision"], near["work"]["passes"]) == ("approx", 2)
+    assert near["stage_s"]["hidden"] > 0.5 * near["stage_s"]["pass"]
+    assert near["stage_s"]["waited"] <= 0.001

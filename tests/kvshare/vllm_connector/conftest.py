@@ -7,7 +7,7 @@ These tests run in a pytest of their own (`make test` starts two): vLLM binds th
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +138,18 @@ def text() -> Texts:
 def copies() -> Copies:
     """`copies(event, (0, 100), (130, 300), shift=0)`: spans of a donor, moved; a copy a segment."""
     return copies_of
+
+
+@pytest.fixture
+def num_brief(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many passes were to end before the last layer so far."""
+    from kvshare.vllm_connector.worker.attention_hooks import ending
+
+    calls = list[int]()
+
+    def noted(watch: Any, num_layers: int) -> Any:
+        calls.append(num_layers)
+        return ending(watch, num_layers)
+
+    monkeypatch.setattr("kvshare.vllm_connector.worker.partial_forward.ending", noted)
+    return lambda: len(calls)

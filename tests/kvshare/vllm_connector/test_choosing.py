@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,12 @@ class Scene:
         return answer, vllm.finished(ticket)
 
 
-def scene(donor: FinishedReport, tokens: Sequence[int], text: Texts, copies: Copies) -> Scene:
-    recipient = text(SHIFT, 9) + list(tokens)
-    return Scene(recipient, tuple(copies(donor, (0, 100), (130, 300), (301, 560), shift=SHIFT)))
+def scene(
+    donor: FinishedReport, tokens: Sequence[int], text: Texts, copies: Copies, *, is_brief: bool = False
+) -> Scene:
+    """`is_brief`: so few placeholders that the first pass ends before the last layer."""
+    recipient, first = text(SHIFT, 9) + list(tokens), (0, 120 if is_brief else 100)
+    return Scene(recipient, tuple(copies(donor, first, (130, 300), (301, 560), shift=SHIFT)))
 
 
 def places(spans: Sequence[WireSpan]) -> list[int]:
@@ -100,10 +103,14 @@ def architecture(vllm: Vllm, request: pytest.FixtureRequest) -> Vllm:
     return vllm
 
 
+@pytest.mark.parametrize("is_brief", [False, True])
 def test_it_chooses_and_answers_as_the_embedded_engine(
-    architecture: Vllm, text: Texts, copies: Copies
+    architecture: Vllm, text: Texts, copies: Copies, num_brief: Callable[[], int], is_brief: bool
 ) -> None:
-    """Two engines that share no attention code: the same positions, the same first token's distribution."""
+    """
+    Two engines that share no attention code: the same positions, the same first token's distribution. Also
+    where vLLM's model is left before the last layer.
+    """
     import torch
 
     from kvshare.embedded.decoder import load_network
@@ -113,8 +120,9 @@ def test_it_chooses_and_answers_as_the_embedded_engine(
 
     vllm, tokens = architecture, text(600)
     donor = vllm.store(tokens)
-    made = scene(donor, tokens, text, copies)
+    made = scene(donor, tokens, text, copies, is_brief=is_brief)
     answer, event = made.ask(vllm, max_tokens=1, logprobs=20)
+    assert (num_brief() > 0) == is_brief
 
     model = EmbeddedModel(load_network(str(vllm.model), device="cpu"), name="tiny")
     with torch.inference_mode():

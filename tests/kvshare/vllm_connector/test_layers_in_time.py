@@ -6,7 +6,7 @@ The GPU is pretended. Copies are made at the very moment at which the pass waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,9 @@ class Piped:
         def beginning(load: Any) -> None:
             assert any(load.work.arrivals.pending_bytes()), "nothing is there yet"
             begin(load)
-            gpu.is_eager = True
+            choosing = load.early.choosing
+            has_more = choosing is not None and choosing.is_brief and choosing.listens
+            gpu.is_eager = not has_more
 
         def loading(*given: Any) -> Any:
             gpu.is_eager = False
@@ -110,13 +112,21 @@ def test_each_layer_is_there_when_it_is_read(piped: Piped, text: Texts, copies: 
     assert event.stage_seconds.keys() >= {"pass", "hidden", "waited"}
 
 
-@pytest.mark.parametrize("can_listen", [True, False], ids=["by attention", "by place"])
+@pytest.mark.parametrize("how", ["by attention", "briefly", "by place"])
 def test_repairs_are_chosen_as_if_the_load_had_arrived(
-    vllm: Vllm, text: Texts, copies: Copies, monkeypatch: pytest.MonkeyPatch, can_listen: bool
+    vllm: Vllm,
+    text: Texts,
+    copies: Copies,
+    monkeypatch: pytest.MonkeyPatch,
+    num_brief: Callable[[], int],
+    how: str,
 ) -> None:
-    """The probes are computed over their own copies, which arrive layer by layer and are put back."""
-    tokens = text(600, 36)
-    made = scene(vllm.store(tokens), tokens, text, copies)
+    """
+    The probes are computed over their own copies, which arrive layer by layer and are put back. Briefly: both
+    passes begin before the last layer is there.
+    """
+    tokens, can_listen = text(600, 36), how != "by place"
+    made = scene(vllm.store(tokens), tokens, text, copies, is_brief=how == "briefly")
     with monkeypatch.context() as patch:
         vllm.worker.use(vllm.worker.attached, can_listen=can_listen)
         vllm.forget_blocks()
@@ -128,7 +138,7 @@ def test_repairs_are_chosen_as_if_the_load_had_arrived(
         assert early_answer.distance(late_answer) <= LIMIT
         assert early.stage_seconds.keys() >= {"pass", "hidden", "waited"}
         assert "hidden" not in late.stage_seconds
-        assert piped.waits > 1
+        assert (piped.waits > 1, num_brief() > 0) == (True, how == "briefly")
         vllm.check_idle()
         piped.used.transfers.close()
     vllm.worker.use(vllm.worker.attached, can_listen=True)

@@ -184,7 +184,7 @@ def errors_of_moving(vllm: Vllm) -> dict[str, float]:
     """Of the first layer's keys: the root of the mean square, in units of the exact keys at the new place."""
     from delta_tree import Span
     from kvshare.vllm_connector.worker.cache_dtype import as_numbers, scale_of
-    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.runs import Run
     from kvshare.vllm_connector.worker.self_test import SelfTest
 
     cache, forward = vllm.worker.attached.cache, vllm.worker.attached.forward

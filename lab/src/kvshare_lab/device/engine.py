@@ -110,8 +110,7 @@ class Engine:
         """Launch a step. Like vLLM's runner, the connector works before and after the forward pass."""
         worker, metadata = self.worker, scheduled.kv_connector_metadata
         if worker is not None and isinstance(metadata, StepMetadata):
-            num_blocks = sum(len(load.block_ids) for load in metadata.loads)
-            self._clock.spend(num_blocks * self.gpu.costs.scheduled_block_s)
+            self._clock.spend(self._scheduling_s(metadata))
             worker.begin(metadata)
         sampled = self._forward(scheduled)
         output = ModelRunnerOutput(
@@ -126,6 +125,13 @@ class Engine:
         # Without a forward pass nothing is sampled, so the step does not wait for the device.
         done_at = self.gpu.reached_at() if sampled else self._clock.now()
         return _Step(scheduled, output, done_at)
+
+    def _scheduling_s(self, metadata: StepMetadata) -> float:
+        """What the blocks of loads take the scheduler."""
+        costs, loads = self.gpu.costs, metadata.loads
+        read = (len(source.block_ids) for load in loads for source in load.sources.values())
+        num_blocks = sum(len(load.block_ids) for load in loads)
+        return num_blocks * costs.scheduled_block_s + sum(read) * costs.source_block_s
 
     def _forward(self, scheduled: SchedulerOutput) -> dict[str, list[int]]:
         """The forward pass of a step. Its requests sample a token once their prompt is computed."""

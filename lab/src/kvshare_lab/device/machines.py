@@ -11,7 +11,7 @@ from kvshare_lab.device.profile import Profile
 _BUSY = 4  # times as long as on an idle host
 _OF_THE_HOST = (
     *("front_s", "front_s_per_token", "pass_s", "launch_s", "call_s", "empty_step_s"),
-    *("scheduled_block_s", "stored_piece_s", "blocks_launch_s"),
+    *("scheduled_block_s", "source_block_s", "stored_piece_s", "blocks_launch_s", "choose_s"),
     *("find_s", "find_s_per_token", "plan_s", "plan_s_per_token", "embed_s", "store_s"),
 )
 _ROOM = 256  # tokens beyond the longest prompt

@@ -33,7 +33,7 @@ Opened = Callable[..., AbstractContextManager[tuple[Server, SharingServer]]]
 # What sharing costs is measured where it does not pay, too.
 ALWAYS_SHARE = {"cost.min_saved_s": -60.0, "cost.min_saved_fraction": 0.0, "control.unshared_share": 0.0}
 # Of a server that always chooses its repairs.
-_ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
+ALWAYS_CHOOSE = {"repair.rule": "attention", "sharing.max_deviation": 1e6}
 
 
 def measured(
@@ -97,7 +97,7 @@ def _between(opened: Opened, settings: Settings, streams: Streams, seed: int) ->
 
 def _choosing(opened: Opened, lengths: Sequence[int], load: Load, seed: int) -> Iterator[dict[str, Any]]:
     """Both arms get the same prompts. A load has near-duplicates only."""
-    settings = load_settings(None, {**ALWAYS_SHARE, **_ALWAYS_CHOOSE})
+    settings = load_settings(None, {**ALWAYS_SHARE, **ALWAYS_CHOOSE})
     for arm in ("chosen", "by_place"):
         with opened(settings, chooses=arm == "chosen") as (_, shared):
             rows = list(moved_and_edited(shared, np.random.default_rng(seed), lengths))

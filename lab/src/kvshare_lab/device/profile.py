@@ -59,9 +59,12 @@ class Costs:
     behind_s: float
     front_s_per_token: float = 0.0  # of a prompt, in vLLM's front end and its engine's input
     scheduled_block_s: float = 0.0  # of a load's blocks, when it is scheduled
+    source_block_s: float = 0.0  # of vLLM's blocks that a load copies from, in addition
     empty_step_s: float = 50e-6  # a step without a forward pass
     stored_piece_s: float = 0.0  # of the host, for each piece of host memory that a load reads
     blocks_launch_s: float = 0.0  # of the host, before each launch that copies between blocks
+    graph_rows: float = 0.0  # of the largest piecewise CUDA graph that passes may use
+    choose_s: float = 0.0  # of the host, for each measured layer of each token when repairs are chosen
 
     def step_s(self, parts: Iterable[tuple[int, int]], *, bytes_per_token: int) -> float:
         """
@@ -96,6 +99,14 @@ class Costs:
         launching_s = self.pass_s - self.decode_s
         return self.pass_s - min(launching_s, busy_s) + num_tokens / self.pass_tokens_per_s
 
+    def graph_pass_s(self, num_tokens: int, *, attending_s: float) -> float:
+        """
+        A pass over placeholders by the graphs that vLLM's own steps of as many tokens use: it takes as long.
+
+        The weights are read once; launches take the device no time, as they are part of what was measured.
+        """
+        return max(self.decode_s, num_tokens / self.prefill_tokens_per_s) + attending_s
+
     def fronts_s(self, num_tokens: int) -> float:
         """What comes before the engine, for a prompt of so many tokens."""
         return self.front_s + num_tokens * self.front_s_per_token
@@ -127,10 +138,14 @@ def names() -> list[str]:
 
 
 def read_profile(name: str) -> Profile:
-    """Raises ConfigError for a name that is none of `names`."""
+    """
+    A profile may be based on another one, of which it replaces some constants and adds others.
+
+    Raises ConfigError for a name that is none of `names`.
+    """
     if name not in names():
         raise ConfigError("--profile", f"expected one of {', '.join(names())}, got {name!r}")
-    document: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    document = _document(name)
     model, costs = document["model"], document["costs"]
     return Profile(
         document["name"],
@@ -139,3 +154,12 @@ def read_profile(name: str) -> Profile:
         Costs(**{name: row["value"] for name, row in costs.items()}),
         {constant: row["from"] for constant, row in {**model, **costs}.items()},
     )
+
+
+def _document(name: str) -> dict[str, Any]:
+    own: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    if (base := own.get("based_on")) is None:
+        return own
+    found = _document(base)
+    parts = {part: {**found[part], **own.get(part, {})} for part in ("model", "costs")}
+    return {**found, **own, **parts}

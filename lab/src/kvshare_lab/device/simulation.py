@@ -13,6 +13,8 @@ request; `verdicts` compares it with what was measured.
                     repaired by place
     disk            one prompt of 30,000 tokens after the other, 1 % changed, whose donor is on disk only
 
+The profile `h100-graphs` has passes of at most 512 tokens by CUDA graphs, which no GPU has confirmed.
+
 It cannot know what a profile does not have: how kernels of two streams slow each other down beyond one
 constant, the time of HTTP, tokenizing and the index under load, memory that runs out, and whether answers are
 right. `host_s` is what Python took on this machine, and is never part of a time.

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from delta_tree import Span
 from kvshare.kv.movement import STAYS, Movement
+from kvshare.sharing import selection
 from kvshare.vllm_connector.config import ConnectorSettings
 from kvshare.vllm_connector.metadata import LoadRequest, SaveRequest, WorkerHandshake
 from kvshare.vllm_connector.scheduler import joining, prefill_times
-from kvshare.vllm_connector.worker import copying, device, disk_reads, head_passes
+from kvshare.vllm_connector.worker import choosing, copying, device, disk_reads, head_passes
 from kvshare.vllm_connector.worker.block_copies import FindBlockCopies
 from kvshare.vllm_connector.worker.block_layout import find_layout
 from kvshare.vllm_connector.worker.copy_writer import RowCopy
@@ -149,8 +152,14 @@ class SimulatedHeadPasses(HeadPasses):
 
 @contextmanager
 def virtual_threads(gpu: SimulatedGpu) -> Iterator[None]:
-    """In which the worker must run."""
-    with in_virtual_time(gpu, _VIRTUAL):
+    """In which the worker must run. Choosing repairs takes the host what the profile says."""
+
+    def choose(*given: Any, **options: Any) -> Any:
+        measured: NDArray[Any] = given[2]
+        gpu.clock.spend(measured.size * gpu.costs.choose_s)
+        return selection.choose(*given, **options)
+
+    with in_virtual_time(gpu, _VIRTUAL), patch.object(choosing, "choose", choose):
         yield
 
 

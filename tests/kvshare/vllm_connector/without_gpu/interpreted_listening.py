@@ -136,6 +136,7 @@ def _watched(passes: Passes, query: torch.Tensor, listener: Listener) -> None:
     from kvshare.vllm_connector.worker import partial_forward
     from kvshare.vllm_connector.worker.block_layout import find_layout
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
+    from kvshare.vllm_connector.worker.runs import Run
 
     impl = SimpleNamespace(scale=0.2, sliding_window=None)
     caches = [torch.zeros_like(passes.cache), passes.cache]
@@ -151,7 +152,7 @@ def _watched(passes: Passes, query: torch.Tensor, listener: Listener) -> None:
     forward = partial_forward.PartialForward.__new__(partial_forward.PartialForward)
     forward._cache = cache
     blocks = tuple(passes.table.tolist())
-    runs = [partial_forward.Run(blocks, span, (), listener=listener) for span in passes.spans[::-1]]
+    runs = [Run(blocks, span, (), listener=listener) for span in passes.spans[::-1]]
     forward.listening(runs)(LAYER, query, query)
 
 

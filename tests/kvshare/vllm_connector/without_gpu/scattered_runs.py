@@ -17,7 +17,8 @@ from delta_tree import Span, gaps
 from kvshare.vllm_connector.worker.attention_hooks import Watch
 from kvshare.vllm_connector.worker.kept_rows import KeptRows
 from kvshare.vllm_connector.worker.paged_cache import PagedCache
-from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+from kvshare.vllm_connector.worker.partial_forward import PartialForward
+from kvshare.vllm_connector.worker.runs import Run
 from tests.kvshare.vllm_connector.without_gpu.attention_model import (
     POISON,
     VOCAB_SIZE,

@@ -19,7 +19,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadRequest, LoadResult
-    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.runs import Run
 
 LAYERS = 6  # each of them fills a staging buffer
 VALUE = 7.0
@@ -42,10 +42,12 @@ class Early:
     """
     A worker that has one segment stored, a load of it, and what its pass has read.
 
-    `fails_at`: the layer in which a pass raises an error.
+    `fails_at`: the layer in which a pass raises an error. If it `chooses`, repairs are chosen by what its
+    first pass attends to, which are zeros.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, chooses: bool = False) -> None:
+        from kvshare.sharing.plan import RepairOrder
         from kvshare.vllm_connector.metadata import LoadRequest
         from kvshare.vllm_connector.worker.reports import Reports
         from kvshare.vllm_connector.worker.start import Attached
@@ -59,29 +61,39 @@ class Early:
         self.read: list[tuple[int, bool]] = []  # layers in the order of the pass, and whether all was there
         self.fails_at: int | None = None
         attached = Attached(self.cache, self._forward(), self.worker.attached.store)
-        use(self.worker, attached)
+        use(self.worker, attached, can_listen=chooses)
         self.worker.parts.placeholders._step_tokens = self.worker.parts.early._step_tokens = 100
         self.is_due = True
         self.worker._reports.paces.are_in_time = lambda *_, **__: self.is_due  # type: ignore[method-assign]
         self.copies, tokens = late_copies(self.worker), tuple(range(NUM_TOKENS))
         self.load: LoadRequest = LoadRequest("l", BLOCKS, 0, NUM_TOKENS, tokens, COPIES)
+        if chooses:
+            self.load = replace(self.load, order=RepairOrder((Span(0, 5), Span(7, 16)), (1,), 2))
         self.save()
 
     def _forward(self) -> Any:
+        import torch
+
         from kvshare.vllm_connector.worker.gpu import Stream
         from kvshare.vllm_connector.worker.partial_forward import PartialForward
 
         early = self
 
         class Layers(PartialForward):
-            """Its layers are computed by the GPU, in its time."""
+            """Its layers are computed by the GPU, in its time. It may stop, and hears nothing."""
+
+            may_stop = True
 
             def __init__(self) -> None:
                 self._cache, self.max_tokens, self._max_runs = early.cache, 100, 100
 
             def _forward(self, runs: Sequence[Run]) -> None:
+                rows = torch.zeros(100, 1, 1)
                 for layer in self._cache.layers.values():
-                    layer.impl.forward(layer, None, output=None)
+                    layer.impl.forward(layer, rows, output=rows)
+
+            def observe(self, *_: object) -> None:
+                """The weights of all slots stay 0."""
 
         def attention(index: int) -> Callable[[], None]:
             def attend() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvshare.vllm_connector.worker.copying import Job
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.runs import Run
     from kvshare.vllm_connector.worker.segment_store import Stored
     from kvshare.vllm_connector.worker.start import Attached
     from kvshare.vllm_connector.worker.transfers import Transfers
@@ -104,6 +104,8 @@ def write_rows(cache: PagedCache, values: torch.Tensor, slots: torch.Tensor) -> 
 
 class FakeForward:
     """Computes a row that says at which position it stands."""
+
+    may_stop = False
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache

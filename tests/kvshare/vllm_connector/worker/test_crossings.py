@@ -31,7 +31,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import (
 
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadRequest
-    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.runs import Run
     from kvshare.vllm_connector.worker.worker import ConnectorWorker
 
 NUM_TOKENS = 122  # 40 runs of one token, two copied tokens around each

@@ -10,7 +10,7 @@ from tests.kvshare.vllm_connector.worker.small_worker import BLOCK_SIZE, new_wor
 def test_passes_are_bounded() -> None:
     """By tokens, and by runs: backends keep buffers for as many sequences as vLLM runs at most."""
     from delta_tree import Span
-    from kvshare.vllm_connector.worker.partial_forward import Run, split
+    from kvshare.vllm_connector.worker.runs import Run, split
 
     spans = [Span(0, 1), Span(2, 3), Span(4, 5), Span(6, 30), Span(31, 32)]
     batches = list(split([Run((1,), span, tuple(range(32))) for span in spans], 10, 2))
@@ -23,8 +23,8 @@ def test_a_head_gets_the_following_tokens_and_writes_what_the_target_keeps() -> 
     """Of a prompt's last token, the token itself follows: vLLM knows the right one, and computes it again."""
     from delta_tree import Span
     from kvshare.vllm_connector.metadata import LoadRequest
-    from kvshare.vllm_connector.worker.partial_forward import runs_of, split
     from kvshare.vllm_connector.worker.pass_inputs import following_ids, kept_rows
+    from kvshare.vllm_connector.worker.runs import runs_of, split
 
     token_ids = np.arange(100, 120, dtype=np.int32)
     load = LoadRequest("r", (3, 5, 9, 2, 7), 0, 20, token_ids, ())
@@ -40,8 +40,8 @@ def test_a_head_gets_the_following_tokens_and_writes_what_the_target_keeps() -> 
 def test_the_inputs_of_a_pass_are_those_of_each_run() -> None:
     """Of several requests, in any order, some shifted; blocks are looked up once for each request."""
     from delta_tree import Span
-    from kvshare.vllm_connector.worker.partial_forward import Run
     from kvshare.vllm_connector.worker.pass_inputs import pass_inputs
+    from kvshare.vllm_connector.worker.runs import Run
 
     rng = np.random.default_rng(0)
     with one_rank():

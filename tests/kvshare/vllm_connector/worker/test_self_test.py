@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from delta_tree import Span
     from kvshare.kv.sequence import SegmentKV
     from kvshare.vllm_connector.worker.paged_cache import PagedCache
-    from kvshare.vllm_connector.worker.partial_forward import PartialForward, Run
+    from kvshare.vllm_connector.worker.partial_forward import PartialForward
+    from kvshare.vllm_connector.worker.runs import Run
     from kvshare.vllm_connector.worker.self_test import SelfTest
     from tests.kvshare.vllm_connector.in_process_vllm import Checkpoint, Start, Vllm
     from tests.kvshare.vllm_connector.without_gpu.scattered_runs import Inputs

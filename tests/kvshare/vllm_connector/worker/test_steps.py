@@ -27,7 +27,7 @@ from tests.kvshare.vllm_connector.worker.test_ranks import on_two_ranks
 if TYPE_CHECKING:
     from kvshare.vllm_connector.metadata import LoadRequest, LoadResult
     from kvshare.vllm_connector.worker.device import Device
-    from kvshare.vllm_connector.worker.partial_forward import Run
+    from kvshare.vllm_connector.worker.runs import Run
 
 VALUE = 7.0
 PROBES = (1, 8)
