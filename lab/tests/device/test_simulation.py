@@ -140,7 +140,7 @@ def test_both_passes_of_a_choice_are_hidden() -> None:
 
     settings = load_settings(None, {**ALWAYS_SHARE, **ALWAYS_CHOOSE})
     with servers(read_profile("h100-graphs"), settings, copies_blocks=False) as (_, shared):
-        *_, last = moved_and_edited(shared, np.random.default_rng(0), [8192, 8192])
+        *_, last = moved_and_edited(shared, np.random.default_rng(0), [8192, 16384])
     near = last["reordered"]
     assert (near["decision"], near["work"]["passes"]) == ("approx", 2)
     assert near["stage_s"]["hidden"] > 0.5 * near["stage_s"]["pass"]
