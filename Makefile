@@ -19,7 +19,8 @@ serve: $(SERVE_STAMP)
 	$(BIN)/kvshare serve $(ARGS)
 
 ifeq ($(ARGS),)
-test: lint core types unit
+test: lint core types $(VLLM_STAMP)
+	$(MAKE) unit
 else
 test: $(VLLM_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
