@@ -54,13 +54,19 @@ async def test_a_folder_that_can_be_used_later_is_used(tmp_path: Path) -> None:
     assert (again.text, again.report.num_cached) == (before.text, before.report.num_cached)
 
 
+def delete(folder: Path) -> None:
+    """Files may come meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 async def test_a_store_that_is_deleted_is_written_anew(tmp_path: Path) -> None:
     """Metadata and KV: prompts that are in memory are served, and later ones outlive the engine."""
     folder = tmp_path / "store"
     async with running(folder) as engine:
         await stored(engine, DONOR)
         before = await asked(engine, edited())
-        shutil.rmtree(folder)
+        delete(folder)
         await eventually(lambda: (folder / "tree.sqlite3").exists())
         assert (await asked(engine, edited())).text == before.text
         later = prompt(200, seed=5)
@@ -84,8 +90,7 @@ async def test_a_store_that_is_written_anew_takes_prompts_again(
         monkeypatch.setattr(Storage, "write", full)
         await stored(engine, DONOR)
         assert problems(engine)[ServedPart.STORE] == PartProblem.STORE_NOT_WRITTEN
-        while folder.exists():  # files may come while it is deleted
-            shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
         await eventually(lambda: problems(engine)[ServedPart.STORE] is None)
 
 
