@@ -2,8 +2,8 @@
 The size of a prefill's chunks: the tokens that are computed before other requests have their turn.
 
 Alone a prompt gets whole chunks. While other requests decode, a quarter: a long prompt delays their answers
-less. For some seconds after another tenant was served, at most some hundredth of a second, down to an
-eighth: that tenant's next request waits for the chunk that is being computed when it comes.
+less. For some seconds after another tenant was served, at most some hundredth of a second, down to a
+sixteenth: that tenant's next request waits for the chunk that is being computed when it comes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _SHARED_S = 5.0  # so long after it was served another tenant is expected to come again
-_SHORT_S = 0.015  # that its request may wait for a chunk, as far as an eighth allows
+_SHORT_S = 0.015  # that its request may wait for a chunk, as far as a sixteenth allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PrefillChunks:
         """The tokens of the next chunk of this tenant. `seconds`: that so many take, by measured rates."""
         chunk = max(1, self._whole // 4) if others_decode else self._whole
         if self._takes_turns(tenant):
-            while chunk > max(1, self._whole // 8) and seconds(chunk) > _SHORT_S:
+            while chunk > max(1, self._whole // 16) and seconds(chunk) > _SHORT_S:
                 chunk //= 2
         return chunk
 

@@ -25,9 +25,9 @@ def test_a_tenant_alone_gets_whole_chunks_or_a_quarter() -> None:
     assert found == [512, 128, 512]
 
 
-@pytest.mark.parametrize(("whole", "expected"), [(1024, 128), (512, 64), (128, 16), (16, 8), (1, 1)])
+@pytest.mark.parametrize(("whole", "expected"), [(1024, 64), (512, 32), (128, 8), (16, 8), (1, 1)])
 def test_two_tenants_get_short_chunks(whole: int, expected: int) -> None:
-    """Some fifteen milliseconds, but at least an eighth; both, from the second one's first chunk on."""
+    """Some fifteen milliseconds, but at least a sixteenth; both, from the second one's first chunk on."""
     chunks = PrefillChunks(whole, clock=Clock())
     found = [chunks.next(tenant, others_decode=False, seconds=millisecond_each) for tenant in "abab"]
     assert found == [whole, *[expected] * 3]
@@ -45,4 +45,4 @@ def test_a_tenant_that_stays_away_is_not_waited_for() -> None:
     chunks, found = PrefillChunks(512, clock=clock), []
     for clock.now, tenant in ((0.0, "a"), (1.0, "b"), (4.0, "b"), (9.0, "b"), (9.1, "a")):
         found.append(chunks.next(tenant, others_decode=False, seconds=millisecond_each))
-    assert found == [512, 64, 64, 512, 64]
+    assert found == [512, 32, 32, 512, 32]
