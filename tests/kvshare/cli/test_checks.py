@@ -14,26 +14,11 @@ from yarl import URL
 from kvshare.cli import checks, doctor, store_checks
 from kvshare.cli.check import CheckState
 from kvshare.settings import Settings, load_settings
+from kvshare_lab.bench.random_configurations import LLAMA3_ROPE, TINY
 from tests.kvshare.cli.family import write_store
 from tests.proxy.conftest import running_server
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_TINY: dict[str, Any] = {**TINY, "max_position_embeddings": 512}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 SQLITE = [
     ((3, 7, 0), True),
@@ -182,7 +167,7 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
 
 def test_the_geometry_is_proved_without_weights(tmp_path: Path) -> None:
     """A folder with nothing but a configuration is enough to know that keys can be moved."""
-    LlamaConfig(**_TINY, rope_parameters=_LLAMA3).save_pretrained(tmp_path)
+    LlamaConfig(**_TINY, rope_parameters=dict(LLAMA3_ROPE)).save_pretrained(tmp_path)
     chosen = settings(tmp_path, **{"model.path": str(tmp_path)})
     assert checks.check_model(chosen).state is CheckState.OK
     assert checks.check_geometry(chosen).state is CheckState.OK

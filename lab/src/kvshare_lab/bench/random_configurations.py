@@ -21,7 +21,7 @@ TINY: Fields = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_LLAMA3_ROPE: Fields = {
+LLAMA3_ROPE: Fields = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -32,7 +32,7 @@ _LLAMA3_ROPE: Fields = {
 
 PLAIN: ByName = {
     "llama": {"model_type": "llama"},
-    "llama3-rope": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "use_sliding_window": False},
     "mistral": {"model_type": "mistral", "sliding_window": None},
