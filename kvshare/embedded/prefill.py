@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from delta_tree import Span, TokenIds, merge
 from kvshare.kv.attention import PartialPass, take_pass
 from kvshare.kv.listening import Listener
+from kvshare.kv.scoring import Scoring
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing.plan import NoPlan, Plan, RepairOrder
-from kvshare.sharing.selection import RepairChoice, choose, num_listening_layers
+from kvshare.sharing.selection import RepairChoice, choose, num_listening_layers, repairable
 
 Compute = Callable[[PartialPass, TokenIds], torch.Tensor]
 """Computes the KV of a pass's positions in place. Returns the logits after its last one, (V,) float32."""
@@ -82,6 +82,12 @@ class _ProbePass:
         self._order = order
         self._kv = kv
         self._places = torch.tensor(order.probes, dtype=torch.int64, device=kv.layout.device)
+        self._scoring = Scoring(
+            order.stretches,
+            order.probes,
+            repairable(order.stretches, plan.num_tokens),
+            device=kv.layout.device,
+        )
         self._copied_k, self._copied_v = kv.k[:, self._places], kv.v[:, self._places]  # copies, not views
         self.listener = Listener(
             plan.listeners,
@@ -92,19 +98,20 @@ class _ProbePass:
 
     def choice(self) -> RepairChoice:
         """Choose the repairs, and restore the copied KV of the probes, as a probe is not a repair."""
-        changed = self._changed()
+        attended = self.listener.attended
+        scores = self._scoring.scores(attended, self._changed())
         self._kv.k[:, self._places], self._kv.v[:, self._places] = self._copied_k, self._copied_v
         return choose(
             self._order,
             self.plan.placeholders,
-            self.listener.attended,
-            changed,
+            scores.cpu().numpy(),
+            attended.sum(dim=0).cpu().numpy(),
             first_approximate=self.plan.first_approximate,
         )
 
-    def _changed(self) -> NDArray[np.float32]:
+    def _changed(self) -> torch.Tensor:
         """(L, P) of the first layers: how far the probes' computed values are from the copied ones."""
         first = slice(num_listening_layers(self._kv.layout.num_layers))
         difference = self._kv.v[first, self._places].float() - self._copied_v[first].float()
-        changed: NDArray[np.float32] = difference.flatten(2).norm(dim=2).cpu().numpy()
+        changed: torch.Tensor = difference.flatten(2).norm(dim=2)
         return changed

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from delta_tree import Span
 from kvshare.kv.layout import PLAIN, AttentionForm, Reach
@@ -69,15 +68,9 @@ class Listener:
                 self._when_complete()
 
     @property
-    def attended_there(self) -> torch.Tensor:
-        """(L, S) the mean over all recorded rows, on the device."""
+    def attended(self) -> torch.Tensor:
+        """(L, S) the mean over all recorded rows."""
         return self._total / max(1, self._num_rows)
-
-    @property
-    def attended(self) -> NDArray[np.float32]:
-        """(L, S) the mean over all recorded rows, on the host."""
-        found: NDArray[np.float32] = self.attended_there.cpu().numpy()
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,12 +1,5 @@
 """
-Chooses which copied tokens are computed again. The plan says how many.
-
-    score of a copied token = sum over layers of  sqrt(attended) x changed  x  repairable
-
-    attended   attention that the last placeholders pay to it, mean over them and over heads; the square root,
-               because later tokens of the answer attend to other places
-    changed    how far its values change when it is computed: measured at the probes, interpolated elsewhere
-    repairable falls with the distance to the start of its stretch: there a token attends to stale neighbours
+Chooses which copied tokens are computed again, by their scores (`scoring.py`). The plan says how many.
 
 A probe pass computes the placeholders and some copied tokens: at most 64, and at most 3 % of the prompt. Only
 the first three quarters of its layers are measured, so that a GPU's results are on the host before the pass
@@ -16,7 +9,7 @@ because the probe pass computed those over stale KV. After an edit the changes a
 so the choice is a window; in moved text all tokens change a little, and attention decides. docs/fidelity.md
 compares this rule with published ones.
 
-Pure functions: numpy arrays in, positions out. T tokens of the prompt, L layers, P probes.
+Pure functions: numpy arrays in, positions out. T tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -40,7 +33,6 @@ _MOST_PROBES, _PROBED_SHARE = 64, 0.03
 _OFFSETS = (0, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 _REPAIRABLE, _REACH = 0.3, 32.0  # least value; tokens over which it falls
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens chosen together
-_LEAST = 1e-6
 _LISTENING = 3 / 4  # of the layers
 
 
@@ -55,8 +47,8 @@ class RepairChoice:
 def choose(
     order: RepairOrder,
     placeholders: Sequence[Span],
+    scores: Scores,
     attended: Scores,
-    changed: Scores,
     *,
     first_approximate: int,
 ) -> RepairChoice:
@@ -65,15 +57,13 @@ def choose(
 
     Tokens of stretches that were computed because their KV was missing need no repair: the number of repairs
     shrinks in proportion.
-    Shapes:  attended (L, T) by the listeners, mean over them and over heads; changed (L, P) at the probes; of
-             the first `num_listening_layers` layers
+    Shapes:  scores (T,); attended (T,) by the listeners, summed over the first `num_listening_layers` layers
     """
-    num_tokens = attended.shape[1]
+    num_tokens = len(scores)
     in_stretches, computed = (covered(spans, num_tokens) for spans in (order.stretches, placeholders))
     allowed = in_stretches & ~computed
-    found = scores(order.stretches, attended, np.array(order.probes, np.int64), changed)
     num_repairs = round(order.num_tokens * allowed.sum() / max(1, in_stretches.sum()))
-    repairs = chosen(found, allowed, computed, num_repairs)
+    repairs = chosen(scores, allowed, computed, num_repairs)
     recomputed = renewed(attended, computed, repairs, first_approximate=first_approximate)
     return RepairChoice(tuple(spans_where(repairs)), tuple(spans_where(recomputed)))
 
@@ -104,40 +94,31 @@ def choose_by_place(
     order: RepairOrder, placeholders: Sequence[Span], *, num_tokens: int, first_approximate: int
 ) -> RepairChoice:
     """Choose the same number of repairs without measurements: the starts of the stretches."""
-    attended, changed = np.ones((1, num_tokens)), np.ones((1, len(order.probes)))
-    return choose(order, placeholders, attended, changed, first_approximate=first_approximate)
+    scores, attended = repairable(order.stretches, num_tokens), np.ones(num_tokens)
+    return choose(order, placeholders, scores, attended, first_approximate=first_approximate)
+
+
+def repairable(stretches: Sequence[Span], num_tokens: int) -> NDArray[np.float32]:
+    """(T,) falls with the distance to the start of the stretch; 0 outside of them."""
+    found = np.zeros(num_tokens, np.float32)
+    for stretch in stretches:
+        distances = np.arange(len(stretch))
+        found[stretch.start : stretch.end] = _REPAIRABLE + (1 - _REPAIRABLE) * np.exp(-distances / _REACH)
+    return found
 
 
 def renewed(attended: Scores, computed: Mask, repairs: Mask, *, first_approximate: int) -> Mask:
     """
     (T,) the listeners, and the other computed tokens that they attend to most.
 
-    Tokens before the first approximate copy are exact and never computed again.
+    Tokens before the first approximate copy are exact and never computed again. `attended`: (T,)
     """
     listening = np.zeros(len(computed), np.bool_)
     listening[listeners(computed)] = True
     stale = computed & ~listening
     stale[:first_approximate] = False
     count = min(MAX_RENEWED, int(stale.sum()))
-    return listening | chosen(attended.sum(axis=0), stale, listening | repairs, count)
-
-
-def scores(
-    stretches: Sequence[Span], attended: Scores, places: NDArray[np.int64], changed: Scores
-) -> NDArray[np.float64]:
-    """
-    (T,) the scores of the tokens in stretches; 0 elsewhere.
-
-    Shapes:  attended (L, T); places (P,) of the probes, ascending; changed (L, P), norms
-    """
-    found = np.zeros(attended.shape[1])
-    everywhere = np.log(changed + _LEAST).mean(axis=1) if len(places) else np.zeros(len(attended))
-    for stretch in stretches:
-        inside = slice(stretch.start, stretch.end)
-        change = _between(stretch, places, changed, everywhere)
-        repairable = _REPAIRABLE + (1 - _REPAIRABLE) * np.exp(-np.arange(len(stretch)) / _REACH)
-        found[inside] = (np.sqrt(attended[:, inside]) * change).sum(axis=0) * repairable
-    return found
+    return listening | chosen(attended, stale, listening | repairs, count)
 
 
 def chosen(scores: Scores, allowed: Mask, computed: Mask, count: int) -> Mask:
@@ -197,22 +178,3 @@ def covered(spans: Sequence[Span], num_tokens: int) -> Mask:
 def num_runs(rows: Mask) -> int:
     """Count the runs of True."""
     return int(rows[0]) + int((rows[1:] & ~rows[:-1]).sum())
-
-
-def _between(
-    stretch: Span, places: NDArray[np.int64], changed: Scores, everywhere: NDArray[np.float64]
-) -> NDArray[np.floating]:
-    """(L, len(stretch)) changes, interpolated in the logarithm; without probes the mean of all, (L, 1)."""
-    own = (places >= stretch.start) & (places < stretch.end)
-    if not own.any():
-        return np.exp(everywhere)[:, None]
-    known, inside = places[own], np.arange(stretch.start, stretch.end)
-    values = np.log(changed[:, own] + _LEAST).astype(np.float32)
-    slopes = np.zeros_like(values)  # 0 after the last one
-    slopes[:, :-1] = np.diff(values) / np.diff(known)
-    before = np.maximum(0, known.searchsorted(inside, side="right") - 1)
-    ahead = np.maximum(0, inside - known[before]).astype(np.float32)  # 0 where the first is not reached
-    found: NDArray[np.float32] = slopes.take(before, axis=1)
-    found *= ahead
-    found += values.take(before, axis=1)
-    return np.exp(found, out=found)

@@ -28,13 +28,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import torch
 
 from delta_tree import SegmentId, Span, merge
 from kvshare.kv.listening import Listener
+from kvshare.kv.scoring import Scoring
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, RepairOrder, last_tokens
-from kvshare.sharing.selection import RepairChoice, choose, choose_by_place, num_listening_layers
+from kvshare.sharing.selection import (
+    RepairChoice,
+    choose,
+    choose_by_place,
+    num_listening_layers,
+    repairable,
+)
 from kvshare.vllm_connector.metadata import LoadRequest
 from kvshare.vllm_connector.worker.device import Device, Reading
 from kvshare.vllm_connector.worker.kept_rows import KeptRows
@@ -73,6 +79,7 @@ class Choosing:
         self.choice = None if listens else self._choice_by_place()
         self.is_brief = listens and may_stop and not self._head_rows and self._num_computed <= _FEW
         self._listener: Listener | None = None
+        self._scoring: Scoring | None = None
         self._reading: Reading | None = None  # when its layers have been listened to
         self._chosen: RepairChoice | None = None  # by what was read, before the second pass begins
         self._probed: KeptRows | None = None
@@ -131,10 +138,13 @@ class Choosing:
                 device=layout.device,
                 when_complete=partial(self._read, device),
             )
-            if self._order.probes:
+            stretches, probes = self._order.stretches, self._order.probes
+            weights = repairable(stretches, self._load.end)
+            self._scoring = Scoring(stretches, probes, weights, device=layout.device)
+            if probes:
                 # Other loads may be in a pass that is not early: then it has all layers.
                 kept = num_layers if is_early else None
-                self._probed = KeptRows(cache, self._load.block_ids, self._order.probes, num_layers=kept)
+                self._probed = KeptRows(cache, self._load.block_ids, probes, num_layers=kept)
                 if not is_early:
                     self._probed.keep_all()
         return runs_of(
@@ -147,23 +157,25 @@ class Choosing:
             self._probed.keep(layer)
 
     def _read(self, device: Device) -> None:
-        """Send the measurements of the first pass to the host, during the pass. At one layer on all ranks."""
+        """Send what the first pass measured to the host, during the pass. At one layer on all ranks."""
         assert self._listener is not None
-        attended = self._listener.attended_there / num_ranks()
+        assert self._scoring is not None
+        attended = self._listener.attended / num_ranks()
         squares = attended.new_zeros(len(attended), 0)  # of the changes at the probes
         if self._probed is not None:
             squares = self._probed.squared_changes(len(attended))
         if num_ranks() > 1:
             total = summed(torch.cat([attended, squares], dim=1))
             attended, squares = total[:, : self._load.end], total[:, self._load.end :]
-        self._reading = device.read(attended.contiguous(), squares.contiguous())
+        scores = self._scoring.scores(attended, squares.sqrt())
+        self._reading = device.read(torch.stack((scores, attended.sum(dim=0))))
 
     def end_first_pass(self) -> Reading:
         """Restore the probes' rows, which are not repairs. Returns the measurements. May be called again."""
         assert self._reading is not None, "all listeners are in the pass"
         if self._probed is not None:
             self._probed.restore()
-        self._listener = self._probed = None
+        self._listener = self._scoring = self._probed = None
         return self._reading
 
     def second_pass(self, reading: Reading) -> list[Run]:
@@ -186,12 +198,12 @@ class Choosing:
 
     def _choose(self, reading: Reading) -> RepairChoice:
         if self._chosen is None:
-            attended, squares = reading.arrays()
+            ((scores, attended),) = reading.arrays()
             self._chosen = choose(
                 self._order,
                 self._computed,
+                scores,
                 attended,
-                np.sqrt(squares),
                 first_approximate=self._load.first_approximate,
             )
         return self._chosen

@@ -247,7 +247,7 @@ class SelfTest:
             return "the attention kernels cannot be watched"
         if not all(agree):
             return "attention does not follow from queries and stored keys"
-        heard, right = (each / each.sum(dim=1, keepdim=True) for each in (listener.attended_there, expected))
+        heard, right = (each / each.sum(dim=1, keepdim=True) for each in (listener.attended, expected))
         is_right = all(map(self._are_near, right, heard))
         return None if is_right else "what rows attend to is added up wrongly"
 

@@ -1,7 +1,6 @@
 """The repair rule: its factors by hand, and what makes it servable."""
 
 import numpy as np
-import pytest
 
 from delta_tree import Span
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED
@@ -13,11 +12,8 @@ from kvshare.sharing.selection import (
     num_runs,
     probes,
     renewed,
-    scores,
     spans_where,
 )
-
-ONE_LAYER = np.ones((1, 200))
 
 
 def _nothing(length: int) -> np.ndarray:
@@ -44,42 +40,6 @@ def test_the_last_computed_tokens_listen() -> None:
     assert listeners(computed).tolist() == [3, 50]
     computed[40:] = True
     assert listeners(computed).tolist() == list(range(100 - MAX_LISTENERS, 100))
-
-
-def test_twice_the_attention_counts_by_its_root() -> None:
-    attended = ONE_LAYER.copy()
-    attended[0, 1] = 4.0
-    found = scores([Span(0, 2)], attended, np.array([0]), np.array([[1.0]]))
-    assert found[1] / found[0] == pytest.approx(2 * (0.3 + 0.7 * np.exp(-1 / 32)), rel=1e-5)
-    assert not found[2:].any()
-
-
-def test_layers_add_up() -> None:
-    """Attention 1 and 4 in two layers, changes 3 and 5: 1 x 3 + 2 x 5."""
-    attended = np.array([[1.0], [4.0]])
-    found = scores([Span(0, 1)], attended, np.array([0]), np.array([[3.0], [5.0]]))
-    assert found.tolist() == pytest.approx([13.0], rel=1e-5)
-
-
-def test_changes_are_interpolated_within_a_piece() -> None:
-    """In the logarithm; a piece without a probe gets the geometric mean of all."""
-    found = scores([Span(0, 5), Span(6, 8)], np.ones((1, 10)), np.array([0, 4]), np.array([[1.0, 0.01]]))
-    falling = 0.3 + 0.7 * np.exp(-np.arange(5) / 32)
-    assert found[:5] == pytest.approx(falling * [1.0, 10**-0.5, 0.1, 10**-1.5, 0.01], rel=1e-3)
-    assert found[6:8] == pytest.approx(falling[:2] * 0.1, rel=1e-3)
-    assert found[[5, 8, 9]].tolist() == [0.0, 0.0, 0.0]
-
-
-def test_a_token_far_from_the_start_of_its_piece_is_less_mendable() -> None:
-    found = scores([Span(2, 402)], np.ones((1, 410)), np.array([2]), np.array([[1.0]]))
-    assert found[34] / found[2] == pytest.approx(0.3 + 0.7 / np.e)
-    assert found[401] / found[2] == pytest.approx(0.3, abs=1e-4)
-
-
-def test_without_any_probe_attention_and_place_decide() -> None:
-    found = scores([Span(0, 3)], np.array([[1.0, 9.0, 1.0]]), np.empty(0, np.int64), np.empty((1, 0)))
-    assert np.isfinite(found).all()
-    assert found.argmax() == 1
 
 
 def test_the_highest_scores_are_chosen_as_they_are_while_runs_are_few() -> None:
@@ -113,8 +73,8 @@ def test_only_what_is_allowed_is_chosen_and_of_equals_the_first() -> None:
 def test_listeners_and_what_they_hear_most_are_computed_again() -> None:
     """Tokens 0 to 99 are computed; the last 32 listen, mostly to 10, 20 and 40, and 10 saw nothing stale."""
     computed = np.arange(200) < 100
-    attended = np.zeros((2, 200))
-    attended[:, [10, 20, 40]] = [9.0, 5.0, 7.0]
+    attended = np.zeros(200)
+    attended[[10, 20, 40]] = [9.0, 5.0, 7.0]
     again = renewed(attended, computed, _nothing(200), first_approximate=15)
     assert again[68:100].all()
     assert again[[20, 40]].all()
@@ -124,7 +84,7 @@ def test_listeners_and_what_they_hear_most_are_computed_again() -> None:
 
 def test_at_most_so_many_are_computed_again_in_few_runs() -> None:
     computed = np.arange(1000) < 900
-    attended = np.random.default_rng(0).random((2, 1000))
+    attended = np.random.default_rng(0).random(1000)
     again = renewed(attended, computed, _nothing(1000), first_approximate=0)
     assert again.sum() == MAX_LISTENERS + MAX_RENEWED
     assert num_runs(again) <= MAX_FURTHER_RUNS + 1

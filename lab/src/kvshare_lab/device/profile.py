@@ -64,7 +64,7 @@ class Costs:
     stored_piece_s: float = 0.0  # of the host, for each piece of host memory that a load reads
     blocks_launch_s: float = 0.0  # of the host, before each launch that copies between blocks
     graph_rows: float = 0.0  # of the largest piecewise CUDA graph that passes may use
-    choose_s: float = 0.0  # of the host, for each measured layer of each token when repairs are chosen
+    choose_s: float = 0.0  # of the host, for each token of a prompt whose repairs are chosen by scores
 
     def step_s(self, parts: Iterable[tuple[int, int]], *, bytes_per_token: int) -> float:
         """

@@ -155,8 +155,8 @@ def virtual_threads(gpu: SimulatedGpu) -> Iterator[None]:
     """In which the worker must run. Choosing repairs takes the host what the profile says."""
 
     def choose(*given: Any, **options: Any) -> Any:
-        measured: NDArray[Any] = given[2]
-        gpu.clock.spend(measured.size * gpu.costs.choose_s)
+        scores: NDArray[Any] = given[2]
+        gpu.clock.spend(scores.size * gpu.costs.choose_s)
         return selection.choose(*given, **options)
 
     with in_virtual_time(gpu, _VIRTUAL), patch.object(choosing, "choose", choose):

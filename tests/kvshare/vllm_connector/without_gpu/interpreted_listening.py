@@ -126,7 +126,7 @@ def error(case: Case) -> float:
             _watched(passes, query, found)
         else:
             listening_kernels.listen(of_kernels, LAYER, query, passes.cache, table, scaling=0.2)
-    want, got = expected.attended_there, found.attended_there
+    want, got = expected.attended, found.attended
     floor = want[LAYER, : case.num_slots].mean() * 1e-2
     return float(torch.nan_to_num((want - got).abs() / (want + floor), nan=torch.inf).max())
 

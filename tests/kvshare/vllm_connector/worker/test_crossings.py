@@ -251,10 +251,10 @@ def check_calls(seen: Crossings, of_batch: Mapping[str, int], num_batches: int) 
 
 
 @pytest.mark.parametrize(("num_runs", "num_layers"), SHAPES)
-def test_a_choice_comes_down_once_for_each_result(
+def test_the_scores_of_a_choice_come_down_once(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_layers: int
 ) -> None:
-    """What the tail attends to and what the probes changed. No step waits for it, however late it is."""
+    """With what the tail attends to. No step waits for them, however late they are."""
     worker = worker_on(gpu, monkeypatch, num_layers)
     there: Any = worker.parts.placeholders._device._gpu  # type: ignore[attr-defined]  # a GPU's
     save(worker, 1)
@@ -268,8 +268,8 @@ def test_a_choice_comes_down_once_for_each_result(
         there.late_from = float("inf")
         step(worker)
     assert loaded(worker).repaired
-    assert len(seen.up) == 5  # two passes; listeners, and their blocks; slots of the probes
-    assert len(seen.down) == 2
+    assert len(seen.up) == 6  # two passes; listeners, and their blocks; slots of the probes; what scores need
+    assert len(seen.down) == 1
     assert (seen.waits, seen.pageable) == ([], [])
 
 

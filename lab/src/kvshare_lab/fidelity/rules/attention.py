@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from delta_tree import Copy, Span
+from kvshare.kv.scoring import Scoring
 from kvshare.kv.sequence import SequenceKV
 from kvshare.sharing import selection as server
 from kvshare.sharing.plan import MAX_LISTENERS, MAX_RENEWED, within
@@ -122,7 +123,7 @@ class Probed:
     """The results of a probe pass, the same for every budget."""
 
     scores: Scores  # (T,) of the copied positions
-    attended: Scores  # (L, T) of the layers that are listened to
+    attended: Scores  # (T,) summed over the layers that are listened to
     kv: SequenceKV  # after the pass, with the copied rows of the probes restored
 
 
@@ -140,7 +141,10 @@ def probed(trial: Trial) -> Probed:
     for fresh, old in ((kv.k, trial.placed.k), (kv.v, trial.placed.v)):
         fresh[:, at] = old[:, at]
     attended = attention[layers, listening].mean(axis=1)
-    return Probed(server.scores(stretches, attended, places, changed.cpu().numpy()), attended, kv)
+    weights = server.repairable(stretches, trial.num_tokens)
+    scoring = Scoring(stretches, places.tolist(), weights, device=changed.device)
+    scores = scoring.scores(torch.from_numpy(attended).to(changed), changed)
+    return Probed(scores.cpu().numpy(), attended.sum(axis=0), kv)
 
 
 def _cost(trial: Trial) -> float:
